@@ -1,0 +1,19 @@
+"""Changes upstream code as it is imported; can say what it did, prove that it was used, and undo it.
+
+    entries = patch.read(folder, ["torchax", "diffusers/hunyuan_video15"])
+    with patch.applied(entries, stage="denoise") as ledger:
+        ...
+        ledger.check_called()
+
+The modules, from the first step to the last: `entry` and `reading` (YAML), `claims`, `versions`, `replacement`
+(what is checked before anything changes), `hook` (the import system), `target`, `change` (one change of live
+code), `pattern`, `flow`, `rewrite`, `recompile` (the edit of a function), `counted`, `ledger`, and `group`, where
+they meet. None of them imports torch, jax or an upstream.
+"""
+
+from torchport.patch.entry import Entry as Entry
+from torchport.patch.entry import schema as schema
+from torchport.patch.group import applied as applied
+from torchport.patch.ledger import Ledger as Ledger
+from torchport.patch.ledger import Op as Op
+from torchport.patch.reading import read as read

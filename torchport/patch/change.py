@@ -1,0 +1,196 @@
+"""One change of live upstream code: made, asked whether it still stands, and taken back."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
+from torchport.patch import recompile, rewrite
+from torchport.patch.counted import Calls, Retire, counted, counted_class, wrapped
+from torchport.patch.entry import Entry
+from torchport.patch.target import Slot, function_in, innermost, locate, shaped_as
+
+
+class Change(Protocol):
+    """What `made` returns."""
+
+    def stands(self) -> bool:
+        """Asks the live object whether the change is still what it was made to be."""
+
+    def undo(self) -> None:
+        """Takes the change back, unless somebody else has changed the same place since."""
+
+
+@dataclasses.dataclass
+class Placed:
+    """Something put in a slot.
+
+    Attributes:
+        slot: The slot, with the original.
+        value: What was put there.
+        retire: Makes a function that was put there fall through to the original.
+        stop: Ends the counting of a class's instances.
+    """
+
+    slot: Slot
+    value: Any
+    retire: Retire | None = None
+    stop: Callable[[], None] | None = None
+
+    def stands(self) -> bool:
+        return self.slot.now() is self.value
+
+    def undo(self) -> None:
+        if self.stands():
+            self.slot.restore()
+        if self.retire is not None:
+            self.retire(function_in(self.slot.raw))
+        if self.stop is not None:
+            self.stop()
+
+
+@dataclasses.dataclass
+class Recompiled:
+    """Code swapped inside a function, which stays the same object for everybody who holds it.
+
+    Attributes:
+        slot: The slot that the function was found in.
+        function: The innermost function.
+        old: Its code before.
+        new: Its code now.
+        name: The global name that the new code calls.
+        put: What that name stands for.
+    """
+
+    slot: Slot
+    function: types.FunctionType
+    old: types.CodeType
+    new: types.CodeType
+    name: str
+    put: Callable[..., Any]
+
+    def stands(self) -> bool:
+        calls = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
+        there = calls and self.function.__globals__.get(self.name) is self.put
+        return there and innermost(self.slot.now()) is self.function
+
+    def undo(self) -> None:
+        if self.function.__code__ is self.new:
+            self.function.__code__ = self.old
+            self.function.__globals__.pop(self.name, None)
+
+
+def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
+    """Makes an entry's change in a module that has been executed.
+
+    Args:
+        entry: The entry.
+        module: The target's module.
+        loaded: What the entry's `file.py:name` named, or None for a value.
+        calls: Counts the calls.
+
+    Raises:
+        PatchError: The change cannot be made; nothing has been changed then.
+    """
+    if entry.rewrite:
+        return _recompiled(entry, module, loaded, calls)
+    slot = locate(entry, module)
+    change = _prepared(entry, slot, loaded, calls)
+    try:
+        slot.put(change.value)
+    except TypeError as error:
+        fact = f"{entry.target} cannot be set: {error}"
+        raise TargetError(entry.place, fact, "Patch the name that its caller looks up", id=entry.id) from error
+    return change
+
+
+def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+    if entry.kind == "value":
+        return Placed(slot, _literal(entry, slot.raw))
+    original = function_in(slot.raw)
+    if not callable(original):
+        fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
+        raise TargetError(entry.place, fact, "Use value", id=entry.id)
+    if entry.kind == "wrap":
+        return _wrap(entry, slot, original, loaded, calls)
+    if isinstance(original, type) is not isinstance(loaded, type):
+        fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
+        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", id=entry.id)
+    if isinstance(loaded, type):
+        return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
+    if not entry.counted:
+        return Placed(slot, shaped_as(slot.raw, loaded))
+    call, retire = counted(loaded, calls)
+    return Placed(slot, shaped_as(slot.raw, call), retire)
+
+
+def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
+    if isinstance(original, type):
+        fact = f"{entry.target} is a class, and a wrapper takes a function"
+        raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", id=entry.id)
+    call, retire = wrapped(wrapper, original, calls)
+    return Placed(slot, shaped_as(slot.raw, call), retire)
+
+
+def _word(thing: Any) -> str:
+    return "class" if isinstance(thing, type) else "function"
+
+
+def _literal(entry: Entry, original: Any) -> Any:
+    """Returns the value in the type of the constant that it takes the place of."""
+    value = _fresh(entry.value)
+    if isinstance(original, (tuple, set, frozenset)) and isinstance(value, list):
+        return type(original)(value) if type(original) in (tuple, set, frozenset) else value
+    if isinstance(original, float) and type(value) is int:
+        return float(value)
+    if value is None or original is None or type(value) is type(original):
+        return value
+    fact = f"{entry.target} is a {type(original).__name__}, and 'value' a {type(value).__name__}"
+    raise SignatureError(entry.place, fact, f"Write a {type(original).__name__}", id=entry.id)
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _fresh(item) for key, item in value.items()}
+    return [_fresh(item) for item in value] if isinstance(value, list) else value
+
+
+def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
+    slot = locate(entry, module)
+    function = innermost(slot.raw)
+    if function is None or not slot.own:
+        fact = f"{entry.target} is a {type(slot.raw).__name__}"
+        fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
+        raise RewriteError(entry.place, fact, "Name the function that has the statements", id=entry.id)
+    old = function.__code__
+    text = recompile.source_text(entry, function)
+    taken = rewrite.parameters(entry, loaded)
+    edit = rewrite.edited(entry, text, recompile.finder(entry, old), taken)
+    _check_globals(entry, function, edit)
+    ids = [entry.id]
+    home = old.co_filename
+    if home.startswith("<torchport: "):
+        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
+        ids = [*earlier.split(", "), entry.id]
+    filename = f"<torchport: {', '.join(ids)} in {home}>"
+    new = recompile.compiled(entry, edit.text, old, filename)
+    recompile.remember(filename, edit.text)
+    put, _ = counted(loaded, calls)
+    function.__globals__[edit.name] = put
+    function.__code__ = new
+    return Recompiled(slot, function, old, new, edit.name, put)
+
+
+def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:
+    known = function.__globals__
+    if edit.name in known:
+        raise ConflictError(entry.place, f"{entry.module} already has '{edit.name}'", f"Rename '{entry.id}'")
+    builtins = known.get("__builtins__", {})
+    names = builtins if isinstance(builtins, dict) else vars(builtins)
+    for name in sorted(edit.reads):
+        if name not in known and name not in names and name not in function.__code__.co_freevars:
+            fact = f"'{entry.reference}' takes '{name}', which {entry.target} cannot see"
+            raise RewriteError(entry.place, fact, "Take names that are bound before the run", id=entry.id)

@@ -1,0 +1,82 @@
+"""Counts calls with a plain Python counter, so that tracing counts as well as running."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass
+class Calls:
+    """How often a patch was called.
+
+    Attributes:
+        count: The number of calls.
+    """
+
+    count: int = 0
+
+
+Retire = Callable[[Any], None]
+
+
+def counted(function: Callable[..., Any], calls: Calls) -> tuple[Callable[..., Any], Retire]:
+    """Returns a function that counts its calls, and one that makes it fall through to what it is given.
+
+    A wrapper that somebody has captured cannot be taken away from them; retired, it does what the original does.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.count += 1
+        return function(*args, **kwargs)
+
+    def retire(original: Any) -> None:
+        nonlocal function, calls
+        function, calls = original, Calls()
+
+    return functools.update_wrapper(call, function), retire
+
+
+def wrapped(
+    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls
+) -> tuple[Callable[..., Any], Retire]:
+    """Returns a function that calls `wrapper(original, ...)` and counts, and one that retires it."""
+    active = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not active:
+            return original(*args, **kwargs)
+        calls.count += 1
+        return wrapper(original, *args, **kwargs)
+
+    def retire(_: Any) -> None:
+        nonlocal active
+        active = False
+
+    return functools.update_wrapper(call, original), retire
+
+
+def counted_class(replacement: type, calls: Calls) -> Callable[[], None]:
+    """Counts the instances of a replacement class; returns what stops the counting.
+
+    The class stays itself: `isinstance`, pickling and subclasses see no stand-in.
+    """
+    own = "__init__" in vars(replacement)
+    original = replacement.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.count += 1
+        original(self, *args, **kwargs)
+
+    replacement.__init__ = init  # type: ignore[misc]
+
+    def stop() -> None:
+        if own:
+            replacement.__init__ = original  # type: ignore[misc]
+        else:
+            del replacement.__init__
+
+    return stop

@@ -1,0 +1,260 @@
+"""One patch as it stands in YAML: a closed schema that nothing is added to, coerced in, or executed by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from torchport.config import Frozen
+
+KINDS = ("replace", "wrap", "value", "rewrite", "op")
+STAGES = ("encode", "denoise", "decode")
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_PATH = rf"{_NAME}(?:\.{_NAME})*"
+
+Text = Annotated[str, pydantic.Field(min_length=1, pattern=r"\S")]
+Identifier = Annotated[str, pydantic.Field(pattern=rf"^{_NAME}$")]
+Package = Annotated[str, pydantic.Field(pattern=rf"^{_PATH}$")]
+TargetName = Annotated[str, pydantic.Field(pattern=rf"^{_PATH}:{_PATH}$", max_length=300)]
+Reference = Annotated[str, pydantic.Field(pattern=rf"^{_NAME}\.py:{_NAME}$", max_length=200)]
+Range = Annotated[str, pydantic.Field(min_length=1, max_length=100)]
+
+
+class Close(Frozen):
+    """How close: max|a - b| / max|b| stays within `bound`, for the dtype named, if one is."""
+
+    bound: float = pydantic.Field(gt=0)
+    dtype: str | None = None
+
+
+class Equivalence(Frozen):
+    """What a patch promises about the numbers; exactly one of the four.
+
+    Attributes:
+        bitwise: The same bits. Written as the plain word `bitwise`.
+        algebraic: Equal in real arithmetic, and why.
+        close: Equal within bounds.
+        lossy: Not equal, and why that is accepted.
+    """
+
+    bitwise: bool = False
+    algebraic: Text | None = None
+    close: Close | None = None
+    lossy: Text | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, data: Any) -> Any:
+        if data == "bitwise":
+            return {"bitwise": True}
+        if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:
+            return data
+        raise ValueError("It must be bitwise, or one of {algebraic: why}, {close: {bound: 1e-5}}, {lossy: why}")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        written = {"algebraic": {"type": "string"}, "close": handler(core)["properties"]["close"]}
+        written["lossy"] = {"type": "string"}
+        single = {"type": "object", "minProperties": 1, "maxProperties": 1, "additionalProperties": False}
+        return {"anyOf": [{"const": "bitwise"}, {**single, "properties": written}]}
+
+    def written(self) -> str | dict[str, Any]:
+        """Returns the promise as it stands in YAML."""
+        if self.bitwise:
+            return "bitwise"
+        return self.model_dump(exclude_defaults=True, exclude_none=True)
+
+
+class Lifetime(Frozen):
+    """How long a patch is in force: the whole run, or while one package's modules execute.
+
+    Attributes:
+        while_importing: The package; None is written as the plain word `run`.
+    """
+
+    while_importing: Package | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_yaml(cls, data: Any) -> Any:
+        if data == "run":
+            return {}
+        if isinstance(data, dict) and data:
+            return data
+        raise ValueError("It must be run, or {while_importing: package}")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        package = {"type": "object", "required": ["while_importing"], "additionalProperties": False}
+        return {"anyOf": [{"const": "run"}, {**package, "properties": {"while_importing": {"type": "string"}}}]}
+
+
+class Rewrite(Frozen):
+    """An edit of a run of statements in one upstream function.
+
+    Attributes:
+        match: The statements; `$name` matches any expression, `$...name` on a line of its own any statements.
+        put: The function that is called instead; its parameters are names visible at that point.
+        gives: The names that take what it returns; by default the one name that the run binds.
+        times: How often the run stands in the function, exactly.
+    """
+
+    match: Text
+    put: Reference
+    gives: list[Identifier] | None = None
+    times: int = pydantic.Field(default=1, ge=1, le=100)
+
+
+class Entry(Frozen):
+    """One patch. Exactly one of `replace`, `wrap`, `value`, `rewrite` and `op` is given.
+
+    Attributes:
+        id: Unique among all entries that are read together.
+        target: `module:attribute.path` in upstream.
+        replace: `file.py:name` of what takes the target's place.
+        wrap: `file.py:function` that receives the original as its first argument.
+        value: The literal that takes the place of a constant.
+        rewrite: The edit of a run of statements.
+        op: `file.py:function`, a torchax lowering for a torch function or ATen overload.
+        why: What fails, or is slow, without it.
+        reported: The upstream issue or pull request, or `none: ` and why there is none.
+        until: When to delete the entry.
+        fits: The distributions and versions that it was written for.
+        equivalence: What it promises about the numbers.
+        must_be_called: The stages in which not being called is an error.
+        plumbing: True if no tensor passes through it.
+        optional: Why the run may go on where the entry does not fit.
+        needed: Versions (all must hold) and a `probe` (`file.py:function`, true if needed) that say where
+            the fault exists.
+        aliases: What to do about holders of the original that are found.
+        scope: `global` if the target lies outside its own package, in torch or in jax.
+        scope_reason: Why that is safe; required with `scope: global`.
+        lifetime: `run`, or `{while_importing: package}`.
+        relies_on: Callees, as targets, whose change is drift as well.
+        counted: False for a function so hot that counting its calls would show.
+    """
+
+    id: str = pydantic.Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$", max_length=120)
+    target: TargetName
+    replace: Reference | None = None
+    wrap: Reference | None = None
+    value: Any = None
+    rewrite: Rewrite | None = None
+    op: Reference | None = None
+    why: Text
+    reported: Text
+    until: Text
+    fits: dict[str, Range] = pydantic.Field(min_length=1)
+    equivalence: Equivalence
+    must_be_called: list[Literal["encode", "denoise", "decode"]] = []
+    plumbing: bool = False
+    optional: Text | None = None
+    needed: dict[str, Range] | None = pydantic.Field(default=None, min_length=1)
+    aliases: Literal["repair", "report", "fail"] = "repair"
+    scope: Literal["package", "global"] = "package"
+    scope_reason: Text | None = None
+    lifetime: Lifetime = Lifetime.model_validate("run")
+    relies_on: list[TargetName] = []
+    counted: bool = True
+
+    _place: str = "Python:1"
+    _folder: Path = Path()
+
+    @property
+    def place(self) -> str:
+        """`file:line` of the entry."""
+        return self._place
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the entry's file and its Python functions stand in."""
+        return self._folder
+
+    @property
+    def upstream(self) -> str:
+        """The name of that folder."""
+        return self._folder.name
+
+    @property
+    def kind(self) -> str:
+        """Which of `KINDS` it is."""
+        return next(kind for kind in KINDS if kind in self.model_fields_set)
+
+    @property
+    def module(self) -> str:
+        """The target's module."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The target's attribute path."""
+        return tuple(self.target.partition(":")[2].split("."))
+
+    @property
+    def reference(self) -> str | None:
+        """`file.py:name` of what is loaded for it; None for a value."""
+        return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
+
+
+Mistake = tuple[tuple[str, ...], str, str]
+
+
+def mistake(entry: Entry) -> Mistake | None:
+    """Returns the first thing that no single field shows to be wrong: location, fact and remedy."""
+    given = [kind for kind in KINDS if kind in entry.model_fields_set]
+    if len(given) != 1:
+        found = ", ".join(given) or "none"
+        return (), f"'{entry.id}' has {len(given)} kinds ({found})", f"Give exactly one of {', '.join(KINDS)}"
+    if given[0] != "value" and getattr(entry, given[0]) is None:
+        return (given[0],), f"'{given[0]}' is empty", "Name a function as file.py:name"
+    return _scope_mistake(entry) or _counting_mistake(entry) or _value_mistake(entry)
+
+
+def _scope_mistake(entry: Entry) -> Mistake | None:
+    if entry.scope == "global" and entry.scope_reason is None:
+        return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
+    if entry.scope == "package" and entry.scope_reason is not None:
+        return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
+    outside = entry.module.partition(".")[0] in ("torch", "jax", "jaxlib") and entry.kind != "op"
+    if outside and entry.scope != "global":
+        return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
+    if entry.lifetime.while_importing and entry.scope != "global":
+        return ("lifetime",), "'while_importing' is for targets shared by everybody", "Add 'scope: global'"
+    if entry.lifetime.while_importing and entry.kind in ("rewrite", "op"):
+        return ("lifetime",), f"'while_importing' does not go with '{entry.kind}'", "Use replace, wrap or value"
+    return None
+
+
+def _counting_mistake(entry: Entry) -> Mistake | None:
+    if entry.must_be_called and entry.kind == "value":
+        return ("must_be_called",), "A value is never called", "Remove 'must_be_called'"
+    if entry.must_be_called and not entry.counted:
+        return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
+    if entry.rewrite and not entry.counted:
+        return ("counted",), "A rewrite is always counted", "Remove 'counted'"
+    return None
+
+
+def _value_mistake(entry: Entry) -> Mistake | None:
+    if entry.kind != "value" and entry.reference is None:
+        return (entry.kind,), f"'{entry.kind}' is empty", "Name a function as file.py:name"
+    if entry.rewrite and entry.rewrite.gives and len(set(entry.rewrite.gives)) != len(entry.rewrite.gives):
+        return ("rewrite", "gives"), "'rewrite.gives' repeats a name", "Name each once"
+    return None
+
+
+def schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a file of entries, for editors."""
+    entry = Entry.model_json_schema(by_alias=True)
+    definitions = entry.pop("$defs", {})
+    entry["oneOf"] = [{"required": [kind]} for kind in KINDS]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "torchport patches",
+        "type": "array",
+        "items": {"$ref": "#/$defs/Entry"},
+        "$defs": {**definitions, "Entry": entry},
+    }

@@ -1,0 +1,191 @@
+"""The patches of a stage: armed together, applied all or none, undone in reverse order."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+
+from torchport.errors import ThreadError, TorchportError, UnknownNameError, nearest
+from torchport.patch import hook
+from torchport.patch.change import made
+from torchport.patch.claims import check_claims
+from torchport.patch.entry import STAGES, Entry
+from torchport.patch.ledger import Ledger, Record
+from torchport.patch.replacement import load_all
+from torchport.patch.versions import outcome
+
+_lock = threading.Lock()
+_groups: list[_Group] = []
+_owner: list[int] = []
+
+
+class _Group:
+    """One entered set.
+
+    Args:
+        records: The patches that this set brings; not those that are in force already.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = list(records)
+        self.done: list[Record] = []
+        self.disarm: list[Callable[[], None]] = []
+        self.ledgers: list[Ledger] = []
+        self.failed = False
+
+    def enter(self) -> None:
+        """Applies what is late and arms the rest; on an error nothing stays."""
+        try:
+            waiting = [record for record in self.records if record.outcome is None]
+            for record in waiting:
+                if record.entry.lifetime.while_importing:
+                    self._arm_window(record)
+            for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
+                self._arm(name)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _arm(self, name: str) -> None:
+        due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
+        if name in sys.modules:
+            for record in due:
+                record.late = True
+            self._apply(sys.modules[name], due)
+        self.disarm.append(hook.arm(name, lambda module: self._imported(module, due)))
+
+    def _arm_window(self, record: Record) -> None:
+        depth = 0
+
+        @contextlib.contextmanager
+        def window() -> Iterator[None]:
+            nonlocal depth
+            depth += 1
+            try:
+                if depth == 1:
+                    self._make(record, import_module(record.entry.module))
+                yield
+            finally:
+                depth -= 1
+                if depth == 0 and record.change is not None:
+                    record.change.undo()
+                    record.change = None
+
+        package = record.entry.lifetime.while_importing or ""
+        self.disarm.append(hook.arm_window(package, window))
+
+    def _imported(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        """Applies a module's patches as it has been executed; a failure takes the whole set back."""
+        if self.failed:
+            return
+        for record in due:
+            if record.change is not None:  # reloaded: the old change went with the old functions
+                self.done.remove(record)
+                record.change = None
+        try:
+            self._apply(module, due)
+        except TorchportError as error:
+            self.failed = True
+            for ledger in self.ledgers:
+                ledger.keep(error)
+            self.leave()
+            raise
+
+    def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        for record in due:
+            self._make(record, module)
+            self.done.append(record)
+
+    def _make(self, record: Record, module: types.ModuleType) -> None:
+        record.change = made(record.entry, module, record.loaded, record.calls)
+
+    def leave(self) -> None:
+        """Takes everything back, the last change first, and disarms what never came."""
+        for disarm in reversed(self.disarm):
+            disarm()
+        self.disarm.clear()
+        for record in reversed(self.done):
+            record.outcome = record.state()
+            if record.change is not None:
+                record.change.undo()
+        self.done.clear()
+
+
+class _Kept:
+    """Lets an error that was kept go before whatever it led to in the body of the `with`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if isinstance(value, Exception) and not isinstance(value, TorchportError) and self._ledger.pending:
+            raise self._ledger.pending[0] from value
+
+
+def _is_applied(record: Record) -> bool:
+    return record.entry.kind != "op" and not record.entry.lifetime.while_importing
+
+
+@contextlib.contextmanager
+def applied(entries: Sequence[Entry], stage: str | None = None) -> Iterator[Ledger]:
+    """Puts patches in force for the length of a `with`, and gives their ledger.
+
+    Each is applied as its module is imported; all of them or none. Sets nest, and what is in force already is not
+    applied twice. Nothing of them is left afterwards.
+
+    Args:
+        entries: As `read` returns them.
+        stage: encode, denoise or decode, whose `must_be_called` is checked by the ledger; None for all.
+
+    Raises:
+        PatchError: A patch cannot be applied as declared.
+    """
+    if stage is not None and stage not in STAGES:
+        raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
+    with _lock:
+        _enter_thread()
+        group, ledger = _prepared(entries, stage)
+        group.enter()
+        _groups.append(group)
+    try:
+        with _Kept(ledger):
+            yield ledger
+    finally:
+        with _lock:
+            _groups.remove(group)
+            group.leave()
+            if not _groups:
+                _owner.clear()
+    ledger.raise_pending()
+
+
+def _enter_thread() -> None:
+    me = threading.get_ident()
+    if _groups and _owner and _owner[0] != me:
+        fact = "Another thread has patches applied"
+        raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
+    _owner[:] = [me]
+
+
+def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledger]:
+    running = {record.entry.id: record for group in _groups for record in group.records}
+    fresh = [entry for entry in entries if not (entry.id in running and running[entry.id].entry == entry)]
+    check_claims([record.entry for record in running.values()], fresh)
+    outcomes = {entry.id: outcome(entry) for entry in fresh}
+    chosen = [entry for entry in fresh if outcomes[entry.id] is None]
+    loaded = load_all(chosen)
+    records = {entry.id: Record(entry, loaded.get(entry.id)) for entry in fresh}
+    for key, result in outcomes.items():
+        if result is not None:
+            records[key].outcome, records[key].detail = result
+    ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
+    group = _Group(list(records.values()))
+    group.ledgers.append(ledger)
+    return group, ledger

@@ -1,0 +1,145 @@
+"""The patches of a run and what became of each; states are asked of the live objects, not remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchport.errors import NotCalledError, TorchportError
+from torchport.patch.change import Change
+from torchport.patch.counted import Calls, counted
+from torchport.patch.entry import Entry
+
+
+@dataclasses.dataclass
+class Record:
+    """One patch of a run.
+
+    Attributes:
+        entry: The patch.
+        loaded: What its `file.py:name` named.
+        calls: The counter.
+        change: The live change, once it is made.
+        outcome: "not needed", "unsupported" or, after a run, the last state; None while it can still change.
+        detail: What led to that outcome, or what else is worth printing.
+        late: Whether its module had been imported before.
+    """
+
+    entry: Entry
+    loaded: Any = None
+    calls: Calls = dataclasses.field(default_factory=Calls)
+    change: Change | None = None
+    outcome: str | None = None
+    detail: str = ""
+    late: bool = False
+
+    def state(self) -> str:
+        """Returns armed, applied, used, displaced, not needed or unsupported."""
+        if self.outcome is not None:
+            return self.outcome
+        if self.calls.count:
+            return "displaced" if self.change is not None and not self.change.stands() else "used"
+        if self.change is None:
+            return "armed"
+        return "applied" if self.change.stands() else "displaced"
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A torchax lowering, for `compile` to register through torchax's public `override_op_definition`.
+
+    Attributes:
+        id: The entry's id.
+        target: The torch function or ATen overload, `module:attribute.path`.
+        function: The lowering; it counts its calls.
+        place: `file:line` of the entry.
+    """
+
+    id: str
+    target: str
+    function: Callable[..., Any]
+    place: str
+
+
+class Ledger:
+    """What `applied` gives: one record per patch.
+
+    Args:
+        records: The patches of the set.
+        stage: The stage that they are applied for, or None for all.
+    """
+
+    def __init__(self, records: Sequence[Record], stage: str | None) -> None:
+        self.records = list(records)
+        self.stage = stage
+        self.pending: list[TorchportError] = []
+        self._before = {id(record): record.calls.count for record in self.records}
+        self._ops: list[Op] | None = None
+
+    def calls(self, record: Record) -> int:
+        """Returns how often a patch was called since this ledger was opened."""
+        return record.calls.count - self._before[id(record)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns one plain dict per patch, fit for JSON."""
+        return [self._row(record) for record in self.records]
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        entry = record.entry
+        return {
+            "id": entry.id,
+            "target": entry.target,
+            "kind": entry.kind,
+            "equivalence": entry.equivalence.written(),
+            "state": record.state(),
+            "calls": None if entry.kind == "value" or not entry.counted else self.calls(record),
+            "plumbing": entry.plumbing,
+            "late": record.late,
+            "detail": record.detail,
+            "why": " ".join(entry.why.split()),
+            "place": entry.place,
+        }
+
+    def ops(self) -> list[Op]:
+        """Returns the `op` entries with their functions; the same objects each time."""
+        if self._ops is None:
+            chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
+            self._ops = [
+                Op(r.entry.id, r.entry.target, counted(r.loaded, r.calls)[0], r.entry.place) for r in chosen
+            ]
+        return self._ops
+
+    def keep(self, error: TorchportError) -> None:
+        """Keeps an error that was raised inside somebody's import, where a `try` of theirs may swallow it."""
+        self.pending.append(error)
+
+    def raise_pending(self) -> None:
+        """Raises the first error that was kept.
+
+        Raises:
+            TorchportError: That error.
+        """
+        if self.pending:
+            raise self.pending[0]
+
+    def check_called(self) -> None:
+        """Refuses a stage in which a patch that must be called was not.
+
+        Raises:
+            NotCalledError: The first such patch.
+            TorchportError: An error that was kept; see `raise_pending`.
+        """
+        self.raise_pending()
+        for record in self.records:
+            stages = record.entry.must_be_called
+            due = bool(stages) if self.stage is None else self.stage in stages
+            if due and record.outcome not in ("not needed", "unsupported") and not self.calls(record):
+                raise self._not_called(record)
+
+    def _not_called(self, record: Record) -> NotCalledError:
+        entry = record.entry
+        stage = self.stage or ", ".join(entry.must_be_called)
+        fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
+        remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
+        return NotCalledError(entry.place, fact, remedy, id=entry.id, target=entry.target)
