@@ -1,0 +1,307 @@
+"""What a model is, and how to run it: model cards, jobs, and the folder (a pack) that they lie in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from torchport.config import Document, Frozen, parse_document, read_document, validated
+from torchport.errors import (
+    BadValueError,
+    DataFolderError,
+    SyntaxYamlError,
+    UnknownKeyError,
+    UnknownNameError,
+    WrongTypeError,
+    nearest,
+)
+
+StageName = Literal["encode", "denoise", "decode"]
+STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""dtype names as torch and JAX have them, with their size in bytes."""
+
+DType = Literal["float32", "bfloat16", "float16"]
+Axis = Literal["dp", "sp", "tp"]
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"It must be a regular expression: {error}") from error
+    return text
+
+
+def _importable(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        raise ValueError("It must be 'package.module:Class'")
+    return text
+
+
+Regex = Annotated[str, pydantic.AfterValidator(_regex)]
+ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
+
+
+Spec = Literal["replicate"] | list[Axis | None]
+
+
+class Rule(Frozen):
+    """One sharding rule: the tensors whose whole name matches, and the mesh axes of their dims."""
+
+    match: Regex
+    spec: Spec
+    otherwise: list[Spec] = []
+    """Specs to try in this order where an axis does not divide its dim; without them that is an error."""
+
+
+class Strategy(Frozen):
+    """A named set of rules, by component: for its weights and for the inputs of its forward."""
+
+    weights: dict[str, list[Rule]]
+    inputs: dict[str, list[Rule]]
+    divides: dict[Axis, str] = {}
+    """For an axis, the `component.key` of the checkpoint's configuration whose value it must divide."""
+
+
+class Component(Frozen):
+    """One folder of a checkpoint in the diffusers format."""
+
+    class_: ClassPath = pydantic.Field(alias="class")
+    dtype: DType | None = None
+    precision: Literal["default", "high", "highest"] = "default"
+    """Of float32 matrix products on a TPU, whose own default rounds their inputs to bfloat16."""
+    parameters: pydantic.PositiveInt | None = None
+    """How many the published checkpoint has: what a machine must carry, known before any download."""
+
+
+class FrameRule(Frozen):
+    """The number of frames must be `multiple_of` * n + `plus`."""
+
+    multiple_of: pydantic.PositiveInt
+    plus: pydantic.NonNegativeInt
+
+
+class TinyTokenizer(Frozen):
+    """A tokenizer trained in a second on a few sentences, for a card's tiny checkpoint."""
+
+    corpus: list[str]
+    vocab_size: pydantic.PositiveInt
+    special_tokens: list[str]
+    eos_token: str
+    pad_token: str
+    chat_template: str
+    """Jinja; `{filler}` in it becomes as many filler tokens as `prefix_tokens` wants."""
+    prefix_tokens: pydantic.PositiveInt
+    """Tokens that precede the user's text once the template is applied to `system` and the text."""
+    system_message_of: str
+    """The upstream function, `module:Class.function`, whose default argument `system_message` is in the prefix."""
+
+
+class Tiny(Frozen):
+    """The tiny, seeded checkpoint of a card: the real classes with small configurations."""
+
+    seed: int
+    scale: pydantic.PositiveFloat
+    """Standard deviation times sqrt(fan-in) of every weight of two dims or more."""
+    components: dict[str, dict[str, Any]]
+    tokenizers: dict[str, TinyTokenizer] = {}
+
+
+class Card(Frozen):
+    """A model card, `configs/models/<name>.yaml`: what a model is, as data."""
+
+    model: str
+    title: str
+    family: str
+    pipeline: ClassPath
+    upstream: dict[str, str]
+    checkpoint: str
+    patches: dict[StageName, list[str]]
+    components: dict[str, Component]
+    frames: FrameRule
+    size_multiple_of: pydantic.PositiveInt
+    strategies: dict[str, Strategy]
+    tiny: Tiny
+
+
+class Job(Frozen):
+    """A config, `configs/<job>.yaml`: what to make of a model, and on which machine."""
+
+    height: pydantic.PositiveInt
+    width: pydantic.PositiveInt
+    frames: pydantic.PositiveInt
+    fps: pydantic.PositiveInt
+    steps: pydantic.PositiveInt
+    guidance_scale: Annotated[float, pydantic.Field(ge=1.0)]
+    machine: str
+    mesh: dict[Axis, pydantic.PositiveInt]
+    strategy: str
+    checkpoint: str | None = None
+    dtypes: dict[str, DType] = {}
+    vae_tiling: bool = False
+    save_every: pydantic.PositiveInt = 5
+    """Denoising steps between two savings of the unfinished latents."""
+
+    @property
+    def devices(self) -> int:
+        """The number of JAX devices that the mesh takes."""
+        return math.prod(self.mesh.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Pack:
+    """A folder with `patches/` and `configs/` in it."""
+
+    root: Path
+
+    @property
+    def patches(self) -> Path:
+        """The folder of patch files, one folder per upstream package."""
+        return self.root / "patches"
+
+    def models(self) -> list[str]:
+        """Returns the names of the model cards, sorted."""
+        return sorted(file.stem for file in (self.root / "configs" / "models").glob("*.yaml"))
+
+    def card(self, name: str) -> tuple[Card, Document]:
+        """Returns a model card and the document it was read from.
+
+        Raises:
+            UnknownNameError: No card has this name.
+            ConfigError: The card has a mistake, by file and line.
+        """
+        if name not in self.models():
+            raise UnknownNameError(
+                f"--model {name}", f"There is no model card '{name}' in {self.root / 'configs' / 'models'}",
+                nearest(name, self.models()), name=name,
+            )
+        document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
+        card = validated(Card, document)
+        if card.model != name:
+            raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
+        return card, document
+
+    def job(self, name: str, overrides: Sequence[str] = ()) -> tuple[Job, Document]:
+        """Returns a config, from a path or from this pack's `configs/`, with `a.b=c` overrides applied.
+
+        Raises:
+            UnknownNameError: No such file.
+            ConfigError: The file or an override has a mistake.
+        """
+        file = self._job_file(name)
+        document = self.read(file)
+        for override in overrides:
+            document = overridden(document, override)
+        return validated(Job, document), document
+
+    def _job_file(self, name: str) -> Path:
+        here = Path(name)
+        for file in (here, self.root / here, self.root / "configs" / f"{here.stem}.yaml"):
+            if file.is_file():
+                return file
+        known = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
+        raise UnknownNameError(
+            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, known), name=name
+        )
+
+    def read(self, file: Path) -> Document:
+        """Returns a YAML document, called by its path from the pack or from here in errors."""
+        for base in (Path.cwd(), self.root):
+            if file.is_absolute() and file.is_relative_to(base):
+                return read_document(file, str(file.relative_to(base)))
+        return read_document(file)
+
+
+def overridden(document: Document, override: str) -> Document:
+    """Returns the document with one `path.to.field=value` put in, the value read as YAML."""
+    place = f"--set {override}"
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise WrongTypeError(place, "This is not path.to.field=value", "Write for example --set steps=10")
+    try:
+        value = parse_document(text, place).data
+    except SyntaxYamlError as error:
+        raise SyntaxYamlError(place, error.fact, "Quote the value") from error
+    data: Any = {**document.data} if isinstance(document.data, dict) else {}
+    inner = data
+    for key in keys[:-1]:
+        inner[key] = {**inner[key]} if isinstance(inner.get(key), dict) else {}
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys): place})
+
+
+def find_pack(path: str | None) -> Pack:
+    """Returns the pack: `--path`, then `TORCHPORT_PATH`, then the checkout, then the wheel's own copy.
+
+    The current folder is never taken unasked: what is in it may be somebody else's.
+
+    Raises:
+        DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.
+    """
+    package = Path(__file__).resolve().parent
+    for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH"))):
+        if named is not None:
+            if not _is_pack(Path(named)):
+                raise DataFolderError(
+                    f"{source} {named}", "There is no folder here with patches/ and configs/ in it",
+                    "Name the folder that holds both",
+                )
+            return Pack(Path(named).resolve())
+    for folder in (package.parent, package / "_data"):
+        if _is_pack(folder):
+            return Pack(folder)
+    raise DataFolderError(
+        str(package), "Neither a checkout nor the wheel's copy of patches/ and configs/ is here",
+        "Reinstall torchport, or name a folder with --path",
+    )
+
+
+def _is_pack(folder: Path) -> bool:
+    return (folder / "patches").is_dir() and (folder / "configs" / "models").is_dir()
+
+
+def check_job(job: Job, card: Card, document: Document) -> None:
+    """Refuses a job that this model cannot do, before anything is loaded.
+
+    Raises:
+        BadValueError: Frames or sizes that the VAE cannot divide.
+        UnknownNameError: A strategy that the card has not.
+        UnknownKeyError: A dtype for a component that the card has not.
+    """
+    step, plus = card.frames.multiple_of, card.frames.plus
+    if job.frames % step != plus % step or job.frames < plus:
+        below = max(plus, (job.frames - plus) // step * step + plus)
+        raise BadValueError(
+            document.place(["frames"]), f"'frames' is {job.frames}",
+            f"It must be {step}n+{plus}: the nearest are {below} and {below + step}", nearest=(below, below + step),
+        )
+    for key in ("height", "width"):
+        value, unit = getattr(job, key), card.size_multiple_of
+        if value % unit:
+            below = max(unit, value // unit * unit)
+            raise BadValueError(
+                document.place([key]), f"'{key}' is {value}",
+                f"The VAE divides it by {unit}: the nearest are {below} and {below + unit}",
+                nearest=(below, below + unit),
+            )
+    if job.strategy not in card.strategies:
+        raise UnknownNameError(
+            document.place(["strategy"]), f"'{card.model}' has no strategy '{job.strategy}'",
+            nearest(job.strategy, card.strategies), name=job.strategy,
+        )
+    for name in job.dtypes:
+        if name not in card.components:
+            raise UnknownKeyError(
+                document.place(["dtypes", name]), f"'{card.model}' has no component '{name}'",
+                nearest(name, card.components), key=name,
+            )

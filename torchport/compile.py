@@ -1,0 +1,191 @@
+"""Turns a module and its placed weights into a program on the mesh, through torchax; or leaves it eager.
+
+The module itself keeps no storage: its weights are arguments of the program, so that none can be left behind
+unplaced, and none becomes a constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import torch
+
+from torchport import shard
+from torchport.card import Rule
+from torchport.errors import MeshError, UnmatchedError
+from torchport.progress import log
+
+Static = tuple[tuple[str, object], ...]
+
+
+class Trace(Protocol):
+    """What a program remembers of the patches it was traced under."""
+
+    def check(self) -> None:
+        """Raises StaleTraceError if it is about to be traced without that set."""
+
+
+class Eager:
+    """A module called as it is, in PyTorch, on the host: the original."""
+
+    batches = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns the inputs: the host is where they are wanted."""
+        return inputs
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the module's first output."""
+        with torch.no_grad():
+            return _first(self.module(**inputs))
+
+
+class Compiled:
+    """A module's forward as programs on a mesh, one for each set of input shapes.
+
+    Attributes:
+        batches: True: one program takes all conditions of guidance.
+        seconds: Spent tracing and compiling so far.
+    """
+
+    batches = True
+
+    def __init__(
+        self, module: torch.nn.Module, weights: Mapping[str, jax.Array], rules: Sequence[Rule],
+        mesh: jax.sharding.Mesh, *, what: str, place: str, precision: str, trace: Trace | None,
+    ) -> None:
+        self.module = module
+        self.weights = dict(weights)
+        self.rules = rules
+        self.mesh = mesh
+        self.what = what
+        self.where = place
+        self.precision = precision
+        self.trace = trace
+        self.seconds = 0.0
+        self.programs: dict[Any, Any] = {}
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns the inputs as JAX arrays, each where its rule puts it.
+
+        Raises:
+            UnmatchedError: An input that no rule matches.
+            MeshError: A dim that its axes do not divide: the batch, most often.
+        """
+        return {name: self._placed(name, tensor) for name, tensor in inputs.items()}
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the module's first output, gathered on the host.
+
+        Args:
+            **inputs: Tensors of the host, arrays from `place`, and anything else as static arguments.
+        """
+        arrays = {
+            name: value if isinstance(value, jax.Array) else self._placed(name, value)
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor | jax.Array)
+        }
+        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
+        program = self._program(arrays, static)
+        return shard.to_torch(program(self.weights, arrays))
+
+    def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
+        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s."""
+        import torchax
+        from torchax import interop
+
+        if self.trace is not None:
+            self.trace.check()
+
+        def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            with torch.no_grad():
+                return _first(torch.func.functional_call(self.module, weights, (), {**tensors, **dict(static)}))
+
+        def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
+            output: jax.Array = interop.call_torch(forward, weights, inputs)
+            return output
+
+        environment = torchax.default_env()
+        # Views that stay lazy break boolean indexing and type_as.
+        environment.config.force_materialize_views = True
+        with warnings.catch_warnings(), jax.set_mesh(self.mesh), jax.default_matmul_precision(self.precision):
+            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+            return jax.jit(program).lower(self.weights, dict(arrays))
+
+    def _program(self, arrays: Mapping[str, jax.Array], static: Static) -> Any:
+        key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))
+        if key not in self.programs:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
+            log.info("compile %s (%s) ...", self.what, shapes)
+            start = time.perf_counter()
+            self.programs[key] = self.lowered(arrays, static).compile()
+            spent = time.perf_counter() - start
+            self.seconds += spent
+            log.info("compile %s: %.1f s", self.what, spent)
+        return self.programs[key]
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
+        shapes = {name: tuple(tensor.shape)}
+        rules = [rule for rule in self.rules if shard.matches(rule, name)][:1]
+        if not rules:
+            raise UnmatchedError(
+                self.where, f"No rule matches the input '{name}' {list(tensor.shape)} of {self.what}",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole", name=name,
+            )
+        try:
+            found = shard.match(rules, shapes, dict(self.mesh.shape), self.where)
+        except MeshError as error:
+            raise MeshError(
+                self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name
+            ) from error
+        return shard.to_jax(tensor, shard.sharding(found[name], self.mesh))
+
+
+@contextlib.contextmanager
+def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Registers lowerings of torch functions and ATen overloads with torchax, and takes them out again.
+
+    Args:
+        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
+            `torch.ops.aten:add.Tensor`.
+    """
+    if not replacements:
+        yield
+        return
+    import torchax
+
+    environment = torchax.default_env()
+    before = dict(environment._ops)
+    try:
+        for target, function in replacements.items():
+            environment.override_op_definition(_operator(target), function)
+        yield
+    finally:
+        # torchax offers no way to take one back, so the table is put back as it was.
+        environment._ops.clear()
+        environment._ops.update(before)
+
+
+def _operator(target: str) -> Any:
+    import importlib
+
+    module, _, path = target.partition(":")
+    found: Any = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor = output[0] if isinstance(output, tuple) else output
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

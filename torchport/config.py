@@ -1,0 +1,214 @@
+"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import pydantic
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from torchport.errors import (
+    ConfigError,
+    DuplicateKeyError,
+    MissingKeyError,
+    SyntaxYamlError,
+    UnknownKeyError,
+    WrongTypeError,
+    nearest,
+)
+
+Location = tuple[str | int, ...]
+ModelT = TypeVar("ModelT", bound="Frozen")
+
+
+class Frozen(pydantic.BaseModel):
+    """A model read from YAML: unknown keys are refused, nothing is coerced, nothing changes after reading."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One YAML file as plain data, with the line of every value.
+
+    Attributes:
+        file: What errors call the file.
+        data: Mappings, lists, strings, numbers, booleans and None.
+        lines: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
+        flags: What was put in from the command line: the flag, by the path of the value.
+    """
+
+    file: str
+    data: Any
+    lines: Mapping[Location, int]
+    flags: Mapping[Location, str] = dataclasses.field(default_factory=dict)
+
+    def line(self, location: Sequence[str | int]) -> int:
+        """Returns the line of a location, or of the closest container of it that was written."""
+        path = tuple(location)
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+    def place(self, location: Sequence[str | int] = ()) -> str:
+        """Returns `file:line` of a location, or the flag that set it."""
+        path = tuple(location)
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.flags:
+                return self.flags[path[:length]]
+        return f"{self.file}:{self.line(path)}"
+
+
+def read_document(file: Path, shown: str | None = None) -> Document:
+    """Returns a YAML file's data with its lines.
+
+    Args:
+        file: The file to read, UTF-8.
+        shown: What errors call it; its path by default.
+
+    Raises:
+        SyntaxYamlError: Not YAML, no UTF-8, tags, anchors, several documents.
+        DuplicateKeyError: One key twice in a mapping.
+    """
+    name = shown or str(file)
+    try:
+        return parse_document(file.read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError as error:
+        raise SyntaxYamlError(f"{name}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
+
+
+def parse_document(text: str, file: str) -> Document:
+    """Returns YAML text as data with its lines; see `read_document`."""
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        nodes = list(yaml.compose_all(text))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        problem = " ".join(str(error.problem or error.context).split())
+        raise SyntaxYamlError(f"{file}:{line}", f"Not YAML: {problem}", "Mend the syntax") from error
+    except (YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split()).rstrip(".")[:200]
+        raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
+    if len(nodes) > 1:
+        line = nodes[1].start_mark.line + 1
+        raise SyntaxYamlError(f"{file}:{line}", "A second document starts here", "Keep one document to a file")
+    lines: dict[Location, int] = {(): 1}
+    data = _plain(nodes[0], (), lines, file, set()) if nodes and nodes[0] is not None else None
+    return Document(file, data, lines)
+
+
+_SCALARS = {"tag:yaml.org,2002:" + kind for kind in ("str", "int", "float", "bool", "null", "timestamp")}
+
+
+def _plain(node: Node, path: Location, lines: dict[Location, int], file: str, seen: set[int]) -> Any:
+    """Returns a composed node as plain data; composing has constructed nothing, so nothing was executed."""
+    line = node.start_mark.line + 1
+    lines.setdefault(path, line)
+    if id(node) in seen:
+        raise SyntaxYamlError(f"{file}:{line}", "An alias repeats an anchor's value", "Write the value out")
+    seen.add(id(node))
+    if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        return _plain_mapping(node, path, lines, file, seen)
+    if isinstance(node, SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        return [_plain(item, (*path, i), lines, file, seen) for i, item in enumerate(node.value)]
+    if isinstance(node, ScalarNode) and node.tag in _SCALARS:
+        return _plain_scalar(node, file)
+    raise SyntaxYamlError(f"{file}:{line}", f"The tag {node.tag} is not plain data", "Remove the tag")
+
+
+def _plain_mapping(
+    node: MappingNode, path: Location, lines: dict[Location, int], file: str, seen: set[int]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode) or key_node.tag not in _SCALARS:
+            raise SyntaxYamlError(f"{file}:{line}", "A key is not a plain word", "Use a string as the key")
+        key = str(key_node.value)
+        if key in result:
+            first = lines[(*path, key)]
+            raise DuplicateKeyError(
+                f"{file}:{line}", f"'{key}' stands here and on line {first}", "Keep one of the two", key=key
+            )
+        lines[(*path, key)] = line
+        result[key] = _plain(value_node, (*path, key), lines, file, seen)
+    return result
+
+
+def _plain_scalar(node: ScalarNode, file: str) -> Any:
+    from ruamel.yaml.constructor import SafeConstructor
+
+    if node.tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"):
+        return node.value  # a date stays what was written: no field here is one
+    try:
+        return SafeConstructor(loader=YAML(typ="safe", pure=True)).construct_object(node)
+    except (YAMLError, ValueError, OverflowError, ArithmeticError, LookupError) as error:
+        line = node.start_mark.line + 1
+        raise SyntaxYamlError(f"{file}:{line}", f"'{node.value}' cannot be read", "Quote it") from error
+
+
+def validated(model: type[ModelT], document: Document) -> ModelT:
+    """Returns the document as a model.
+
+    Raises:
+        UnknownKeyError, MissingKeyError, WrongTypeError: The first mistake in the file, with its line.
+    """
+    try:
+        return model.model_validate(document.data)
+    except pydantic.ValidationError as error:
+        ordered = sorted(error.errors(), key=lambda e: (e["type"] == "missing", document.line(e["loc"])))
+        raise _mistake(model, document, ordered[0]) from error
+
+
+def _mistake(model: type[Frozen], document: Document, error: Any) -> ConfigError:
+    """Returns one of pydantic's errors as ours."""
+    location: Location = tuple(error["loc"])
+    place = document.place(location)
+    name = ".".join(str(part) for part in location) or "the file"
+    if error["type"] == "extra_forbidden":
+        key = str(location[-1])
+        known = fields_at(model, location[:-1])
+        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, known), key=name)
+    if error["type"] == "missing":
+        return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
+    if error["type"] == "value_error":
+        return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
+    wanted = str(error["msg"]).removeprefix("Input should be ").rstrip(".")
+    shown = repr(error["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    kind = {"NoneType": "empty"}.get(type(error["input"]).__name__, type(error["input"]).__name__)
+    return WrongTypeError(place, f"'{name}' is {shown} ({kind})", f"It must be {wanted}", key=name)
+
+
+def fields_at(model: type[Frozen], location: Sequence[str | int]) -> list[str]:
+    """Returns the keys that a model reads at a location inside it."""
+    current: Any = model
+    for part in location:
+        current = _inside(current, part)
+    candidates = [c for c in _alternatives(current) if isinstance(c, type) and issubclass(c, pydantic.BaseModel)]
+    return sorted({field.alias or name for c in candidates for name, field in c.model_fields.items()})
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is None or get_origin(annotation) in (dict, list, tuple):
+        return [annotation]
+    return [inner for arg in get_args(annotation) for inner in _alternatives(arg)]
+
+
+def _inside(annotation: Any, part: str | int) -> Any:
+    for candidate in _alternatives(annotation):
+        if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
+            for name, field in candidate.model_fields.items():
+                if part in (name, field.alias):
+                    return field.annotation
+        elif get_origin(candidate) in (list, tuple):
+            return get_args(candidate)[0]
+        elif get_origin(candidate) is dict:
+            return get_args(candidate)[1]
+    return None

@@ -1,0 +1,179 @@
+"""The machine a job runs on: what it is called, what it has, and whether it can carry the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any, Literal
+
+from torchport.errors import BadValueError, MachineError
+
+Platform = Literal["cpu", "cuda", "tpu"]
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine as a config names it: `v6e:2x4`, `cuda:8`, `cpu:8`.
+
+    Attributes:
+        name: As written.
+        platform: The JAX backend.
+        devices: How many JAX devices it has; a tpu7x chip holds two.
+        kinds: What JAX calls one such device (`device_kind`), any of these.
+        memory: Bytes of memory per device; None where it is not the chip's own.
+    """
+
+    name: str
+    platform: Platform
+    devices: int
+    kinds: tuple[str, ...] = ()
+    memory: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A kind of TPU chip. Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11."""
+
+    kinds: tuple[str, ...]
+    memory: int
+    devices: int = 1
+
+
+TPU_CHIPS = {
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 16 * GIB),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 95 * GIB),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 32 * GIB),
+    "tpu7x": Chip(("TPU7x", "TPU v7x", "TPU v7"), 96 * GIB, devices=2),
+}
+"""Memory is per JAX device."""
+
+
+def parse_machine(name: str, place: str) -> Machine:
+    """Returns the machine that a config names.
+
+    Args:
+        name: `<chip>:<topology>` for a TPU slice, `cuda:<n>`, or `cpu:<n>` for n virtual devices.
+        place: Where it is written, for the error.
+
+    Raises:
+        BadValueError: Not such a name.
+    """
+    kind, _, shape = name.partition(":")
+    if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):
+        return Machine(name, "cuda" if kind == "cuda" else "cpu", int(shape))
+    if kind in TPU_CHIPS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        chip = TPU_CHIPS[kind]
+        chips = math.prod(int(side) for side in shape.split("x"))
+        return Machine(name, "tpu", chips * chip.devices, chip.kinds, chip.memory)
+    raise BadValueError(
+        place, f"'machine' is '{name}'",
+        f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4), cuda:<devices> or cpu:<devices>",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a job takes, in bytes, computed from shapes alone.
+
+    Attributes:
+        devices: JAX devices that the mesh takes.
+        device_bytes: Weights on each device, by component; activations come on top.
+        host_bytes: Weights that are held in the host's memory at once.
+        checkpoint: What is read, and from where.
+    """
+
+    devices: int
+    device_bytes: dict[str, int]
+    host_bytes: int
+    checkpoint: str
+
+
+def prepare(machine: Machine) -> None:
+    """Makes this process's JAX have the machine's virtual CPU devices, and no others, if it is a CPU machine.
+
+    Raises:
+        MachineError: JAX was started in this process with another number of devices.
+    """
+    import jax
+
+    if machine.platform != "cpu":
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", machine.devices)
+        jax.config.update("jax_platforms", "cpu")  # no TPU is woken, or held, for a run beside it
+    except RuntimeError as error:
+        # JAX fixes the number when its CPU backend starts.
+        if len(jax.devices("cpu")) < machine.devices:
+            raise MachineError(
+                f"machine {machine.name}", f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)",
+                f"Start a new process, or call jax.config.update('jax_num_cpu_devices', {machine.devices}) first",
+            ) from error
+
+
+def devices(machine: Machine) -> list[Any]:
+    """Returns the JAX devices of the machine that a job may use."""
+    import jax
+
+    found: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)
+    return found[: machine.devices]
+
+
+def require(machine: Machine, need: Need, instead: str) -> None:
+    """Refuses a job that this machine cannot carry; nothing has been loaded or downloaded yet.
+
+    Args:
+        machine: The machine that the config names.
+        need: What the job takes.
+        instead: The command to run instead.
+
+    Raises:
+        MachineError: Too few devices, devices of another kind, or too little memory on one or on the host.
+    """
+    found, kind, memory = found_devices(machine.platform)
+    lacks = []
+    if found < need.devices:
+        lacks.append(f"{found} device(s) of kind '{kind}'" if found else f"no {machine.platform} device")
+    elif machine.kinds and kind not in machine.kinds:
+        lacks.append(f"{found} devices of kind '{kind}'")
+    limit = memory if memory is not None else machine.memory
+    if found and limit is not None and sum(need.device_bytes.values()) > limit:
+        lacks.append(f"{_gib(limit)} on each device")
+    host = host_memory()
+    if need.host_bytes > host:
+        lacks.append(f"{_gib(host)} of free host memory")
+    if lacks:
+        parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items() if size)
+        raise MachineError(
+            f"machine {machine.name}",
+            f"The job needs {need.devices} device(s) of {machine.name}, with {parts or 'no'} of weights on each and "
+            f"activations beside them, {_gib(need.host_bytes)} of host memory, and the checkpoint {need.checkpoint}; "
+            f"this machine has {' and '.join(lacks)}",
+            f"Run it on a {machine.name}, or run here: {instead}",
+            need=need, found=found,
+        )
+
+
+def found_devices(platform: Platform) -> tuple[int, str, int | None]:
+    """Returns how many devices of a platform this process sees, their kind, and their memory in bytes."""
+    import jax
+
+    try:
+        devices = jax.devices("gpu" if platform == "cuda" else platform)
+    except RuntimeError:
+        # JAX raises this for a platform that it was not installed with, or that has no device.
+        return 0, "none", None
+    stats = devices[0].memory_stats() if platform != "cpu" else None
+    return len(devices), devices[0].device_kind, (stats or {}).get("bytes_limit")
+
+
+def host_memory() -> int:
+    """Returns the bytes of host memory that a process can take without swapping."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"

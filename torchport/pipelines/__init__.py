@@ -1,0 +1,113 @@
+"""Model families, one module each, as plain verbs over tensors: encode, denoise, decode."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from torchport.card import StageName
+from torchport.errors import UnknownNameError
+
+
+class Call(Protocol):
+    """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""
+
+    batches: bool
+    """Whether the conditions of guidance go through it as one batch, or one after the other as upstream has it."""
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns inputs that will be passed many times, where the network wants them."""
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the network's (first) output as a tensor in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a stage is asked to make.
+
+    Attributes:
+        prompt: What to show.
+        negative_prompt: What to avoid.
+        seed: Of the noise.
+        height: In pixels.
+        width: In pixels.
+        frames: Of the video.
+        steps: Denoising steps.
+        guidance_scale: Of classifier-free guidance; 1.0 is off.
+        dtypes: Of the components, by name.
+        vae_tiling: Whether the VAE decodes in overlapping tiles.
+    """
+
+    prompt: str
+    negative_prompt: str
+    seed: int
+    height: int
+    width: int
+    frames: int
+    steps: int
+    guidance_scale: float
+    dtypes: Mapping[str, torch.dtype]
+    vae_tiling: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What the loop tells its caller, and asks of it.
+
+    Attributes:
+        track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
+        finished: Called after each step with its number (from 1) and what the loop would need to go on.
+        resume: The number of finished steps and what `finished` was given after them, by an earlier, stopped run.
+    """
+
+    track: Callable[..., Iterable[Any]] = lambda items, done, total: items
+    finished: Callable[[int, Mapping[str, torch.Tensor]], None] = lambda number, state: None
+    resume: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of a family, as data that `run` carries down the path.
+
+    Attributes:
+        name: encode, denoise or decode.
+        run: The verb: `run(parts, call, settings, steps, **inputs)` returns the artefact's tensors.
+        needs: The stages whose artefacts are its inputs.
+        parts: The components it uses whole, on the host.
+        network: The component that goes through torchax, or None.
+        submodule: The attribute of the network that is compiled (`decoder`), or "" for all of it.
+        meta: Components of which it needs the configuration alone; built without storage.
+        prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
+    """
+
+    name: StageName
+    run: Callable[..., dict[str, torch.Tensor]]
+    needs: tuple[StageName, ...] = ()
+    parts: tuple[str, ...] = ()
+    network: str | None = None
+    submodule: str = ""
+    meta: tuple[str, ...] = ()
+    prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
+
+
+def family(name: str, place: str) -> ModuleType:
+    """Returns the module of a family's verbs.
+
+    Raises:
+        UnknownNameError: There is no such module.
+    """
+    full = f"{__name__}.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+        raise UnknownNameError(
+            place, f"'family' is '{name}', and there is no torchport/pipelines/{name}.py", "Add it, or mend the name"
+        ) from error

@@ -1,0 +1,233 @@
+"""HunyuanVideo-1.5 with diffusers' classes.
+
+Upstream's pipeline object does what it does well: prompts, noise, condition channels, guidance, post-processing. It
+is built from real parts and, where it only asks for a configuration, from parts without storage. Ours is the loop.
+
+Shapes: B batch, C channels, T latent frames, H W latent height and width, F frames, L text tokens, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from torchport.pipelines import Call, Settings, Stage, Steps
+
+EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+PARTS = (
+    "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer", "vae", "scheduler", "guider",
+)
+
+
+def pipeline(parts: Mapping[str, Any]) -> Any:
+    """Returns upstream's pipeline object around the parts a stage has; the others are None.
+
+    Only its helpers are used, so components that it would merely hold need not be there.
+    """
+    from diffusers import HunyuanVideo15Pipeline
+
+    return HunyuanVideo15Pipeline(**{name: parts.get(name) for name in PARTS})
+
+
+def batch(guidance_scale: float) -> int:
+    """Returns how many conditions go through the transformer at each step."""
+    return 1 if guidance_scale == 1.0 else 2
+
+
+def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
+    """Returns the embeddings of both prompts, as upstream's pipeline would hand them to its loop.
+
+    Text in double quotes is also read letter by letter, by ByT5. The negative prompt's embeddings are left out when
+    guidance is off.
+
+    Args:
+        parts: Text encoders and tokenizers, and the VAE's configuration.
+        call: None: the encoders run on the host.
+        settings: The prompts, the guidance scale, and the transformer's dtype: upstream casts embeddings to it.
+        steps: Not used: there is one step for each prompt.
+
+    Returns:
+        `prompt_embeds` [1, 1000, D], `prompt_embeds_mask` [1, 1000], `prompt_embeds_2` [1, 256, D2],
+        `prompt_embeds_mask_2` [1, 256], and with guidance the same with `negative_` before them; masks are cast too.
+    """
+    pipe = pipeline(parts)
+    prompts = {"": settings.prompt}
+    if batch(settings.guidance_scale) == 2:
+        prompts["negative_"] = settings.negative_prompt
+    outputs: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for prefix, text in prompts.items():
+            embedded = pipe.encode_prompt(
+                prompt=text, device=torch.device("cpu"), dtype=settings.dtypes["transformer"]
+            )
+            outputs |= {prefix + name: tensor for name, tensor in zip(EMBEDDINGS, embedded, strict=True)}
+    return outputs
+
+
+def prepare(parts: Mapping[str, Any], settings: Settings) -> None:
+    """Computes what depends on the latents' shape alone, so that a traced program gets it as an argument.
+
+    The rotary tables are computed here, on the host, by upstream's own code, and kept as buffers: traced, they would
+    be constants of the program (114 MB at 720p), computed by another library's cosine.
+
+    Args:
+        parts: The transformer, changed in place, and the VAE's configuration.
+        settings: The video's size.
+    """
+    rope, vae = parts["transformer"].rope, parts["vae"]
+    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+    shape = (1, 1, (settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
+    with torch.no_grad():
+        cos, sin = rope(torch.zeros(()).expand(shape))
+    rope.register_buffer("cos", cos, persistent=False)
+    rope.register_buffer("sin", sin, persistent=False)
+
+
+def denoise(
+    parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **embeddings: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns the denoised latents. The loop is upstream's, statement by statement, around `call`.
+
+    Noise is drawn on the host, so that it is the same on every machine, and tensors enter the transformer in the
+    dtypes that upstream gives them.
+
+    Args:
+        parts: Scheduler and guider, and the configurations of transformer and VAE.
+        call: The transformer.
+        settings: Size, steps, guidance and seed.
+        steps: Progress, saving and resuming.
+        **embeddings: What `encode` returned; and `noise` [1, C, T, H, W], where it is not to be drawn.
+
+    Returns:
+        `latents` [1, C, T, H, W].
+    """
+    pipe, dtype, device = pipeline(parts), settings.dtypes["transformer"], torch.device("cpu")
+    scheduler, guider = pipe.scheduler, pipe.guider.new(guidance_scale=settings.guidance_scale)
+    # Upstream leaves out the last of steps + 1 evenly spaced values; float64 here, float32 in the scheduler.
+    scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, settings.steps + 1)[:-1], device=device)
+    latents = pipe.prepare_latents(
+        1, pipe.num_channels_latents, settings.height, settings.width, settings.frames, dtype, device,
+        torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
+    )
+    fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
+    inputs = _inputs(pipe, embeddings, dtype)
+    conditions = _Conditions(call, inputs)
+    done = 0
+    if steps.resume is not None:
+        done, latents = steps.resume[0], steps.resume[1]["latents"]
+        scheduler.set_begin_index(done)
+    remaining = list(enumerate(scheduler.timesteps))[done:]
+    for i, t in steps.track(remaining, done=done, total=settings.steps):
+        with torch.no_grad():
+            model_input = torch.cat([latents, fixed], dim=1)
+            timestep = t.expand(model_input.shape[0]).to(model_input.dtype)
+            guider.set_state(step=i, num_inference_steps=settings.steps, timestep=t)
+            states = guider.prepare_inputs(inputs)
+            for state, noise in zip(states, conditions.predict(len(states), model_input, timestep), strict=True):
+                state.noise_pred = noise
+            latents = scheduler.step(guider(states)[0], t, latents, return_dict=False)[0]
+        steps.finished(i + 1, {"latents": latents})
+    return {"latents": latents}
+
+
+def _inputs(
+    pipe: Any, embeddings: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Returns the transformer's constant inputs by its own names, with one value for each condition of guidance."""
+    names = ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2")
+    prefixes = [prefix for prefix in ("", "negative_") if prefix + EMBEDDINGS[0] in embeddings]
+    inputs = {
+        name: tuple(embeddings[prefix + key].to(dtype) for prefix in prefixes)
+        for name, key in zip(names, EMBEDDINGS, strict=True)
+    }
+    # Text-to-video has no image: upstream passes zeros, which the transformer masks.
+    image = torch.zeros(1, pipe.vision_num_semantic_tokens, pipe.vision_states_dim, dtype=dtype)
+    return {**inputs, "image_embeds": (image,) * len(prefixes)}
+
+
+class _Conditions:
+    """The transformer's constant inputs under each condition of guidance, placed once for all steps."""
+
+    def __init__(self, call: Call, inputs: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
+        self.call = call
+        self.inputs = inputs
+        self.placed: dict[int, list[dict[str, Any]]] = {}
+
+    def groups(self, used: int) -> list[dict[str, Any]]:
+        """Returns the inputs of the first `used` conditions: in one batch where the program takes it, else apart."""
+        if used not in self.placed:
+            cut = [slice(used)] if self.call.batches else [slice(n, n + 1) for n in range(used)]
+            self.placed[used] = [
+                self.call.place(**{name: torch.cat(values[part]) for name, values in self.inputs.items()})
+                for part in cut
+            ]
+        return self.placed[used]
+
+    def predict(self, used: int, model_input: torch.Tensor, timestep: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the predicted velocity [1, C, T, H, W] of each of the first `used` conditions."""
+        noise: list[torch.Tensor] = []
+        for constants in self.groups(used):
+            size = used if self.call.batches else 1
+            output = self.call(
+                hidden_states=model_input.expand(size, *model_input.shape[1:]), timestep=timestep.expand(size),
+                return_dict=False, **constants,
+            )
+            noise += output.split(1)
+        return noise
+
+
+def decode(
+    parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns the video's frames.
+
+    The decoder alone goes through `call`; tiling and blending stay upstream's, on the host: one program for each
+    shape of tile, instead of one with all tiles unrolled in it.
+
+    Args:
+        parts: The VAE.
+        call: Its decoder.
+        settings: Whether to decode in tiles.
+        steps: Progress: one item for each call of the decoder.
+        latents: [1, C, T, H, W], as `denoise` left them.
+
+    Returns:
+        `frames` [1, F, 3, height, width], of the VAE's dtype, 0 to 1.
+    """
+    vae = parts["vae"]
+    dtype = vae.dtype
+    vae.decoder = _Called(call, steps)
+    if settings.vae_tiling:
+        vae.enable_tiling()
+    with torch.no_grad():
+        video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
+        return {"frames": pipeline(parts).video_processor.postprocess_video(video, output_type="pt")}
+
+
+class _Called(torch.nn.Module):
+    """Stands where upstream's own decoder stood, and passes its one input on."""
+
+    def __init__(self, call: Call, steps: Steps) -> None:
+        super().__init__()
+        self.call = call
+        self.steps = steps
+        self.count = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        output = self.call(hidden_states=hidden_states)
+        self.steps.finished(self.count, {})
+        return output
+
+
+STAGES = (
+    Stage("encode", encode, parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), meta=("vae",)),
+    Stage(
+        "denoise", denoise, needs=("encode",), parts=("scheduler", "guider"), network="transformer", meta=("vae",),
+        prepare=prepare,
+    ),
+    Stage("decode", decode, needs=("denoise",), network="vae", submodule="decoder"),
+)

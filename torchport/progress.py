@@ -1,0 +1,35 @@
+"""What a person sees while waiting: one bar per thing that takes long, and a log line per event."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger("torchport")
+
+
+def track(items: Iterable[T], what: str, unit: str, total: int | None = None, done: int = 0) -> Iterator[T]:
+    """Yields the items under a bar that shows seconds per item and the time left.
+
+    The bar goes to stderr, and only to a terminal: in a file it would be thousands of lines. There, and never
+    with `--quiet`, a log line says that the work began.
+
+    Args:
+        items: What to iterate.
+        what: What is being done, in the words of the path: `denoise`, `load transformer`.
+        unit: What one item is: `step`, `tensor`, `frame`.
+        total: How many items there are, where `len` does not say.
+        done: How many were finished earlier, in a run that is being resumed.
+    """
+    from tqdm import tqdm
+
+    shown = log.isEnabledFor(logging.INFO)
+    if shown and not sys.stderr.isatty():
+        log.info("%s ...", what)
+    yield from tqdm(
+        items, desc=what, unit=unit, total=total, initial=done, disable=not (shown and sys.stderr.isatty()),
+        dynamic_ncols=True, leave=True,
+    )

@@ -1,0 +1,371 @@
+"""What one stage hands to the next (safetensors and a manifest beside it), and the final video.
+
+Everything is written to a temporary name, flushed, and renamed: a file that has its name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pydantic
+import torch
+
+from torchport.errors import (
+    ArtefactBrokenError,
+    ArtefactForeignError,
+    ArtefactMissingError,
+    CheckpointBrokenError,
+    OutputError,
+)
+from torchport.progress import log
+
+SCHEMA = 1
+"""Version of the manifest's schema; a reader refuses any other."""
+
+SEED_FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
+"""Names of the stage files of the hand-written ports that torchport replaces; read, never written."""
+
+
+class Tensor(pydantic.BaseModel):
+    """A tensor as a manifest describes it."""
+
+    dtype: str
+    shape: list[int]
+
+
+class Manifest(pydantic.BaseModel):
+    """The JSON beside an artefact: what made it.
+
+    Attributes:
+        identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
+        components: Digest of each component of the checkpoint that was at hand.
+        inputs: sha256 of the artefacts that this one was made from, by stage.
+        patches: The ledger: every patch, what it promises, what became of it.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    schema_version: int
+    stage: str
+    created: str
+    identity: dict[str, Any]
+    checkpoint: str
+    components: dict[str, str]
+    inputs: dict[str, str]
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    backend: str
+    patches: list[dict[str, Any]]
+    versions: dict[str, str]
+    seconds: dict[str, float]
+    tensors: dict[str, Tensor]
+    sha256: str
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[Path]:
+    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk.
+
+    Raises:
+        OutputError: The folder cannot be written, or is full. Nothing is left behind, and an older file stays.
+    """
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=".", suffix=file.suffix, dir=file.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        # mkstemp makes files that only their owner may read; artefacts are shared.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _unwritable(file: Path, error: OSError) -> OutputError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
+    reason = error.strerror or " ".join(str(error).split())
+    return OutputError(str(file), f"It cannot be written: {reason}", "Choose another folder with --out")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the output folder, and proves that it can be written before hours are spent.
+
+    Raises:
+        OutputError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Writes JSON, whole or not at all."""
+    with writing(file) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
+    """Writes an artefact and its manifest.
+
+    Args:
+        folder: The run's.
+        name: The stage's, or `denoise.partial`.
+        tensors: Of any dtype, in host memory.
+        facts: The manifest's other fields.
+
+    Raises:
+        OutputError: The folder cannot be written, or is full.
+    """
+    from safetensors.torch import save
+
+    data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+    manifest = Manifest(
+        schema_version=SCHEMA,
+        tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
+        sha256=hashlib.sha256(data).hexdigest(),
+        **facts,
+    )
+    # An old manifest never describes a new artefact, not even for the moment between the two renames.
+    remove(folder, name, manifest_only=True)
+    with writing(folder / f"{name}.safetensors") as temporary:
+        temporary.write_bytes(data)
+    write_json(folder / f"{name}.json", manifest.model_dump())
+    return manifest
+
+
+def remove(folder: Path, name: str, manifest_only: bool = False) -> None:
+    """Removes an artefact that is about to be replaced, or is no longer of use."""
+    for suffix in (".json",) if manifest_only else (".json", ".safetensors"):
+        try:
+            (folder / f"{name}{suffix}").unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(folder / f"{name}{suffix}", error) from error
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def read(
+    folder: Path, name: str, identity: Mapping[str, Any], components: Mapping[str, str], made_by: str
+) -> tuple[dict[str, torch.Tensor], Manifest | None]:
+    """Returns a stage's artefact, everything that its manifest says verified.
+
+    Args:
+        folder: Where it lies.
+        name: The stage that made it.
+        identity: What it must have been made for, as the reading stage is asked for it.
+        components: Digests of the checkpoint that the reading stage uses.
+        made_by: The command that makes it, for the error.
+
+    Returns:
+        The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
+
+    Raises:
+        ArtefactMissingError: It is not there.
+        ArtefactBrokenError: Its bytes, shapes or dtypes are not what the manifest says.
+        ArtefactForeignError: It was made for another model, checkpoint, size or schema.
+    """
+    file, beside = folder / f"{name}.safetensors", folder / f"{name}.json"
+    if not file.is_file() and not beside.is_file():
+        old = folder / SEED_FILES.get(name, "")
+        if old.is_file():
+            return read_seed(old, identity), None
+        raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
+    for needed in (file, beside):
+        if not needed.is_file():
+            raise ArtefactBrokenError(
+                str(needed), f"The other half of '{name}' is there, and this is not", f"Make both again with: {made_by}"
+            )
+    manifest = read_manifest(beside)
+    data = file.read_bytes()
+    if hashlib.sha256(data).hexdigest() != manifest.sha256:
+        raise ArtefactBrokenError(
+            str(file), f"Its sha256 is not the one in {beside.name}", f"Copy both again, or make them with: {made_by}"
+        )
+    tensors = _loaded(data, file)
+    for key, tensor in tensors.items():
+        noted = manifest.tensors.get(key)
+        if noted is None or (noted.dtype, noted.shape) != (_dtype(tensor), list(tensor.shape)):
+            raise ArtefactBrokenError(
+                str(file), f"'{key}' is {_dtype(tensor)} {list(tensor.shape)}, unlike what {beside.name} says",
+                f"Make both again with: {made_by}",
+            )
+    _same(beside, name, identity, manifest.identity, components, manifest.components)
+    return tensors, manifest
+
+
+def _loaded(data: bytes, file: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(data))
+    except SafetensorError as error:
+        raise ArtefactBrokenError(str(file), f"Not safetensors: {error}", "Copy or make the file again") from error
+
+
+def read_manifest(file: Path) -> Manifest:
+    """Returns a manifest.
+
+    Raises:
+        ArtefactForeignError: Of another schema version.
+        ArtefactBrokenError: Not a manifest.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        version = data["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtefactBrokenError(str(file), "It is not a manifest", "Make the artefact again") from error
+    if version != SCHEMA:
+        raise ArtefactForeignError(
+            str(file), f"Its schema version is {version!r}", f"This torchport reads {SCHEMA}: make the artefact again"
+        )
+    try:
+        return Manifest.model_validate(data)
+    except pydantic.ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise ArtefactBrokenError(
+            str(file), f"Its field '{where}' is missing or not what it must be", "Make the artefact again"
+        ) from error
+
+
+def _same(
+    file: Path, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any],
+    components: Mapping[str, str], made_with: Mapping[str, str],
+) -> None:
+    """Refuses an artefact of another run."""
+    for key, value in wanted.items():
+        if key in found and found[key] != value:
+            raise ArtefactForeignError(
+                str(file), f"'{name}' was made for {key} {found[key]!r}, and this run is for {value!r}",
+                "Make it again, or run with what it was made for", key=key, found=found[key], wanted=value,
+            )
+    for key in sorted(set(components) & set(made_with)):
+        if components[key] != made_with[key]:
+            raise ArtefactForeignError(
+                str(file), f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
+                f"Use the same --checkpoint for all stages; here {key} is {components[key]}", key=key,
+            )
+
+
+def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses an artefact whose own inputs are in its folder, but are not those it was made from.
+
+    Raises:
+        ArtefactForeignError: One of its inputs has been made again since.
+    """
+    for stage, sha in manifest.inputs.items():
+        beside = folder / f"{stage}.json"
+        if beside.is_file() and read_manifest(beside).sha256 != sha:
+            raise ArtefactForeignError(
+                str(folder / f"{name}.json"), f"'{name}' was made from another '{stage}' than the one beside it",
+                f"Run --stage {name} again", stage=stage,
+            )
+
+
+def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
+
+    Those files carry no checksum and no patch ledger; what `generation_config.json` says beside them is checked.
+
+    Raises:
+        ArtefactBrokenError: It cannot be read.
+        ArtefactForeignError: It was made for another size.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
+    try:
+        with safe_open(str(file), framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
+        dtypes = json.loads(metadata.get("dtype_info", "{}"))
+        beside = file.parent / "generation_config.json"
+        config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    except (SafetensorError, ValueError, CheckpointBrokenError) as error:
+        raise ArtefactBrokenError(str(file), f"It cannot be read: {error}", "Copy or make it again") from error
+    for key, noted in (("height", "height"), ("width", "width"), ("frames", "video_length")):
+        if key in identity and noted in config and config[noted] != identity[key]:
+            raise ArtefactForeignError(
+                str(beside), f"'{noted}' is {config[noted]}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={config[noted]}", key=key,
+            )
+    for name, dtype in dtypes.items():
+        if name in tensors:
+            tensors[name] = tensors[name].to(getattr(torch, str(dtype).removeprefix("torch.")))
+    return tensors
+
+
+def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
+    """Writes an H.264 video.
+
+    Args:
+        file: `*.mp4`.
+        frames_FCHW: [F, 3, height, width], 0 to 1; height and width even.
+        fps: Frames per second.
+        track: Iterates the frames under a progress bar.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    import imageio.v3
+
+    with writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
+        video.init_video_stream("libx264", fps=fps)
+        for frame in track(frames_FCHW):
+            video.write_frame(_pixels(frame))
+
+
+def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> None:
+    """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    from PIL import Image
+
+    count, _, height, width = frames_FCHW.shape
+    shown = min(count, columns * rows)
+    columns = min(columns, shown)
+    scale = min(1.0, 1600 / (columns * width))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    sheet = Image.new("RGB", (columns * size[0], math.ceil(shown / columns) * size[1]))
+    for position in range(shown):
+        frame = frames_FCHW[round(position * (count - 1) / max(1, shown - 1))]
+        image = Image.fromarray(_pixels(frame)).resize(size)
+        sheet.paste(image, (position % columns * size[0], position // columns * size[1]))
+    with writing(file) as temporary:
+        sheet.save(temporary, format="PNG")
+
+
+def _pixels(frame_CHW: torch.Tensor) -> numpy.ndarray[Any, Any]:
+    """Returns a frame as bytes [height, width, 3], rounded to the nearest of 256 levels."""
+    levels = (frame_CHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return numpy.ascontiguousarray(levels.permute(1, 2, 0).numpy())

@@ -1,0 +1,210 @@
+"""Makes the mesh, matches rules to tensors, places them, and reads the placement back.
+
+Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, or none, for each dim
+of a tensor, from the first on; `replicate` is written out, never implied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport.card import DTYPES, Axis, Rule
+from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
+
+AXES: tuple[Axis, ...] = ("dp", "sp", "tp")
+Shape = tuple[int, ...]
+
+
+def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str) -> None:
+    """Refuses a mesh that does not use every device of the machine exactly once.
+
+    Raises:
+        MeshError: The product of the axes is not the number of devices.
+    """
+    product = math.prod(mesh.values())
+    if product != devices:
+        shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
+        raise MeshError(
+            place, f"The mesh {shown} takes {product} device(s), and {machine} has {devices}",
+            f"The axes' product must be {devices}", mesh=dict(mesh), devices=devices,
+        )
+
+
+def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
+    """Refuses an axis that does not divide what it splits (heads, the batch).
+
+    Raises:
+        MeshError: `count` is not a multiple of `size`.
+    """
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise MeshError(
+            place, f"{axis}={size} does not divide {what}, which is {count}", f"{axis} must be one of {divisors}",
+            axis=axis, size=size, count=count,
+        )
+
+
+def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1."""
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+
+
+def match(rules: Sequence[Rule], shapes: Mapping[str, Shape], mesh: Mapping[Axis, int], place: str) -> dict[str, Rule]:
+    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
+
+    Args:
+        rules: The rules, first match first.
+        shapes: Shape of every tensor, by name.
+        mesh: Sizes of the axes.
+        place: Where the rules are written, `file:line` of the list.
+
+    Raises:
+        UnmatchedError: A tensor that no rule matches.
+        DeadRuleError: A rule that no tensor is left for.
+        MeshError: A dim that its axes do not divide, or a spec with more entries than dims.
+    """
+    found: dict[str, Rule] = {}
+    for name in shapes:
+        rule = next((rule for rule in rules if matches(rule, name)), None)
+        if rule is None:
+            size = math.prod(shapes[name])
+            raise UnmatchedError(
+                place, f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole", name=name,
+            )
+        found[name] = rule
+    for number, rule in enumerate(rules, 1):
+        if not any(used is rule for used in found.values()):
+            raise _dead(rule, number, list(shapes), place)
+    return {name: _fitting(name, shapes[name], rule, mesh, place) for name, rule in found.items()}
+
+
+def matches(rule: Rule, name: str) -> bool:
+    """Whether a rule's pattern is the whole of a name."""
+    return re.fullmatch(rule.match, name) is not None
+
+
+def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleError:
+    covered = any(re.fullmatch(rule.match, name) for name in names)
+    fact = f"Rule {number}, '{rule.match}', " + (
+        "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
+    )
+    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+    return DeadRuleError(
+        place, fact, "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
+        rule=rule.match,
+    )
+
+
+def _some(plain: str, names: list[str]) -> list[str]:
+    """Returns the few names closest to a pattern: a list of two thousand would help nobody."""
+    import difflib
+
+    return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+
+
+def _fitting(name: str, shape: Shape, rule: Rule, mesh: Mapping[Axis, int], place: str) -> Rule:
+    """Returns the rule with its first spec whose axes divide the shape."""
+    for spec in (rule.spec, *rule.otherwise):
+        if spec == "replicate":
+            return rule.model_copy(update={"spec": spec})
+        if len(spec) > len(shape):
+            raise MeshError(
+                place, f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
+                "Shorten the spec, or narrow the rule", name=name,
+            )
+        if not _undivided(shape, spec, mesh):
+            return rule.model_copy(update={"spec": spec})
+    assert rule.spec != "replicate"
+    dim, axis = _undivided(shape, rule.spec, mesh)[0]
+    raise MeshError(
+        place, f"{axis}={mesh.get(axis, 1)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"Choose {axis} among the divisors of {shape[dim]}", name=name, axis=axis,
+    )
+
+
+def _undivided(shape: Shape, spec: Sequence[Axis | None], mesh: Mapping[Axis, int]) -> list[tuple[int, Axis]]:
+    """Returns the dims that their axes do not divide."""
+    return [(dim, axis) for dim, axis in enumerate(spec) if axis is not None and shape[dim] % mesh.get(axis, 1)]
+
+
+def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
+    """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
+    total = 0
+    for name, shape in shapes.items():
+        spec = rules[name].spec
+        split = 1 if spec == "replicate" else math.prod(mesh.get(axis, 1) for axis in spec if axis)
+        total += math.prod(shape) * DTYPES[dtype] // split
+    return total
+
+
+def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns a rule as JAX's sharding on a mesh."""
+    spec = PartitionSpec() if rule.spec == "replicate" else PartitionSpec(*rule.spec)
+    return NamedSharding(mesh, spec)
+
+
+def place(
+    tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """Returns the tensors as JAX arrays, each where its rule puts it, as read back from the devices.
+
+    Args:
+        tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
+        rules: The rule of every name.
+        mesh: The devices.
+
+    Raises:
+        PlacementError: An array lies elsewhere than its rule says.
+    """
+    placed: dict[str, jax.Array] = {}
+    for name, tensor in tensors:
+        wanted = sharding(rules[name], mesh)
+        array = to_jax(tensor, wanted)
+        if not array.sharding.is_equivalent_to(wanted, array.ndim) or array.shape != tuple(tensor.shape):
+            raise PlacementError(
+                name, f"It lies as {array.sharding} with shape {array.shape}", f"Its rule puts it as {wanted}", name=name
+            )
+        placed[name] = array
+    return placed
+
+
+def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
+    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
+
+    64-bit integers become 32-bit: JAX has no others unless asked, and token ids and masks fit.
+    """
+    array = _to_numpy(tensor)
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """Returns a JAX array, gathered, as a torch tensor in host memory; bit for bit."""
+    host = numpy.asarray(array)
+    if host.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(host.view(numpy.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(host.copy())
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array = tensor.numpy()
+    return array.astype(numpy.int32) if array.dtype == numpy.int64 else array
+
+
+def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Returns the shapes of tensors by name; meta tensors have shapes too."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,179 @@
+"""Writes a card's tiny checkpoint: the real classes, small and seeded, in the format of the published one.
+
+Every parameter is drawn, none is left at its initial value: diffusion transformers zero-initialise their output
+layers, so that a fresh one returns exactly 0 and every comparison with it passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchport.card import Card, TinyTokenizer
+from torchport.errors import BadValueError, OutputError
+from torchport.progress import log
+
+if TYPE_CHECKING:
+    import torch
+
+FILLER = "<|filler|>"
+
+
+def cache_folder() -> Path:
+    """Returns torchport's cache folder: `$XDG_CACHE_HOME/torchport`, by default under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
+
+
+def folder_of(card: Card) -> Path:
+    """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
+    text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], versions], sort_keys=True)
+    return cache_folder() / "tiny" / f"{card.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def write(card: Card) -> Path:
+    """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
+
+    It is written beside its place and renamed, so that two processes, or one that is killed, leave no half of it.
+
+    Raises:
+        OutputError: The cache folder cannot be written.
+        BadValueError: The card's tokenizer section cannot be fulfilled.
+    """
+    folder = folder_of(card)
+    if (folder / "model_index.json").is_file():
+        return folder
+    log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    except OSError as error:
+        raise OutputError(
+            str(folder.parent), f"It cannot be written: {error.strerror}", "Set XDG_CACHE_HOME to a folder that can be"
+        ) from error
+    try:
+        _pipeline(card).save_pretrained(work)
+        try:
+            work.rename(folder)
+        except OSError:
+            # Another process was faster; what it wrote is the same, bit for bit.
+            if not (folder / "model_index.json").is_file():
+                raise
+    except OSError as error:
+        raise OutputError(
+            str(work), f"It cannot be written: {error.strerror or error}", "Free some space there"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def _pipeline(card: Card) -> Any:
+    """Returns upstream's pipeline object with a tiny part for every component."""
+    parts: dict[str, Any] = {}
+    for name, component in card.components.items():
+        cls = _class_of(component.class_)
+        if name in card.tiny.tokenizers:
+            parts[name] = _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
+        else:
+            parts[name] = _part(cls, card.tiny.components.get(name, {}))
+            if hasattr(parts[name], "named_parameters"):
+                randomise(parts[name], card.tiny.seed, name, card.tiny.scale)
+    return _class_of(card.pipeline)(**parts)
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _part(cls: Any, config: dict[str, Any]) -> Any:
+    """Returns a small object of a class: transformers' models take a configuration object, all else keywords."""
+    config_class = getattr(cls, "config_class", None)
+    return cls(config_class(**config)) if config_class else cls(**config)
+
+
+def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> None:
+    """Draws every parameter from a generator of its own, so that no order of modules matters.
+
+    Args:
+        module: In host memory; changed in place.
+        seed: The card's.
+        what: The component's name; two components with equal shapes differ.
+        scale: Standard deviation times sqrt(fan-in) of weights; gains lie around 1, biases around 0.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            word = hashlib.sha256(f"{seed}/{what}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "little"))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if parameter.squeeze().ndim <= 1:
+                gain = name.endswith(("weight", "gamma"))
+                parameter.copy_(float(gain) + 0.1 * noise)
+            else:
+                parameter.copy_(noise * scale / parameter[0].numel() ** 0.5)
+
+
+def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
+    """Returns a tokenizer of the real class, trained on a few sentences.
+
+    Upstream crops a fixed number of tokens, its template's prefix; the tiny one is filled up to exactly that number,
+    or template tokens would count as prompt.
+    """
+    from tokenizers import Tokenizer
+
+    system = _system_message(spec.system_message_of)
+    trained: Tokenizer = cls()._tokenizer
+    from tokenizers import pre_tokenizers, trainers
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=spec.vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    trained.train_from_iterator([*spec.corpus, system], trainer)
+    model = json.loads(trained.to_str())["model"]
+    arguments: dict[str, Any] = {
+        "vocab": model["vocab"],
+        "merges": [tuple(merge) for merge in model["merges"]],
+        "eos_token": spec.eos_token,
+        "pad_token": spec.pad_token,
+        "padding_side": "right",
+        "additional_special_tokens": [*spec.special_tokens, FILLER],
+    }
+    bare = cls(**arguments, chat_template=spec.chat_template.replace("{filler}", ""))
+    used = _prefix_length(bare, system)
+    if used > spec.prefix_tokens:
+        raise BadValueError(
+            place, f"'vocab_size' is {spec.vocab_size}, and the template's prefix takes {used} tokens",
+            f"Raise it until the prefix takes at most {spec.prefix_tokens}",
+        )
+    filler = FILLER * (spec.prefix_tokens - used)
+    return cls(**arguments, chat_template=spec.chat_template.replace("{filler}", filler))
+
+
+def _prefix_length(tokenizer: Any, system: str) -> int:
+    """Returns how many tokens precede the user's text, by where two different texts begin to differ."""
+    one, two = (
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": system}, {"role": "user", "content": text}], tokenize=True, return_dict=True
+        )["input_ids"]
+        for text in ("0", "1")
+    )
+    return next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+
+
+def _system_message(path: str) -> str:
+    """Returns the default of the argument `system_message` of an upstream function, `module:Class.function`."""
+    module, _, name = path.partition(":")
+    function: Any = importlib.import_module(module)
+    for attribute in name.split("."):
+        function = getattr(function, attribute)
+    return str(inspect.signature(function).parameters["system_message"].default)
