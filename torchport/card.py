@@ -180,8 +180,10 @@ class Pack:
         """
         if name not in self.models():
             raise UnknownNameError(
-                f"--model {name}", f"There is no model card '{name}' in {self.root / 'configs' / 'models'}",
-                nearest(name, self.models()), name=name,
+                f"--model {name}",
+                f"There is no model card '{name}' in {self.root / 'configs' / 'models'}",
+                nearest(name, self.models()),
+                name=name,
             )
         document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
         card = validated(Card, document)
@@ -253,7 +255,8 @@ def find_pack(path: str | None) -> Pack:
         if named is not None:
             if not _is_pack(Path(named)):
                 raise DataFolderError(
-                    f"{source} {named}", "There is no folder here with patches/ and configs/ in it",
+                    f"{source} {named}",
+                    "There is no folder here with patches/ and configs/ in it",
                     "Name the folder that holds both",
                 )
             return Pack(Path(named).resolve())
@@ -261,7 +264,8 @@ def find_pack(path: str | None) -> Pack:
         if _is_pack(folder):
             return Pack(folder)
     raise DataFolderError(
-        str(package), "Neither a checkout nor the wheel's copy of patches/ and configs/ is here",
+        str(package),
+        "Neither a checkout nor the wheel's copy of patches/ and configs/ is here",
         "Reinstall torchport, or name a folder with --path",
     )
 
@@ -282,26 +286,33 @@ def check_job(job: Job, card: Card, document: Document) -> None:
     if job.frames % step != plus % step or job.frames < plus:
         below = max(plus, (job.frames - plus) // step * step + plus)
         raise BadValueError(
-            document.place(["frames"]), f"'frames' is {job.frames}",
-            f"It must be {step}n+{plus}: the nearest are {below} and {below + step}", nearest=(below, below + step),
+            document.place(["frames"]),
+            f"'frames' is {job.frames}",
+            f"It must be {step}n+{plus}: the nearest are {below} and {below + step}",
+            nearest=(below, below + step),
         )
     for key in ("height", "width"):
         value, unit = getattr(job, key), card.size_multiple_of
         if value % unit:
             below = max(unit, value // unit * unit)
             raise BadValueError(
-                document.place([key]), f"'{key}' is {value}",
+                document.place([key]),
+                f"'{key}' is {value}",
                 f"The VAE divides it by {unit}: the nearest are {below} and {below + unit}",
                 nearest=(below, below + unit),
             )
     if job.strategy not in card.strategies:
         raise UnknownNameError(
-            document.place(["strategy"]), f"'{card.model}' has no strategy '{job.strategy}'",
-            nearest(job.strategy, card.strategies), name=job.strategy,
+            document.place(["strategy"]),
+            f"'{card.model}' has no strategy '{job.strategy}'",
+            nearest(job.strategy, card.strategies),
+            name=job.strategy,
         )
     for name in job.dtypes:
         if name not in card.components:
             raise UnknownKeyError(
-                document.place(["dtypes", name]), f"'{card.model}' has no component '{name}'",
-                nearest(name, card.components), key=name,
+                document.place(["dtypes", name]),
+                f"'{card.model}' has no component '{name}'",
+                nearest(name, card.components),
+                key=name,
             )

@@ -59,8 +59,16 @@ class Compiled:
     batches = True
 
     def __init__(
-        self, module: torch.nn.Module, weights: Mapping[str, jax.Array], rules: Sequence[Rule],
-        mesh: jax.sharding.Mesh, *, what: str, place: str, precision: str, trace: Trace | None,
+        self,
+        module: torch.nn.Module,
+        weights: Mapping[str, jax.Array],
+        rules: Sequence[Rule],
+        mesh: jax.sharding.Mesh,
+        *,
+        what: str,
+        place: str,
+        precision: str,
+        trace: Trace | None,
     ) -> None:
         self.module = module
         self.weights = dict(weights)
@@ -138,15 +146,15 @@ class Compiled:
         rules = [rule for rule in self.rules if shard.matches(rule, name)][:1]
         if not rules:
             raise UnmatchedError(
-                self.where, f"No rule matches the input '{name}' {list(tensor.shape)} of {self.what}",
-                "Add a rule for it, with `spec: replicate` if every device shall have it whole", name=name,
+                self.where,
+                f"No rule matches the input '{name}' {list(tensor.shape)} of {self.what}",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+                name=name,
             )
         try:
             found = shard.match(rules, shapes, dict(self.mesh.shape), self.where)
         except MeshError as error:
-            raise MeshError(
-                self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name
-            ) from error
+            raise MeshError(self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name) from error
         return shard.to_jax(tensor, shard.sharding(found[name], self.mesh))
 
 

@@ -85,6 +85,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"Known: {', '.join(names)}" if names else "None are known"
 
 
+def kinds() -> list[type[TorchportError]]:
+    """Returns every kind of error that has an id of its own, by id."""
+    found: list[type[TorchportError]] = []
+    waiting: list[type[TorchportError]] = [TorchportError]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if "id" in kind.__dict__ and kind is not TorchportError:
+            found.append(kind)
+    return sorted(found, key=lambda kind: kind.id)
+
+
 class ConfigError(TorchportError):
     """What was written in YAML or on the command line."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -41,7 +42,7 @@ class Checkpoint:
 
 def is_folder(name: str) -> bool:
     """Whether `--checkpoint` names a folder rather than `repo@revision`."""
-    return name.startswith((".", "/", "~")) or "@" not in name and (Path(name).exists() or name.count("/") != 1)
+    return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
 
 
 def locate(name: str, card: Card) -> Checkpoint:
@@ -82,8 +83,10 @@ def _downloaded(name: str, card: Card) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise CheckpointMissingError(
-            f"--checkpoint {name}", f"It is neither in the cache nor to be had: {reason}",
-            "Check the name and the network, or pass --checkpoint DIR with a copy of it", repo=repo,
+            f"--checkpoint {name}",
+            f"It is neither in the cache nor to be had: {reason}",
+            "Check the name and the network, or pass --checkpoint DIR with a copy of it",
+            repo=repo,
         ) from error
 
 
@@ -118,14 +121,18 @@ def check_index(folder: Path, card: Card) -> None:
         library, _, class_name = component.class_.partition(":")
         if name not in index:
             raise CheckpointForeignError(
-                str(file), f"It has no component '{name}'",
-                f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}", component=name,
+                str(file),
+                f"It has no component '{name}'",
+                f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
+                component=name,
             )
         found = [str(word).removesuffix("Fast") for word in index[name]]  # transformers 4 had two of each tokenizer
         if found != [library.partition(".")[0], class_name]:
             raise CheckpointForeignError(
-                str(file), f"'{name}' is {index[name]}",
-                f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model", component=name,
+                str(file),
+                f"'{name}' is {index[name]}",
+                f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model",
+                component=name,
             )
 
 
@@ -172,7 +179,8 @@ def build(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Mo
             module: torch.nn.Module = class_of(class_path).from_config(dict(config))
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
         raise CheckpointForeignError(
-            f"{place}/config.json", f"{class_path.partition(':')[2]} cannot be built from it: {error}",
+            f"{place}/config.json",
+            f"{class_path.partition(':')[2]} cannot be built from it: {error}",
             "Name a checkpoint of this model and version",
         ) from error
     return module.eval().requires_grad_(False)
@@ -226,11 +234,16 @@ def header(file: Path) -> dict[str, Any]:
             entries.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointBrokenError(str(file), "Its header is not safetensors'", "Download the file again") from error
+            raise CheckpointBrokenError(
+                str(file), "Its header is not safetensors'", "Download the file again"
+            ) from error
     if size != end:
         raise CheckpointBrokenError(
-            str(file), f"It has {size} bytes, and its header promises {end}", "Download the file again: it is truncated",
-            size=size, promised=end,
+            str(file),
+            f"It has {size} bytes, and its header promises {end}",
+            "Download the file again: it is truncated",
+            size=size,
+            promised=end,
         )
     return dict(entries)
 
@@ -259,14 +272,16 @@ def tensors(module: torch.nn.Module, folder: Path, dtype: str, what: str) -> Ite
             yield name, _filled(name, buffer, folder)
     keep = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
     target = getattr(torch, dtype)
-    for file in track(sorted(set(files.values())), f"load {what}", "file"):
-        with safe_open(str(file), framework="pt") as stream:
-            for name in stream.keys():  # noqa: SIM118 - a safetensors handle, not a dict
-                tensor = stream.get_tensor(name)
-                if tensor.is_floating_point():
-                    kept = any(part in keep for part in name.split("."))
-                    tensor = tensor.to(torch.float32 if kept else target)
-                yield name, tensor
+    open_file: Path | None = None
+    stream: Any = None
+    for file, name in track(sorted((file, name) for name, file in files.items()), f"load {what}", "tensor"):
+        if file != open_file:
+            open_file, stream = file, safe_open(str(file), framework="pt")
+        tensor: torch.Tensor = stream.get_tensor(name)
+        if tensor.is_floating_point():
+            kept = any(word in keep for word in name.split("."))
+            tensor = tensor.to(torch.float32 if kept else target)
+        yield name, tensor
 
 
 def _account(wanted: Mapping[str, torch.Tensor], files: Mapping[str, Path], folder: Path) -> None:
@@ -277,23 +292,30 @@ def _account(wanted: Mapping[str, torch.Tensor], files: Mapping[str, Path], fold
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0]}')"] if foreign else []
         raise CheckpointForeignError(
-            str(folder), f"It {' and '.join(parts)}", "Name a checkpoint of this model and version",
-            missing=missing, foreign=foreign,
+            str(folder),
+            f"It {' and '.join(parts)}",
+            "Name a checkpoint of this model and version",
+            missing=missing,
+            foreign=foreign,
         )
     for file in sorted(set(files.values())):
         for name, entry in header(file).items():
             if tuple(entry["shape"]) != tuple(wanted[name].shape):
                 raise CheckpointForeignError(
-                    str(file), f"'{name}' has shape {entry['shape']}",
-                    f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model", name=name,
+                    str(file),
+                    f"'{name}' has shape {entry['shape']}",
+                    f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
+                    name=name,
                 )
 
 
 def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     if tensor.is_meta:
         raise UnfilledWeightError(
-            str(folder), f"'{name}' has no storage after loading",
-            "It is a buffer that the files do not hold: report it, the class must compute it", name=name,
+            str(folder),
+            f"'{name}' has no storage after loading",
+            "It is a buffer that the files do not hold: report it, the class must compute it",
+            name=name,
         )
     return tensor
 
@@ -320,6 +342,7 @@ def text_encoder(class_path: str, folder: Path, dtype: str, what: str) -> torch.
     """
     weight_files(folder)
     log.info("load %s ...", what)
+    module: torch.nn.Module
     module, info = class_of(class_path).from_pretrained(
         folder, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
     )
@@ -327,12 +350,38 @@ def text_encoder(class_path: str, folder: Path, dtype: str, what: str) -> torch.
         keys = sorted(str(key) for key in info.get(kind) or ())
         if keys:
             raise CheckpointForeignError(
-                str(folder), f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0]}')",
-                "Name a checkpoint of this model and version", keys=keys,
+                str(folder),
+                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0]}')",
+                "Name a checkpoint of this model and version",
+                keys=keys,
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         _filled(name, tensor, folder)
     return module.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def hushed(hush: bool) -> Iterator[None]:
+    """Keeps upstream's own bars and notes from between torchport's while the context lasts."""
+    if not hush:
+        yield
+        return
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()
 
 
 def part(class_path: str, folder: Path) -> Any:

@@ -32,6 +32,10 @@ class Machine:
     memory: int | None = None
 
 
+HOST = Machine("cpu:1", "cpu", 1)
+"""The host alone, for what runs in PyTorch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """A kind of TPU chip. Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11."""
@@ -68,7 +72,8 @@ def parse_machine(name: str, place: str) -> Machine:
         chips = math.prod(int(side) for side in shape.split("x"))
         return Machine(name, "tpu", chips * chip.devices, chip.kinds, chip.memory)
     raise BadValueError(
-        place, f"'machine' is '{name}'",
+        place,
+        f"'machine' is '{name}'",
         f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4), cuda:<devices> or cpu:<devices>",
     )
 
@@ -107,7 +112,8 @@ def prepare(machine: Machine) -> None:
         # JAX fixes the number when its CPU backend starts.
         if len(jax.devices("cpu")) < machine.devices:
             raise MachineError(
-                f"machine {machine.name}", f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)",
+                f"machine {machine.name}",
+                f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)",
                 f"Start a new process, or call jax.config.update('jax_num_cpu_devices', {machine.devices}) first",
             ) from error
 
@@ -151,7 +157,8 @@ def require(machine: Machine, need: Need, instead: str) -> None:
             f"activations beside them, {_gib(need.host_bytes)} of host memory, and the checkpoint {need.checkpoint}; "
             f"this machine has {' and '.join(lacks)}",
             f"Run it on a {machine.name}, or run here: {instead}",
-            need=need, found=found,
+            need=need,
+            found=found,
         )
 
 

@@ -30,6 +30,12 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
     if shown and not sys.stderr.isatty():
         log.info("%s ...", what)
     yield from tqdm(
-        items, desc=what, unit=unit, total=total, initial=done, disable=not (shown and sys.stderr.isatty()),
-        dynamic_ncols=True, leave=True,
+        items,
+        desc=what,
+        unit=unit,
+        total=total,
+        initial=done,
+        disable=not (shown and sys.stderr.isatty()),
+        dynamic_ncols=True,
+        leave=True,
     )

@@ -214,7 +214,8 @@ def read(
         noted = manifest.tensors.get(key)
         if noted is None or (noted.dtype, noted.shape) != (_dtype(tensor), list(tensor.shape)):
             raise ArtefactBrokenError(
-                str(file), f"'{key}' is {_dtype(tensor)} {list(tensor.shape)}, unlike what {beside.name} says",
+                str(file),
+                f"'{key}' is {_dtype(tensor)} {list(tensor.shape)}, unlike what {beside.name} says",
                 f"Make both again with: {made_by}",
             )
     _same(beside, name, identity, manifest.identity, components, manifest.components)
@@ -257,21 +258,31 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def _same(
-    file: Path, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any],
-    components: Mapping[str, str], made_with: Mapping[str, str],
+    file: Path,
+    name: str,
+    wanted: Mapping[str, Any],
+    found: Mapping[str, Any],
+    components: Mapping[str, str],
+    made_with: Mapping[str, str],
 ) -> None:
     """Refuses an artefact of another run."""
     for key, value in wanted.items():
         if key in found and found[key] != value:
             raise ArtefactForeignError(
-                str(file), f"'{name}' was made for {key} {found[key]!r}, and this run is for {value!r}",
-                "Make it again, or run with what it was made for", key=key, found=found[key], wanted=value,
+                str(file),
+                f"'{name}' was made for {key} {found[key]!r}, and this run is for {value!r}",
+                "Make it again, or run with what it was made for",
+                key=key,
+                found=found[key],
+                wanted=value,
             )
     for key in sorted(set(components) & set(made_with)):
         if components[key] != made_with[key]:
             raise ArtefactForeignError(
-                str(file), f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
-                f"Use the same --checkpoint for all stages; here {key} is {components[key]}", key=key,
+                str(file),
+                f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
+                f"Use the same --checkpoint for all stages; here {key} is {components[key]}",
+                key=key,
             )
 
 
@@ -285,8 +296,10 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
         beside = folder / f"{stage}.json"
         if beside.is_file() and read_manifest(beside).sha256 != sha:
             raise ArtefactForeignError(
-                str(folder / f"{name}.json"), f"'{name}' was made from another '{stage}' than the one beside it",
-                f"Run --stage {name} again", stage=stage,
+                str(folder / f"{name}.json"),
+                f"'{name}' was made from another '{stage}' than the one beside it",
+                f"Run --stage {name} again",
+                stage=stage,
             )
 
 
@@ -314,8 +327,10 @@ def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor
     for key, noted in (("height", "height"), ("width", "width"), ("frames", "video_length")):
         if key in identity and noted in config and config[noted] != identity[key]:
             raise ArtefactForeignError(
-                str(beside), f"'{noted}' is {config[noted]}, and this run's {key} is {identity[key]}",
-                f"Run with --set {key}={config[noted]}", key=key,
+                str(beside),
+                f"'{noted}' is {config[noted]}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={config[noted]}",
+                key=key,
             )
     for name, dtype in dtypes.items():
         if name in tensors:

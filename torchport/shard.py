@@ -34,8 +34,11 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
     if product != devices:
         shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
         raise MeshError(
-            place, f"The mesh {shown} takes {product} device(s), and {machine} has {devices}",
-            f"The axes' product must be {devices}", mesh=dict(mesh), devices=devices,
+            place,
+            f"The mesh {shown} takes {product} device(s), and {machine} has {devices}",
+            f"The axes' product must be {devices}",
+            mesh=dict(mesh),
+            devices=devices,
         )
 
 
@@ -48,8 +51,12 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
     if count % size:
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise MeshError(
-            place, f"{axis}={size} does not divide {what}, which is {count}", f"{axis} must be one of {divisors}",
-            axis=axis, size=size, count=count,
+            place,
+            f"{axis}={size} does not divide {what}, which is {count}",
+            f"{axis} must be one of {divisors}",
+            axis=axis,
+            size=size,
+            count=count,
         )
 
 
@@ -80,8 +87,10 @@ def match(rules: Sequence[Rule], shapes: Mapping[str, Shape], mesh: Mapping[Axis
         if rule is None:
             size = math.prod(shapes[name])
             raise UnmatchedError(
-                place, f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
-                "Add a rule for it, with `spec: replicate` if every device shall have it whole", name=name,
+                place,
+                f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+                name=name,
             )
         found[name] = rule
     for number, rule in enumerate(rules, 1):
@@ -102,7 +111,9 @@ def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleErro
     )
     plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
     return DeadRuleError(
-        place, fact, "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
+        place,
+        fact,
+        "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
         rule=rule.match,
     )
 
@@ -121,16 +132,21 @@ def _fitting(name: str, shape: Shape, rule: Rule, mesh: Mapping[Axis, int], plac
             return rule.model_copy(update={"spec": spec})
         if len(spec) > len(shape):
             raise MeshError(
-                place, f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
-                "Shorten the spec, or narrow the rule", name=name,
+                place,
+                f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
+                "Shorten the spec, or narrow the rule",
+                name=name,
             )
         if not _undivided(shape, spec, mesh):
             return rule.model_copy(update={"spec": spec})
     assert rule.spec != "replicate"
     dim, axis = _undivided(shape, rule.spec, mesh)[0]
     raise MeshError(
-        place, f"{axis}={mesh.get(axis, 1)} does not divide dim {dim} of '{name}' {list(shape)}",
-        f"Choose {axis} among the divisors of {shape[dim]}", name=name, axis=axis,
+        place,
+        f"{axis}={mesh.get(axis, 1)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"Choose {axis} among the divisors of {shape[dim]}",
+        name=name,
+        axis=axis,
     )
 
 
@@ -174,7 +190,10 @@ def place(
         array = to_jax(tensor, wanted)
         if not array.sharding.is_equivalent_to(wanted, array.ndim) or array.shape != tuple(tensor.shape):
             raise PlacementError(
-                name, f"It lies as {array.sharding} with shape {array.shape}", f"Its rule puts it as {wanted}", name=name
+                name,
+                f"It lies as {array.sharding} with shape {array.shape}",
+                f"Its rule puts it as {wanted}",
+                name=name,
             )
         placed[name] = array
     return placed

@@ -152,7 +152,8 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     used = _prefix_length(bare, system)
     if used > spec.prefix_tokens:
         raise BadValueError(
-            place, f"'vocab_size' is {spec.vocab_size}, and the template's prefix takes {used} tokens",
+            place,
+            f"'vocab_size' is {spec.vocab_size}, and the template's prefix takes {used} tokens",
             f"Raise it until the prefix takes at most {spec.prefix_tokens}",
         )
     filler = FILLER * (spec.prefix_tokens - used)

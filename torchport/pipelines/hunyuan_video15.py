@@ -8,7 +8,8 @@ Shapes: B batch, C channels, T latent frames, H W latent height and width, F fra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -18,7 +19,14 @@ from torchport.pipelines import Call, Settings, Stage, Steps
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
-    "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer", "vae", "scheduler", "guider",
+    "text_encoder",
+    "tokenizer",
+    "text_encoder_2",
+    "tokenizer_2",
+    "transformer",
+    "vae",
+    "scheduler",
+    "guider",
 )
 
 
@@ -60,9 +68,7 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
     outputs: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for prefix, text in prompts.items():
-            embedded = pipe.encode_prompt(
-                prompt=text, device=torch.device("cpu"), dtype=settings.dtypes["transformer"]
-            )
+            embedded = pipe.encode_prompt(prompt=text, device=torch.device("cpu"), dtype=settings.dtypes["transformer"])
             outputs |= {prefix + name: tensor for name, tensor in zip(EMBEDDINGS, embedded, strict=True)}
     return outputs
 
@@ -109,8 +115,15 @@ def denoise(
     # Upstream leaves out the last of steps + 1 evenly spaced values; float64 here, float32 in the scheduler.
     scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, settings.steps + 1)[:-1], device=device)
     latents = pipe.prepare_latents(
-        1, pipe.num_channels_latents, settings.height, settings.width, settings.frames, dtype, device,
-        torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
+        1,
+        pipe.num_channels_latents,
+        settings.height,
+        settings.width,
+        settings.frames,
+        dtype,
+        device,
+        torch.Generator().manual_seed(settings.seed),
+        embeddings.pop("noise", None),
     )
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     inputs = _inputs(pipe, embeddings, dtype)
@@ -172,10 +185,12 @@ class _Conditions:
         for constants in self.groups(used):
             size = used if self.call.batches else 1
             output = self.call(
-                hidden_states=model_input.expand(size, *model_input.shape[1:]), timestep=timestep.expand(size),
-                return_dict=False, **constants,
+                hidden_states=model_input.expand(size, *model_input.shape[1:]),
+                timestep=timestep.expand(size),
+                return_dict=False,
+                **constants,
             )
-            noise += output.split(1)
+            noise += torch.split(output, 1)
         return noise
 
 
@@ -199,34 +214,48 @@ def decode(
     """
     vae = parts["vae"]
     dtype = vae.dtype
-    vae.decoder = _Called(call, steps)
     if settings.vae_tiling:
         vae.enable_tiling()
+    count = _tiles(vae, latents)
+    progress = iter(steps.track(range(count), done=0, total=count))
+    vae.decoder = _Called(call, progress)
     with torch.no_grad():
         video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
+        next(progress, None)
         return {"frames": pipeline(parts).video_processor.postprocess_video(video, output_type="pt")}
+
+
+def _tiles(vae: Any, latents: torch.Tensor) -> int:
+    """Returns how often upstream will call the decoder: its own rule, for the progress bar."""
+    height, width = latents.shape[-2:]
+    sides = ((height, vae.tile_latent_min_height), (width, vae.tile_latent_min_width))
+    if not vae.use_tiling or all(size <= tile for size, tile in sides):
+        return 1
+    return math.prod(math.ceil(size / int(tile * (1 - vae.tile_overlap_factor))) for size, tile in sides)
 
 
 class _Called(torch.nn.Module):
     """Stands where upstream's own decoder stood, and passes its one input on."""
 
-    def __init__(self, call: Call, steps: Steps) -> None:
+    def __init__(self, call: Call, progress: Iterator[Any]) -> None:
         super().__init__()
         self.call = call
-        self.steps = steps
-        self.count = 0
+        self.progress = progress
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        output = self.call(hidden_states=hidden_states)
-        self.steps.finished(self.count, {})
-        return output
+        next(self.progress, None)
+        return self.call(hidden_states=hidden_states)
 
 
 STAGES = (
     Stage("encode", encode, parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), meta=("vae",)),
     Stage(
-        "denoise", denoise, needs=("encode",), parts=("scheduler", "guider"), network="transformer", meta=("vae",),
+        "denoise",
+        denoise,
+        needs=("encode",),
+        parts=("scheduler", "guider"),
+        network="transformer",
+        meta=("vae",),
         prepare=prepare,
     ),
     Stage("decode", decode, needs=("denoise",), network="vae", submodule="decoder"),

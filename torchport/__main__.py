@@ -1,0 +1,135 @@
+"""The command line. A command's module, and all that it imports, is imported when the command is chosen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torchport import errors
+
+if TYPE_CHECKING:
+    from torchport.run import Summary
+
+log = logging.getLogger("torchport")
+path_option = click.option(
+    "--path", metavar="DIR", help="A folder with patches/ and configs/; by default torchport's own."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="torchport")
+def cli() -> None:
+    """Carries PyTorch models written for GPUs onto TPU, through torchax, without editing them."""
+
+
+@cli.command()
+@click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
+@click.option("--config", required=True, metavar="FILE", help="What to make and on which machine: configs/demo.yaml.")
+@click.option("--prompt", metavar="TEXT", help="What to show. Needed by the stage that encodes it.")
+@click.option("--negative-prompt", default="", metavar="TEXT", help="What to avoid.")
+@click.option("--seed", default=42, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="Weights in the diffusers format, or `tiny`.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Output folder [outputs/<run>].")
+@click.option(
+    "--inputs", type=click.Path(path_type=Path), metavar="DIR", help="Where earlier stages' artefacts are [--out]."
+)
+@click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="What to run.")
+@click.option(
+    "--backend",
+    type=click.Choice(["torchax", "original"]),
+    default="torchax",
+    show_default=True,
+    help="torchax, or the original: upstream, eager, in PyTorch.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@path_option
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and the video's path.")
+@click.option("-v", "--verbose", is_flag=True, help="Print what upstream logs, too.")
+def run(quiet: bool, verbose: bool, **options: Any) -> None:
+    """Makes a video, or runs one stage of it."""
+    _log_to_stderr(quiet, verbose)
+    from torchport.run import run as carry
+    from torchport.task import Request
+
+    summary = carry(Request(**options))
+    _print_summary(summary, quiet)
+
+
+@cli.command()
+@path_option
+def models(path: str | None) -> None:
+    """Lists the model cards."""
+    from torchport.card import find_pack
+
+    pack = find_pack(path)
+    for name in pack.models():
+        card, _ = pack.card(name)
+        click.echo(f"{name:12} {card.title}")
+        click.echo(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
+
+
+@cli.command()
+@path_option
+def doctor(path: str | None) -> None:
+    """Looks at this machine: devices, versions, disk, checkpoints, known-bad combinations."""
+    from torchport.doctor import advice, examine
+
+    findings = examine(path)
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        click.echo(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
+    click.echo(advice(findings))
+    if any(finding.state == "bad" for finding in findings):
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("id")
+def explain(id: str) -> None:
+    """Explains an error by its id, such as TP107."""
+    known = {kind.id: kind for kind in errors.kinds()}
+    if id.upper() not in known:
+        raise errors.UnknownNameError("torchport explain", f"There is no error {id}", errors.nearest(id.upper(), known))
+    kind = known[id.upper()]
+    click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
+
+
+def _log_to_stderr(quiet: bool, verbose: bool) -> None:
+    logging.basicConfig(format="%(message)s", level=logging.INFO if verbose else logging.ERROR)
+    if not verbose:
+        warnings.simplefilter("ignore")  # upstream's; ours are errors or log lines
+    log.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+
+
+def _print_summary(summary: Summary, quiet: bool) -> None:
+    made = summary.video or summary.folder
+    if quiet:
+        click.echo(made)
+        return
+    click.echo()
+    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
+    for stage in stages:
+        parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
+        shown = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
+        click.echo(f"{stage:8} {sum(parts.values()):7.1f} s   ({shown})")
+    if summary.steps:
+        click.echo(f"{'':8} {summary.seconds['denoise run'] / summary.steps:7.2f} s/step")
+    click.echo(f"\n{made}")
+
+
+def main() -> None:
+    """Runs the command line; every refusal is one line and an exit code, never a traceback."""
+    try:
+        cli(prog_name="torchport")
+    except errors.TorchportError as error:
+        click.echo(f"error[{error.id}] {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""One run as it was asked for: read, checked, and refused before anything is loaded or downloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from torchport import load, machine, patch, pipelines, save, shard
+from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
+from torchport.config import Document
+from torchport.errors import BadValueError, UnknownNameError, nearest
+
+Backend = Literal["torchax", "original"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line, or from Python.
+
+    Attributes:
+        model: Name of a model card.
+        config: A config: a path, or a name in `configs/`.
+        prompt: What to show; may be left out where no prompt is encoded.
+        negative_prompt: What to avoid.
+        seed: Of the noise.
+        checkpoint: A folder, `repo@revision`, or `tiny`; by default the config's, else the card's.
+        out: The output folder; by default a new one under `outputs/`.
+        inputs: Where earlier stages' artefacts are read; by default `out`.
+        stage: One stage, or `all`.
+        backend: `torchax`, or `original`: upstream, eager, in PyTorch.
+        overrides: `path.to.field=value`, into the config.
+        path: The pack; by default the checkout's or the wheel's own.
+        noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
+    """
+
+    model: str
+    config: str
+    prompt: str | None = None
+    negative_prompt: str = ""
+    seed: int = 42
+    checkpoint: str | None = None
+    out: Path | None = None
+    inputs: Path | None = None
+    stage: str = "all"
+    backend: Backend = "torchax"
+    overrides: tuple[str, ...] = ()
+    path: str | None = None
+    noise: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A request with all that it names, read and found consistent.
+
+    Attributes:
+        request: As it was asked for.
+        pack: Where its data lies.
+        card: The model card.
+        job: The config, overrides applied.
+        card_document: The card's lines, for errors.
+        job_document: The config's lines, for errors.
+        machine: What the config names.
+        family: The module of the model's verbs.
+        settings: What the stages are asked to make.
+        folder: The output folder.
+    """
+
+    request: Request
+    pack: Pack
+    card: Card
+    job: Job
+    card_document: Document
+    job_document: Document
+    machine: machine.Machine
+    family: ModuleType
+    settings: pipelines.Settings
+    folder: Path
+
+    @property
+    def original(self) -> bool:
+        """Whether upstream runs as it is, in PyTorch."""
+        return self.request.backend == "original"
+
+    @property
+    def inputs(self) -> Path:
+        """Where earlier stages' artefacts are read."""
+        return self.request.inputs or self.folder
+
+    @property
+    def stages(self) -> list[pipelines.Stage]:
+        """The stages to run, in order."""
+        return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint's name: the flag's, else the config's, else the card's."""
+        return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
+
+    def patches(self, stages: Sequence[StageName]) -> list[patch.Entry]:
+        """Returns the patches of some stages; for the original, only the plumbing that it cannot start without."""
+        names = list(dict.fromkeys(name for stage in stages for name in self.card.patches.get(stage, [])))
+        entries = patch.read(self.pack.patches, names)
+        return [entry for entry in entries if entry.plumbing or not self.original]
+
+    def dtype(self, component: str) -> str:
+        """Returns a component's dtype by name."""
+        return str(self.settings.dtypes[component]).removeprefix("torch.")
+
+    def rules_place(self, kind: Literal["weights", "inputs"], component: str) -> str:
+        """Returns where the sharding rules of a component are written, `file:line`."""
+        return self.card_document.place(["strategies", self.job.strategy, kind, component])
+
+    def identity(self, stage: StageName) -> dict[str, Any]:
+        """Returns what a stage's artefact is made for, and must be read for."""
+        identity: dict[str, Any] = {"model": self.card.model}
+        if stage == "encode":
+            return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
+        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
+
+    def shown(self) -> dict[str, Any]:
+        """Returns the settings that decide a video, as manifests keep them."""
+        settings = dataclasses.asdict(self.settings)
+        settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
+        settings["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
+        if self.request.prompt is None:
+            del settings["prompt"], settings["negative_prompt"]
+        return settings
+
+
+def accept(request: Request) -> Task:
+    """Returns the task of a request: everything that is written has been read and checked.
+
+    The output folder exists afterwards, and can be written.
+
+    Raises:
+        ConfigError: Something written is wrong, by file and line, or flag.
+        MeshError: The mesh does not fit the machine or the batch.
+        OutputError: The output folder cannot be written.
+    """
+    pack = find_pack(request.path)
+    card, card_document = pack.card(request.model)
+    job, job_document = pack.job(request.config, request.overrides)
+    _check_request(request)
+    check_job(job, card, job_document)
+    slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
+    family = pipelines.family(card.family, card_document.place(["family"]))
+    if request.backend == "torchax":
+        shard.check_mesh(job.mesh, slice_.devices, job.machine, job_document.place(["mesh"]))
+        shard.check_divides(
+            "dp",
+            job.mesh.get("dp", 1),
+            f"the batch of guidance_scale {job.guidance_scale}",
+            family.batch(job.guidance_scale),
+            job_document.place(["mesh", "dp"]),
+        )
+    folder = request.out or _new_folder(request)
+    save.make_folder(folder)
+    settings = _settings(request, card, job)
+    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder)
+
+
+def _check_request(request: Request) -> None:
+    if request.stage not in (*STAGES, "all"):
+        raise UnknownNameError(
+            f"--stage {request.stage}", "There is no such stage", nearest(request.stage, [*STAGES, "all"])
+        )
+    if request.prompt is None and request.stage in ("encode", "all"):
+        raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
+
+
+def _new_folder(request: Request) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    stem = Path("outputs") / f"{request.model}-{Path(request.config).stem}-{now}"
+    return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
+
+
+def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
+    dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
+    return pipelines.Settings(
+        prompt=request.prompt or "",
+        negative_prompt=request.negative_prompt,
+        seed=request.seed,
+        height=job.height,
+        width=job.width,
+        frames=job.frames,
+        steps=job.steps,
+        guidance_scale=job.guidance_scale,
+        dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},
+        vae_tiling=job.vae_tiling,
+    )
+
+
+def check_machine(task: Task) -> None:
+    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
+
+    Raises:
+        MachineError: Too few devices, devices of another kind, or too little memory.
+    """
+    machine.prepare(machine.HOST if task.original else task.machine)
+    devices: dict[str, int] = {}
+    host = [0]
+    for stage in task.stages:
+        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
+        host.append(sum(_host_bytes(task, name) for name in whole))
+        if stage.network and not task.original:
+            devices[stage.network] = _device_bytes(task, stage, stage.network)
+    machine.require(
+        machine.HOST if task.original else task.machine,
+        machine.Need(1 if task.original else task.job.devices, devices, max(host), task.checkpoint),
+        f'torchport run --model {task.card.model} --config configs/demo.yaml --prompt "..."',
+    )
+
+
+def _host_bytes(task: Task, component: str) -> int:
+    """Returns the bytes of a published component's weights; those of a tiny one are not worth counting."""
+    dtype = task.settings.dtypes.get(component)
+    parameters = task.card.components[component].parameters
+    return dtype.itemsize * parameters if dtype and parameters and task.checkpoint != "tiny" else 0
+
+
+def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
+    """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
+    module = load.published(task.card.components[network].class_, _configuration(task, network))
+    shapes = shard.named_shapes(dict(module.get_submodule(stage.submodule).named_parameters()))
+    strategy = task.card.strategies[task.job.strategy]
+    # Rules for buffers that are prepared later match nothing yet.
+    rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
+    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
+    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
+
+
+def _configuration(task: Task, component: str) -> dict[str, Any]:
+    """Returns a component's configuration if it is on this machine; empty: the class's own, which is the published."""
+    if task.checkpoint == "tiny":
+        return dict(task.card.tiny.components.get(component, {}))
+    file = Path(task.checkpoint).expanduser() / component / "config.json"
+    config = load.read_json(file) if load.is_folder(task.checkpoint) and file.is_file() else {}
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def check_heads(task: Task, checkpoint: load.Checkpoint) -> None:
+    """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
+
+    Raises:
+        MeshError: It does not.
+        BadValueError: The card names something that the checkpoint's configuration has not.
+    """
+    networks = [] if task.original else [stage.network for stage in task.stages]
+    for axis, path in task.card.strategies[task.job.strategy].divides.items():
+        component, _, key = path.partition(".")
+        if component in networks:
+            config = load.read_json(checkpoint.folder / component / "config.json")
+            place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
+            if not isinstance(config.get(key), int):
+                raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
+            written = task.job_document.place(["mesh", axis])
+            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)
