@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
-from torchport.patch import recompile, rewrite
+from torchport.patch import recompile, rewrite, scope, signature
 from torchport.patch.counted import Calls, Retire, counted, counted_class, wrapped
 from torchport.patch.entry import Entry
-from torchport.patch.target import Slot, function_in, innermost, locate, shaped_as
+from torchport.patch.target import Slot, function_in, held_elsewhere, innermost, locate, shaped_as
 
 
 class Change(Protocol):
@@ -24,7 +24,7 @@ class Change(Protocol):
         """Takes the change back, unless somebody else has changed the same place since."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Placed:
     """Something put in a slot.
 
@@ -33,12 +33,14 @@ class Placed:
         value: What was put there.
         retire: Makes a function that was put there fall through to the original.
         stop: Ends the counting of a class's instances.
+        held: Whether somebody besides its namespace held the original.
     """
 
     slot: Slot
     value: Any
     retire: Retire | None = None
     stop: Callable[[], None] | None = None
+    held: bool = True
 
     def stands(self) -> bool:
         return self.slot.now() is self.value
@@ -52,7 +54,7 @@ class Placed:
             self.stop()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Recompiled:
     """Code swapped inside a function, which stays the same object for everybody who holds it.
 
@@ -98,7 +100,10 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
     if entry.rewrite:
         return _recompiled(entry, module, loaded, calls)
     slot = locate(entry, module)
+    held = held_elsewhere(slot)
+    scope.check_live(entry, slot)
     change = _prepared(entry, slot, loaded, calls)
+    change.held = held
     try:
         slot.put(change.value)
     except TypeError as error:
@@ -119,6 +124,7 @@ def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     if isinstance(original, type) is not isinstance(loaded, type):
         fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
         raise SignatureError(entry.place, fact, f"Write a {_word(original)}", id=entry.id)
+    _check_signature(entry, slot, original, loaded)
     if isinstance(loaded, type):
         return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
     if not entry.counted:
@@ -131,8 +137,14 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
     if isinstance(original, type):
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", id=entry.id)
+    _check_signature(entry, slot, original, wrapper)
     call, retire = wrapped(wrapper, original, calls)
     return Placed(slot, shaped_as(slot.raw, call), retire)
+
+
+def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
+    method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
+    signature.check(entry, signature.live_signature(original), loaded, method)
 
 
 def _word(thing: Any) -> str:
@@ -165,23 +177,29 @@ def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Call
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
         raise RewriteError(entry.place, fact, "Name the function that has the statements", id=entry.id)
+    scope.check_live(entry, slot)
+    scope.check_function(entry, function)
     old = function.__code__
     text = recompile.source_text(entry, function)
     taken = rewrite.parameters(entry, loaded)
     edit = rewrite.edited(entry, text, recompile.finder(entry, old), taken)
     _check_globals(entry, function, edit)
-    ids = [entry.id]
-    home = old.co_filename
-    if home.startswith("<torchport: "):
-        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
-        ids = [*earlier.split(", "), entry.id]
-    filename = f"<torchport: {', '.join(ids)} in {home}>"
+    filename = _filename(entry, old.co_filename)
     new = recompile.compiled(entry, edit.text, old, filename)
     recompile.remember(filename, edit.text)
     put, _ = counted(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new
     return Recompiled(slot, function, old, new, edit.name, put)
+
+
+def _filename(entry: Entry, home: str) -> str:
+    """Returns the name that tracebacks show for rewritten code: the patches, then upstream's file."""
+    ids = entry.id
+    if home.startswith("<torchport: "):
+        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
+        ids = f"{earlier}, {entry.id}"
+    return f"<torchport: {ids} in {home}>"
 
 
 def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:

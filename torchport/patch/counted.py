@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Calls:
     """How often a patch was called.
 
@@ -20,6 +22,24 @@ class Calls:
 
 
 Retire = Callable[[Any], None]
+
+_made: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
+
+
+def own_parts() -> set[int]:
+    """Returns the ids of the cells and dicts of all functions made here: what these hold is no alias."""
+    parts: set[int] = set()
+    for function in list(_made):
+        parts.update(id(cell) for cell in function.__closure__ or ())
+        parts.add(id(vars(function)))
+    return parts
+
+
+def _ours(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(function, like)
+    if isinstance(function, types.FunctionType):
+        _made.add(function)
+    return function
 
 
 def counted(function: Callable[..., Any], calls: Calls) -> tuple[Callable[..., Any], Retire]:
@@ -36,7 +56,7 @@ def counted(function: Callable[..., Any], calls: Calls) -> tuple[Callable[..., A
         nonlocal function, calls
         function, calls = original, Calls()
 
-    return functools.update_wrapper(call, function), retire
+    return _ours(call, function), retire
 
 
 def wrapped(
@@ -55,7 +75,7 @@ def wrapped(
         nonlocal active
         active = False
 
-    return functools.update_wrapper(call, original), retire
+    return _ours(call, original), retire
 
 
 def counted_class(replacement: type, calls: Calls) -> Callable[[], None]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ThreadError, TorchportError, UnknownNameError, nearest
-from torchport.patch import hook
-from torchport.patch.change import made
+from torchport.patch import aliases, hook
+from torchport.patch.change import Change, Placed, made
+from torchport.patch.checks import check_sources
 from torchport.patch.claims import check_claims
 from torchport.patch.entry import STAGES, Entry
 from torchport.patch.ledger import Ledger, Record
 from torchport.patch.replacement import load_all
+from torchport.patch.source import is_imported
 from torchport.patch.versions import outcome
 
 _lock = threading.Lock()
@@ -36,6 +38,8 @@ class _Group:
         self.disarm: list[Callable[[], None]] = []
         self.ledgers: list[Ledger] = []
         self.failed = False
+        self.rebound: list[Callable[[], None]] = []
+        self.gone: list[Change] = []
 
     def enter(self) -> None:
         """Applies what is late and arms the rest; on an error nothing stays."""
@@ -83,8 +87,9 @@ class _Group:
         if self.failed:
             return
         for record in due:
-            if record.change is not None:  # reloaded: the old change went with the old functions
+            if record.change is not None:  # imported again: the old functions may still be held by somebody
                 self.done.remove(record)
+                self.gone.append(record.change)
                 record.change = None
         try:
             self._apply(module, due)
@@ -99,6 +104,7 @@ class _Group:
         for record in due:
             self._make(record, module)
             self.done.append(record)
+        self.rebound += aliases.repair(due)
 
     def _make(self, record: Record, module: types.ModuleType) -> None:
         record.change = made(record.entry, module, record.loaded, record.calls)
@@ -108,10 +114,16 @@ class _Group:
         for disarm in reversed(self.disarm):
             disarm()
         self.disarm.clear()
-        for record in reversed(self.done):
+        for record in self.done:
             record.outcome = record.state()
-            if record.change is not None:
-                record.change.undo()
+        changes = [*self.gone, *(record.change for record in self.done if record.change is not None)]
+        for undo in reversed(self.rebound):
+            undo()
+        for change in reversed(changes):
+            change.undo()
+        aliases.give_back([change for change in changes if isinstance(change, Placed)])
+        self.rebound.clear()
+        self.gone.clear()
         self.done.clear()
 
 
@@ -181,10 +193,13 @@ def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledg
     outcomes = {entry.id: outcome(entry) for entry in fresh}
     chosen = [entry for entry in fresh if outcomes[entry.id] is None]
     loaded = load_all(chosen)
+    check_sources(chosen, loaded)
     records = {entry.id: Record(entry, loaded.get(entry.id)) for entry in fresh}
     for key, result in outcomes.items():
         if result is not None:
             records[key].outcome, records[key].detail = result
+    for entry in chosen:
+        records[entry.id].imported = entry.kind != "op" and is_imported(entry)
     ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
     group = _Group(list(records.values()))
     group.ledgers.append(ledger)

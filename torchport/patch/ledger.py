@@ -12,7 +12,7 @@ from torchport.patch.counted import Calls, counted
 from torchport.patch.entry import Entry
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Record:
     """One patch of a run.
 
@@ -24,6 +24,7 @@ class Record:
         outcome: "not needed", "unsupported" or, after a run, the last state; None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
         late: Whether its module had been imported before.
+        imported: Whether the target is a name that its module imported: then that name alone is changed.
     """
 
     entry: Entry
@@ -33,6 +34,7 @@ class Record:
     outcome: str | None = None
     detail: str = ""
     late: bool = False
+    imported: bool = False
 
     def state(self) -> str:
         """Returns armed, applied, used, displaced, not needed or unsupported."""

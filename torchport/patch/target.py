@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchport.patch.entry import Entry
 _ABSENT = object()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
     """A name in a live namespace.
 
@@ -128,3 +129,14 @@ def shaped_as(raw: Any, function: Any) -> Any:
         cached.attrname = raw.attrname
         return cached
     return function
+
+
+def held_elsewhere(slot: Slot) -> bool:
+    """Returns whether anybody but its namespace holds what stands in a slot; of a class nobody can say."""
+    if isinstance(slot.raw, type):
+        return True
+    inner = function_in(slot.raw)
+    nested = inner is not slot.raw
+    del inner
+    # namespace, slot, argument; a descriptor, argument
+    return sys.getrefcount(slot.raw) > 3 or (nested and sys.getrefcount(function_in(slot.raw)) > 2)

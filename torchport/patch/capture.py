@@ -1,0 +1,102 @@
+"""Says in which file and line a name was captured, or a module imported; read from sources, only for messages."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torchport.patch.source import Source, read_source, shown
+
+
+def line_of(module: str, name: str | None, original: str) -> str | None:
+    """Returns `file:line` of the statement by which a module took a name.
+
+    Args:
+        module: The module.
+        name: The name that it has there, or None if it is not a name of the module.
+        original: The name that it has at home.
+    """
+    source = _source(module)
+    if source is None:
+        return None
+    wanted = {name, original} - {None}
+    for node in _statements(source.tree):
+        if wanted & set(_names_in(node)):
+            return f"{shown(source.file)}:{node.lineno}"
+    return None
+
+
+def importer(module: str) -> str | None:
+    """Returns `file:line` of a statement that imports a module, the running program's first."""
+    leaf = module.rpartition(".")[2]
+    for name in ("__main__", *reversed(list(sys.modules))):
+        if name != module and isinstance(sys.modules.get(name), types.ModuleType):
+            source = _source(name, leaf)
+            for node in ast.walk(source.tree) if source else ():
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, name, source):
+                    return f"{shown(source.file)}:{node.lineno}" if source else None
+    return None
+
+
+def local_variable(thing: Any) -> str | None:
+    """Returns the local variable of a running function that holds an object."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("torchport.patch"):
+            for name, value in frame.f_locals.items():
+                if value is thing:
+                    code = frame.f_code
+                    where = f"{shown(code.co_filename)}:{frame.f_lineno}"
+                    return f"the variable '{name}' of {code.co_name} ({where})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _source(module: str, needle: str | None = None) -> Source | None:
+    """Returns a loaded module's source; with a needle only if the text has it, before it is parsed."""
+    live = sys.modules.get(module)
+    file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return None
+    try:
+        if needle is not None:
+            with open(file, encoding="utf-8", errors="replace") as stream:
+                if needle not in stream.read():
+                    return None
+        if module == "__main__":
+            with open(file, encoding="utf-8", errors="replace") as stream:
+                text = stream.read()
+            return Source(module, file, text, ast.parse(text))
+        return read_source(module)
+    except (OSError, ImportError, SyntaxError, ValueError):
+        return None  # only a message is poorer for it
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    yield from imports
+    yield from (node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)))
+    yield from (node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+
+
+def _names_in(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [name for alias in node.names for name in (alias.name, alias.asname) if name]
+    return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+
+
+def _imports(node: ast.Import | ast.ImportFrom, name: str, source: Source | None) -> set[str]:
+    """Returns the modules that a statement imports, relative ones resolved."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    home = node.module or ""
+    if node.level:
+        package = name.split(".")
+        is_package = source is not None and source.file.endswith("__init__.py")
+        kept = package[: len(package) - node.level + (1 if is_package else 0)]
+        home = ".".join([*kept, home] if home else kept)
+    return {home, *(f"{home}.{alias.name}" for alias in node.names)}

@@ -1,0 +1,133 @@
+"""What can be known about an entry from upstream's source, before anything of upstream is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
+from torchport.patch import rewrite, scope, signature
+from torchport.patch.entry import Entry
+from torchport.patch.flow import Function
+from torchport.patch.source import Found, Source, at_import, found, shown, source_of
+
+
+def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
+    """Checks entries against the source of their targets.
+
+    Args:
+        entries: What is to be applied.
+        loaded: What each names, by id.
+
+    Raises:
+        PatchError: The first entry that cannot work, with what it finds upstream.
+    """
+    texts: dict[str, str] = {}
+    for entry in entries:
+        if entry.kind != "op":
+            check_source(entry, loaded.get(entry.id), texts)
+
+
+def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
+    """Checks one entry; `texts` holds what earlier rewrites have made of each file, by module."""
+    source = source_of(entry)
+    if source is None:
+        return
+    where = found(source.tree, entry.path)
+    if where.node is None and not where.open:
+        raise _no_such_name(entry, source, where)
+    scope.check_written(entry, where)
+    if where.node is None or where.depth < len(entry.path):
+        return
+    if entry.rewrite:
+        _check_rewrite(entry, source, where.node, loaded, {} if texts is None else texts)
+    elif entry.kind == "value":
+        _check_not_read(entry, source, where.node)
+    else:
+        _check_shape(entry, source, where.node, loaded)
+
+
+def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
+    body: Sequence[ast.stmt] = source.tree.body
+    if where.depth:
+        holder = found(source.tree, entry.path[: where.depth]).node
+        body = getattr(holder, "body", [])
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    known = [node.name for node in at_import(body) if isinstance(node, kinds)]
+    name = entry.path[where.depth]
+    fact = f"'{entry.id}' finds no '{name}' in {shown(source.file)}"
+    remedy = nearest(name, known)
+    if len(remedy) > 300:
+        remedy = f"Look '{name}' up in the upstream that is installed"
+    return TargetError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+
+
+def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> None:
+    """Checks that a function takes a function's place, and a class a class's."""
+    if isinstance(node, ast.ClassDef):
+        if entry.kind == "replace" and not isinstance(loaded, type):
+            fact = f"{entry.target} is a class, and '{entry.reference}' is none"
+            raise SignatureError(entry.place, fact, "Write a class", id=entry.id, target=entry.target)
+        return
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    if not callable(loaded) or (entry.kind == "replace" and isinstance(loaded, type)):
+        fact = f"{entry.target} ({shown(source.file)}:{node.lineno}) is a function, and '{entry.reference}' is none"
+        raise SignatureError(entry.place, fact, "Write a function", id=entry.id, target=entry.target)
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    method = len(entry.path) > 1 and not static
+    signature.check(entry, signature.written_signature(node), loaded, method)
+
+
+def _check_rewrite(entry: Entry, source: Source, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        fact = f"{entry.target} is imported ({shown(source.file)}:{node.lineno})"
+        raise ScopeError(entry.place, fact, "Name the module that defines it", id=entry.id, target=entry.target)
+    if isinstance(node, ast.ClassDef):
+        fact = f"{entry.target} is a class"
+        raise RewriteError(entry.place, fact, "Name one of its methods", id=entry.id, target=entry.target)
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    text = texts.get(entry.module, source.text)
+    edit = rewrite.edited(entry, text, _finder(node), rewrite.parameters(entry, loaded))
+    texts[entry.module] = edit.text
+
+
+def _finder(node: Function) -> Callable[[ast.Module], Function]:
+    """Returns what finds a definition in an edited text, which keeps every line where it was."""
+
+    def find(tree: ast.Module) -> Function:
+        same = (other for other in ast.walk(tree) if isinstance(other, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        return next(other for other in same if (other.name, other.lineno) == (node.name, node.lineno))
+
+    return find
+
+
+def _check_not_read(entry: Entry, source: Source, node: ast.stmt) -> None:
+    """Refuses a constant that its own module reads while it executes: the value would come after that."""
+    if entry.aliases == "report" or len(entry.path) > 1:
+        return
+    name = entry.path[0]
+    for read in _evaluated_at_import(source.tree.body):
+        if isinstance(read, ast.Name) and read.id == name and isinstance(read.ctx, ast.Load):
+            if read.lineno > node.lineno:
+                fact = f"{entry.target} is read at {shown(source.file)}:{read.lineno} before a patch can come"
+                remedy = "Patch what is made of it there, or write 'aliases: report'"
+                raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+
+
+def _evaluated_at_import(body: Sequence[ast.stmt]) -> list[ast.AST]:
+    """Returns the nodes of a body that run with it: all but the insides of functions."""
+    result: list[ast.AST] = []
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        result.append(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            pending += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+        elif isinstance(node, ast.Lambda):
+            pending += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        else:
+            pending += ast.iter_child_nodes(node)
+    return result

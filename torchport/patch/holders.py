@@ -1,0 +1,267 @@
+"""Finds who holds an object, by identity, and can make each holder hold another one.
+
+Module namespaces and class attributes are swept by reading `__dict__`s, which wakes no lazy package. What else the
+garbage collector knows (containers, defaults, closures, partials) costs two of its passes, whatever the number of
+objects: that is done only for objects whose reference count says that somebody else holds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Undo = Callable[[], None]
+Rebind = Callable[[Any], Undo]
+
+_namespace = types.ModuleType.__dict__["__dict__"].__get__
+_attributes = type.__dict__["__dict__"].__get__
+_OWNED = (
+    dict, list, set, tuple, types.CellType, types.MethodType, staticmethod, classmethod, property, frozenset,
+    functools.partial,
+)  # fmt: skip
+_REBUILT = (tuple, types.MethodType, staticmethod, classmethod, property, frozenset)
+
+
+@dataclasses.dataclass(slots=True)
+class Holder:
+    """One place that holds an object.
+
+    Attributes:
+        where: What it is, in words.
+        module: The module whose file has it, if it is known.
+        name: The name that it has there, if it has one.
+        rebind: Makes it hold another object and returns what undoes that; None if it cannot be done.
+    """
+
+    where: str
+    module: str | None
+    name: str | None
+    rebind: Rebind | None
+
+
+def swept(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder]]:
+    """Returns the holders of objects among module globals and class attributes, by the objects' ids."""
+    ids = {id(thing) for thing in objects}
+    result: dict[int, list[Holder]] = {key: [] for key in ids}
+    seen: set[int] = set()
+    for key, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or key.startswith("torchport_patches."):
+            continue
+        names = _namespace(module)
+        values = list(names.values())
+        if id(names) not in seen and not ids.isdisjoint(map(id, values)):
+            seen.add(id(names))
+            _in_module(module, names, ids, result)
+        for value in values if classes else ():
+            if isinstance(value, type) and id(value) not in seen:
+                seen.add(id(value))
+                if not ids.isdisjoint(map(id, list(_attributes(value).values()))):
+                    _in_class(value, ids, result)
+    return result
+
+
+def _in_module(
+    module: types.ModuleType, names: dict[str, Any], ids: set[int], result: dict[int, list[Holder]]
+) -> None:
+    for name, value in list(names.items()):
+        if id(value) in ids:
+            where = f"{module.__name__}.{name}"
+            result[id(value)].append(Holder(where, module.__name__, name, functools.partial(_set_key, names, name)))
+
+
+def _in_class(cls: type, ids: set[int], result: dict[int, list[Holder]]) -> None:
+    for name, value in list(vars(cls).items()):
+        if id(value) in ids:
+            where = f"{cls.__module__}.{cls.__qualname__}.{name}"
+            rebind = functools.partial(_set_attribute, cls, name)
+            result[id(value)].append(Holder(where, cls.__module__, name, rebind))
+
+
+def _set_key(mapping: dict[Any, Any], key: Any, value: Any) -> Undo:
+    old = dict.__getitem__(mapping, key)
+    dict.__setitem__(mapping, key, value)
+
+    def undo() -> None:
+        if dict.get(mapping, key) is value:
+            dict.__setitem__(mapping, key, old)
+
+    return undo
+
+
+def _set_attribute(cls: type, name: str, value: Any) -> Undo:
+    old = vars(cls)[name]
+    type.__setattr__(cls, name, value)
+
+    def undo() -> None:
+        if vars(cls).get(name) is value:
+            type.__setattr__(cls, name, old)
+
+    return undo
+
+
+def _set_item(items: list[Any], index: int, value: Any) -> Undo:
+    old = items[index]
+    items[index] = value
+
+    def undo() -> None:
+        if index < len(items) and items[index] is value:
+            items[index] = old
+
+    return undo
+
+
+def _set_cell(cell: types.CellType, value: Any) -> Undo:
+    old = cell.cell_contents
+    cell.cell_contents = value
+
+    def undo() -> None:
+        if cell.cell_contents is value:
+            cell.cell_contents = old
+
+    return undo
+
+
+def _set_member(items: set[Any], old: Any, value: Any) -> Undo:
+    items.remove(old)
+    items.add(value)
+
+    def undo() -> None:
+        if value in items:
+            items.remove(value)
+            items.add(old)
+
+    return undo
+
+
+def _set_state(partial: functools.partial[Any], old: Any, value: Any) -> Undo:
+    function, arguments, keywords, names = partial.__reduce__()[2]  # type: ignore[misc]
+    swap = functools.partial(_swapped, old, value)
+    changed = (swap(function), tuple(map(swap, arguments)), {k: swap(v) for k, v in keywords.items()}, names)
+    partial.__setstate__(changed)  # type: ignore[attr-defined]
+    return lambda: partial.__setstate__((function, arguments, keywords, names))  # type: ignore[attr-defined]
+
+
+def _set_defaults(function: types.FunctionType, old: tuple[Any, ...], value: tuple[Any, ...]) -> Undo:
+    function.__defaults__ = value
+
+    def undo() -> None:
+        if function.__defaults__ is value:
+            function.__defaults__ = old
+
+    return undo
+
+
+def _swapped(old: Any, new: Any, item: Any) -> Any:
+    return new if item is old else item
+
+
+def _rebuilt(holder: Any, old: Any, new: Any) -> Any:
+    """Returns an immutable holder with another object in it."""
+    swap = functools.partial(_swapped, old, new)
+    if isinstance(holder, types.MethodType):
+        return types.MethodType(swap(holder.__func__), swap(holder.__self__))
+    if isinstance(holder, (staticmethod, classmethod)):
+        return type(holder)(new)
+    if isinstance(holder, property):
+        return property(swap(holder.fget), swap(holder.fset), swap(holder.fdel), holder.__doc__)
+    if hasattr(holder, "_fields") and isinstance(holder, tuple):
+        return type(holder)(*map(swap, holder))
+    return type(holder)(map(swap, holder))
+
+
+class Deep:
+    """What the garbage collector knows about the holders of objects.
+
+    Args:
+        objects: What to find the holders of.
+        own: Whether a referrer is torchport's: it is counted, and is no alias.
+    """
+
+    def __init__(self, objects: list[Any], own: Callable[[Any], bool]) -> None:
+        self._subjects = {id(thing) for thing in objects}
+        self._own = own
+        modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+        self._modules = {id(_namespace(module)): module for module in modules}
+        self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
+        inner = [r for r in self._first if isinstance(r, _OWNED) and id(r) not in self._modules]
+        self._owners: dict[int, list[Any]] = {id(r): [] for r in inner}
+        for owner in gc.get_referrers(*inner) if inner else []:
+            if owner is not inner and owner is not self._first:
+                for thing in {id(t) for t in gc.get_referents(owner)} & self._owners.keys():
+                    self._owners[thing].append(owner)
+
+    def holders(self, thing: Any) -> tuple[list[Holder], int]:
+        """Returns an object's holders, module globals aside, and how many references were seen in all."""
+        result: list[Holder] = []
+        references = 0
+        for referrer in self._first:
+            count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
+            references += count
+            skipped = id(referrer) in self._modules or id(referrer) in self._subjects
+            if count and not skipped and not self._own(referrer):
+                result += self._holders_in(referrer, thing)
+        return result, references
+
+    def _holders_in(self, referrer: Any, thing: Any) -> list[Holder]:
+        if isinstance(referrer, types.FrameType):
+            code = referrer.f_code
+            where = f"a local variable of {code.co_name} ({code.co_filename}:{referrer.f_lineno})"
+            return [Holder(where, None, None, None)]
+        module = self._module_of(referrer)
+        where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
+        rebinds = list(self._rebinds(referrer, thing))
+        return [Holder(where, module, None, rebind) for rebind in rebinds or [None]]
+
+    def _module_of(self, referrer: Any) -> str | None:
+        for candidate in (referrer, *self._owners.get(id(referrer), ())):
+            if id(candidate) in self._modules:
+                return self._modules[id(candidate)].__name__
+            if isinstance(candidate, (type, types.FunctionType)):
+                return str(candidate.__module__)
+        return None
+
+    def _rebinds(self, referrer: Any, thing: Any) -> Iterator[Rebind]:
+        owners = self._owners.get(id(referrer), ())
+        if isinstance(referrer, _REBUILT):
+            yield from self._rebuilding(referrer, thing)
+        elif isinstance(referrer, types.CellType):
+            yield functools.partial(_set_cell, referrer)
+        elif isinstance(referrer, set):
+            yield functools.partial(_set_member, referrer, thing)
+        elif isinstance(referrer, functools.partial):
+            yield functools.partial(_set_state, referrer, thing)
+        elif isinstance(referrer, dict) and any(isinstance(owner, type) for owner in owners):
+            cls = next(owner for owner in owners if isinstance(owner, type))
+            for name in [n for n, value in vars(cls).items() if value is thing]:
+                yield functools.partial(_set_attribute, cls, name)
+        else:
+            yield from _in_container(referrer, thing)
+
+    def _rebuilding(self, referrer: Any, thing: Any) -> Iterator[Rebind]:
+        for owner in self._owners.get(id(referrer), ()):
+            if isinstance(owner, types.FunctionType) and owner.__defaults__ is referrer:
+                yield functools.partial(_rebuild, referrer, thing, functools.partial(_set_defaults, owner, referrer))
+            else:
+                for rebind in self._rebinds(owner, referrer) if not isinstance(owner, _REBUILT) else ():
+                    yield functools.partial(_rebuild, referrer, thing, rebind)
+
+
+def _rebuild(referrer: Any, old: Any, rebind: Rebind, new: Any) -> Undo:
+    return rebind(_rebuilt(referrer, old, new))
+
+
+def _in_container(container: Any, thing: Any) -> Iterator[Rebind]:
+    """Yields what rebinds an item of a list, a value of a dict, or an attribute of an object."""
+    if isinstance(container, list):
+        for index in [i for i, value in enumerate(container) if value is thing]:
+            yield functools.partial(_set_item, container, index)
+        return
+    names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
+    if isinstance(names, dict):
+        for key in [k for k, value in list(names.items()) if value is thing]:
+            yield functools.partial(_set_key, names, key)
