@@ -5,10 +5,11 @@
         ...
         ledger.check_called()
 
-The modules, from the first step to the last: `entry` and `reading` (YAML), `claims`, `versions`, `replacement`
-(what is checked before anything changes), `hook` (the import system), `target`, `change` (one change of live
-code), `pattern`, `flow`, `rewrite`, `recompile` (the edit of a function), `counted`, `ledger`, and `group`, where
-they meet. None of them imports torch, jax or an upstream.
+The modules, from the first step to the last: `entry` and `reading` (YAML); `claims`, `versions`, `replacement`,
+`source`, `signature`, `scope`, `checks`, `fingerprint`, `drift` (what is checked before anything changes); `hook`
+(the import system); `target`, `change`, `counted` (one change of live code); `pattern`, `flow`, `rewrite`,
+`recompile` (the edit of a function); `holders`, `capture`, `aliases` (who holds the original); `ledger`, `trace`;
+and `group`, where they meet. None of them imports torch, jax or an upstream.
 """
 
 from torchport.patch.entry import Entry as Entry
@@ -17,3 +18,5 @@ from torchport.patch.group import applied as applied
 from torchport.patch.ledger import Ledger as Ledger
 from torchport.patch.ledger import Op as Op
 from torchport.patch.reading import read as read
+from torchport.patch.reading import upstreams as upstreams
+from torchport.patch.trace import Trace as Trace

@@ -79,9 +79,13 @@ def _is_held(pair: _Pair) -> bool:
 
 def _pairs(record: Record) -> list[_Pair]:
     change = record.change
-    if not isinstance(change, Placed) or not change.held or not change.slot.own or record.imported:
+    if not isinstance(change, Placed) or not change.held or not change.slot.own or record.entry.kind == "value":
         return []
-    if record.entry.kind == "value":
+    imported = record.imported
+    if imported is None:
+        home = getattr(function_in(change.slot.raw), "__module__", None)
+        imported = len(record.entry.path) == 1 and home not in (None, record.entry.module)
+    if imported:
         return []
     old, new = change.slot.raw, change.value
     if function_in(old) is old:

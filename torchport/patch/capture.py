@@ -6,6 +6,7 @@ import ast
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torchport.patch.source import Source, read_source, shown
@@ -62,15 +63,10 @@ def _source(module: str, needle: str | None = None) -> Source | None:
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     try:
-        if needle is not None:
-            with open(file, encoding="utf-8", errors="replace") as stream:
-                if needle not in stream.read():
-                    return None
-        if module == "__main__":
-            with open(file, encoding="utf-8", errors="replace") as stream:
-                text = stream.read()
-            return Source(module, file, text, ast.parse(text))
-        return read_source(module)
+        text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
+        if needle is not None and needle not in text:
+            return None
+        return Source(module, file, text, ast.parse(text)) if module == "__main__" else read_source(module)
     except (OSError, ImportError, SyntaxError, ValueError):
         return None  # only a message is poorer for it
 

@@ -110,11 +110,12 @@ def _check_not_read(entry: Entry, source: Source, node: ast.stmt) -> None:
         return
     name = entry.path[0]
     for read in _evaluated_at_import(source.tree.body):
-        if isinstance(read, ast.Name) and read.id == name and isinstance(read.ctx, ast.Load):
-            if read.lineno > node.lineno:
-                fact = f"{entry.target} is read at {shown(source.file)}:{read.lineno} before a patch can come"
-                remedy = "Patch what is made of it there, or write 'aliases: report'"
-                raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+        is_read = isinstance(read, ast.Name) and read.id == name and isinstance(read.ctx, ast.Load)
+        if is_read and getattr(read, "lineno", 0) > node.lineno:
+            line = f"{shown(source.file)}:{getattr(read, 'lineno', 0)}"
+            fact = f"{entry.target} is read at {line}, while its module executes and before a patch can come"
+            remedy = "Patch what is made of it there, or write 'aliases: report'"
+            raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
 
 
 def _evaluated_at_import(body: Sequence[ast.stmt]) -> list[ast.AST]:

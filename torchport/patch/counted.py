@@ -84,19 +84,19 @@ def counted_class(replacement: type, calls: Calls) -> Callable[[], None]:
     The class stays itself: `isinstance`, pickling and subclasses see no stand-in.
     """
     own = "__init__" in vars(replacement)
-    original = replacement.__init__
+    original: Any = type.__getattribute__(replacement, "__init__")
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         calls.count += 1
         original(self, *args, **kwargs)
 
-    replacement.__init__ = init  # type: ignore[misc]
+    type.__setattr__(replacement, "__init__", init)
 
     def stop() -> None:
         if own:
-            replacement.__init__ = original  # type: ignore[misc]
+            type.__setattr__(replacement, "__init__", original)
         else:
-            del replacement.__init__
+            type.__delattr__(replacement, "__init__")
 
     return stop

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ThreadError, TorchportError, UnknownNameError, nearest
-from torchport.patch import aliases, hook
+from torchport.patch import aliases, drift, hook
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
 from torchport.patch.claims import check_claims
@@ -18,6 +18,7 @@ from torchport.patch.entry import STAGES, Entry
 from torchport.patch.ledger import Ledger, Record
 from torchport.patch.replacement import load_all
 from torchport.patch.source import is_imported
+from torchport.patch.trace import digest, in_force
 from torchport.patch.versions import outcome
 
 _lock = threading.Lock()
@@ -53,6 +54,7 @@ class _Group:
         except BaseException:
             self.leave()
             raise
+        in_force.update({record.entry.id: digest(record.entry) for record in waiting})
 
     def _arm(self, name: str) -> None:
         due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
@@ -114,6 +116,8 @@ class _Group:
         for disarm in reversed(self.disarm):
             disarm()
         self.disarm.clear()
+        for record in self.records:
+            in_force.pop(record.entry.id, None)
         for record in self.done:
             record.outcome = record.state()
         changes = [*self.gone, *(record.change for record in self.done if record.change is not None)]
@@ -199,7 +203,9 @@ def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledg
         if result is not None:
             records[key].outcome, records[key].detail = result
     for entry in chosen:
-        records[entry.id].imported = entry.kind != "op" and is_imported(entry)
+        if entry.kind != "op":
+            records[entry.id].imported = is_imported(entry)
+            records[entry.id].drift = drift.check(entry)
     ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
     group = _Group(list(records.values()))
     group.ledgers.append(ledger)

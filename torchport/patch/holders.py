@@ -18,7 +18,7 @@ from typing import Any
 Undo = Callable[[], None]
 Rebind = Callable[[Any], Undo]
 
-_namespace = types.ModuleType.__dict__["__dict__"].__get__
+_namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 _attributes = type.__dict__["__dict__"].__get__
 _OWNED = (
     dict, list, set, tuple, types.CellType, types.MethodType, staticmethod, classmethod, property, frozenset,
@@ -139,14 +139,15 @@ def _set_member(items: set[Any], old: Any, value: Any) -> Undo:
 
 
 def _set_state(partial: functools.partial[Any], old: Any, value: Any) -> Undo:
-    function, arguments, keywords, names = partial.__reduce__()[2]  # type: ignore[misc]
+    state: Any = partial.__reduce__()[2]
+    function, arguments, keywords, names = state
     swap = functools.partial(_swapped, old, value)
     changed = (swap(function), tuple(map(swap, arguments)), {k: swap(v) for k, v in keywords.items()}, names)
     partial.__setstate__(changed)  # type: ignore[attr-defined]
     return lambda: partial.__setstate__((function, arguments, keywords, names))  # type: ignore[attr-defined]
 
 
-def _set_defaults(function: types.FunctionType, old: tuple[Any, ...], value: tuple[Any, ...]) -> Undo:
+def _set_defaults(function: types.FunctionType, old: Any, value: tuple[Any, ...]) -> Undo:
     function.__defaults__ = value
 
     def undo() -> None:
@@ -214,7 +215,7 @@ class Deep:
             return [Holder(where, None, None, None)]
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
-        rebinds = list(self._rebinds(referrer, thing))
+        rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)]
         return [Holder(where, module, None, rebind) for rebind in rebinds or [None]]
 
     def _module_of(self, referrer: Any) -> str | None:

@@ -10,6 +10,7 @@ from torchport.errors import NotCalledError, TorchportError
 from torchport.patch.change import Change
 from torchport.patch.counted import Calls, counted
 from torchport.patch.entry import Entry
+from torchport.patch.trace import Trace, in_force
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,7 +25,9 @@ class Record:
         outcome: "not needed", "unsupported" or, after a run, the last state; None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
         late: Whether its module had been imported before.
-        imported: Whether the target is a name that its module imported: then that name alone is changed.
+        drift: "locked", "unlocked", or empty where it was not looked at.
+        imported: Whether the target is a name that its module imported: then that name alone is changed. None
+            where the source does not say.
     """
 
     entry: Entry
@@ -34,7 +37,8 @@ class Record:
     outcome: str | None = None
     detail: str = ""
     late: bool = False
-    imported: bool = False
+    drift: str = ""
+    imported: bool | None = None
 
     def state(self) -> str:
         """Returns armed, applied, used, displaced, not needed or unsupported."""
@@ -78,10 +82,26 @@ class Ledger:
         self.pending: list[TorchportError] = []
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
+        self._traced: dict[str, int] = {}
 
     def calls(self, record: Record) -> int:
         """Returns how often a patch was called since this ledger was opened."""
-        return record.calls.count - self._before[id(record)]
+        return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)
+
+    def trace(self) -> Trace:
+        """Returns what a program that has just been traced keeps: the patches in force and their calls."""
+        return Trace(dict(in_force), self.rows())
+
+    def credit(self, trace: Trace) -> None:
+        """Counts the calls of a trace that this run uses without tracing it again.
+
+        Raises:
+            StaleTraceError: It was traced under other patches.
+        """
+        trace.check()
+        for row in trace.rows:
+            if row["calls"]:
+                self._traced[row["id"]] = self._traced.get(row["id"], 0) + int(row["calls"])
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns one plain dict per patch, fit for JSON."""
@@ -98,6 +118,7 @@ class Ledger:
             "calls": None if entry.kind == "value" or not entry.counted else self.calls(record),
             "plumbing": entry.plumbing,
             "late": record.late,
+            "drift": record.drift,
             "detail": record.detail,
             "why": " ".join(entry.why.split()),
             "place": entry.place,

@@ -1,7 +1,6 @@
 """Compiles one function out of a file's text so that its code fits the live function: same cells, same lines."""
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -56,9 +55,9 @@ def _chain(entry: Entry, tree: ast.Module, code: types.CodeType) -> list[Scope]:
         node, chain = pending.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             chain = [*chain, node]
-            if node.name == code.co_name and first_line(node) == code.co_firstlineno:
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    return chain
+            same = (node.name, first_line(node)) == (code.co_name, code.co_firstlineno)
+            if same and not isinstance(node, ast.ClassDef):
+                return chain
         pending += [(child, chain) for child in ast.iter_child_nodes(node)]
     fact = f"{entry.target} has no definition of its own in {code.co_filename}"
     remedy = "Only a function written with def can be rewritten; use replace or wrap"

@@ -15,7 +15,7 @@ from torchport.patch.entry import Entry
 _loaded: dict[Path, tuple[str, types.ModuleType]] = {}
 
 
-class explained:
+class Explained:
     """Turns whatever foreign code raises into one of our errors, chained to it."""
 
     def __init__(self, error: Callable[[BaseException], Exception]) -> None:
@@ -54,7 +54,7 @@ def load(entry: Entry, reference: str) -> Any:
     """
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
-    with explained(lambda error: _does_not_load(entry, path, error)):
+    with Explained(lambda error: _does_not_load(entry, path, error)):
         module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -89,6 +89,13 @@ def _module(path: Path, name: str) -> types.ModuleType:
         raise
     _loaded[path] = (digest, module)
     return module
+
+
+def file_digest(entry: Entry) -> str:
+    """Returns the hash of the file that an entry's function stands in; empty for a value."""
+    if entry.reference is None:
+        return ""
+    return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ _JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlo
 
 
 def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
-    jumps = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, ast.Delete))]
+    jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, ast.Delete))]
     jumps += [node for statement in statements for node in _outward(statement)]
     if jumps:
         word = type(jumps[0]).__name__.lower()

@@ -156,10 +156,11 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
     raise AssertionError("a path has at least one name")
 
 
-def is_imported(entry: Entry) -> bool:
-    """Returns whether a target is a name that its module imports from another."""
+def is_imported(entry: Entry) -> bool | None:
+    """Returns whether a target is a name that its module imports from another; None if the source does not say."""
     source = source_of(entry)
-    return source is not None and isinstance(found(source.tree, entry.path).node, (ast.Import, ast.ImportFrom))
+    node = found(source.tree, entry.path).node if source else None
+    return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

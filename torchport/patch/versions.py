@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from torchport.errors import ReplacementError, UnsupportedError
 from torchport.patch.entry import Entry
-from torchport.patch.replacement import explained, load
+from torchport.patch.replacement import Explained, load
 
 
 def installed(distribution: str) -> str | None:
@@ -69,7 +69,7 @@ def _probed(entry: Entry, reference: str) -> bool:
         fact = f"The probe '{reference}' of '{entry.id}' fails: {type(error).__name__}: {error}".rstrip(".")
         return ReplacementError(entry.place, fact, "Mend the probe", id=entry.id)
 
-    with explained(failed):
+    with Explained(failed):
         answer = probe()
     if not isinstance(answer, bool):
         fact = f"The probe '{reference}' of '{entry.id}' answers {answer!r}"

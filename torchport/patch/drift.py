@@ -1,0 +1,216 @@
+"""Lock files: what upstream's source was under each target when its patch was reviewed."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pydantic
+
+from torchport.config import Document, Frozen, read_document, validated
+from torchport.errors import DriftError, WrongTypeError
+from torchport.patch.entry import Entry, TargetName
+from torchport.patch.fingerprint import changes, statement_hashes, tree_hash
+from torchport.patch.reading import LOCK, upstreams
+from torchport.patch.signature import written_signature
+from torchport.patch.source import Source, found, read_source, source_of
+from torchport.patch.versions import installed
+
+
+class Row(Frozen):
+    """One known-good source of a target.
+
+    Attributes:
+        versions: The distributions of `fits` that it was seen in.
+        signature: Its signature, where it is a function.
+        tree: The hash of its normalised syntax tree.
+        statements: The short hashes of its statements, which tell what changed without a copy of upstream's code.
+        relies_on: The hash of each callee that the patch relies on.
+    """
+
+    versions: dict[str, str]
+    signature: str | None = None
+    tree: str
+    statements: str = ""
+    relies_on: dict[str, str] = {}
+
+
+class Locked(Frozen):
+    """The known-good sources of one target."""
+
+    target: TargetName
+    rows: list[Row] = pydantic.Field(min_length=1)
+
+
+_read: dict[tuple[str, int, int], dict[str, Locked]] = {}
+
+
+def read_lock(folder: Path) -> dict[str, Locked]:
+    """Returns the lock of one upstream's folder, by target; empty if there is no lock file."""
+    file = folder / LOCK
+    if not file.is_file():
+        return {}
+    stat = file.stat()
+    key = (str(file), stat.st_mtime_ns, stat.st_size)
+    if key not in _read:
+        document = read_document(file, f"{folder.parent.name}/{folder.name}/{LOCK}")
+        if not isinstance(document.data, list):
+            raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
+        parts = [
+            Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
+            for index, data in enumerate(document.data)
+        ]
+        locked = [validated(Locked, part) for part in parts]
+        _read[key] = {one.target: one for one in locked}
+    return _read[key]
+
+
+def seen(entry: Entry) -> Row | None:
+    """Returns what upstream's source is now under an entry's target; None if it has no source there."""
+    source = source_of(entry)
+    node = found(source.tree, entry.path).node if source else None
+    if node is None:
+        return None
+    versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
+    return Row(
+        versions=versions,
+        signature=_signature(node),
+        tree=tree_hash(node),
+        statements=" ".join(key for key, _ in statement_hashes(node)),
+        relies_on={target: _callee(entry, target) for target in sorted(entry.relies_on)},
+    )
+
+
+def _signature(node: ast.stmt) -> str | None:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    bare = ast.FunctionDef(node.name, node.args, [], [], None)
+    written = written_signature(bare)
+    return None if written is None else str(written).replace("=Ellipsis", "=...")
+
+
+def _callee(entry: Entry, target: str) -> str:
+    module, _, path = target.partition(":")
+    try:
+        source = read_source(module)
+    except (ModuleNotFoundError, SyntaxError, ValueError):
+        return "gone"
+    node = found(source.tree, path.split(".")).node if source else None
+    return "gone" if node is None else tree_hash(node)
+
+
+def check(entry: Entry) -> str:
+    """Returns "locked" or "unlocked", where no lock has the target.
+
+    Raises:
+        DriftError: The source is none that the lock knows; it says what changed.
+    """
+    locked = read_lock(entry.folder).get(entry.target)
+    now = seen(entry) if locked is not None else None
+    if locked is None:
+        return "unlocked"
+    if now is None:
+        raise _drifted(entry, locked, "the source is gone")
+    if any(_same(row, now) for row in locked.rows):
+        return "locked"
+    row = max(locked.rows, key=lambda row: _likeness(row, now))
+    raise _drifted(entry, locked, "; ".join(_told(entry, row, now)))
+
+
+def _same(row: Row, now: Row) -> bool:
+    """Returns whether a row is what is there now; it may have callees of other patches of the target."""
+    callees = now.relies_on.items() <= row.relies_on.items()
+    return callees and (row.signature, row.tree) == (now.signature, now.tree)
+
+
+def _likeness(row: Row, now: Row) -> float:
+    return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio()
+
+
+def _told(entry: Entry, row: Row, now: Row) -> list[str]:
+    told = []
+    if row.signature != now.signature:
+        told.append(f"its signature was {row.signature}, is {now.signature}")
+    for target, key in now.relies_on.items():
+        if row.relies_on.get(target) != key:
+            what = "is gone" if key == "gone" else "changed" if target in row.relies_on else "is not locked"
+            told.append(f"{target}, which it relies on, {what}")
+    source = source_of(entry)
+    if row.tree != now.tree and isinstance(source, Source):
+        node = found(source.tree, entry.path).node
+        lines = changes(row.statements.split(), node, source.text) if node is not None else []
+        told += lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+    return told
+
+
+def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
+    versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
+    fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
+    remedy = f"Review the patch, then run: torchport patches lock {entry.upstream}"
+    return DriftError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+
+
+def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> list[str]:
+    """Records upstream's source as reviewed.
+
+    Args:
+        folder: The folder of patches.
+        entries: The entries to lock; those of one upstream must all be given, what is left out is dropped.
+        write: False to only tell what would change.
+
+    Returns:
+        One line per target that is new, changed or dropped; empty if the locks are as they should be.
+    """
+    told: list[str] = []
+    by_upstream = {name: [e for e in entries if e.upstream == name and e.kind != "op"] for name in upstreams(folder)}
+    for name, chosen in by_upstream.items():
+        if not any(entry.upstream == name for entry in entries):
+            continue
+        before = read_lock(Path(folder) / name)
+        after, lines = _relocked(before, chosen)
+        told += lines
+        if write and lines:
+            (Path(folder) / name / LOCK).write_text(_yaml(after.values()), encoding="utf-8")
+    return told
+
+
+def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+    after: dict[str, Locked] = {}
+    told: list[str] = []
+    for entry in entries:
+        now = seen(entry)
+        if now is None:
+            continue
+        now = _with_callees_of(now, after.get(entry.target))
+        old = before[entry.target].rows if entry.target in before else []
+        kept = [row for row in old if row.versions != now.versions and not _same(row, now)]
+        same = next((row for row in old if _same(row, now)), None)
+        after[entry.target] = Locked(target=entry.target, rows=[*kept, same or now])
+    for target in sorted(before.keys() | after.keys()):
+        if before.get(target) != after.get(target):
+            word = "changed" if target in before and target in after else "new" if target in after else "dropped"
+            told.append(f"{target}: {word}")
+    return after, told
+
+
+def _with_callees_of(now: Row, earlier: Locked | None) -> Row:
+    """Returns a row that has the callees of all the entries of one target."""
+    callees = earlier.rows[-1].relies_on if earlier else {}
+    return now.model_copy(update={"relies_on": {**callees, **now.relies_on}})
+
+
+def _yaml(locked: Iterable[Locked]) -> str:
+    out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
+    for one in sorted(locked, key=lambda one: one.target):
+        out += [f"- target: {one.target}", "  rows:"]
+        for row in one.rows:
+            versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
+            out.append(f"    - versions: {{{versions}}}")
+            out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
+            out += [f'      tree: "{row.tree}"', f'      statements: "{row.statements}"']
+            if row.relies_on:
+                out.append("      relies_on:")
+                out += [f'        "{target}": "{key}"' for target, key in sorted(row.relies_on.items())]
+    return "\n".join(out) + "\n"
