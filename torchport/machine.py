@@ -32,7 +32,7 @@ class Machine:
     memory: int | None = None
 
 
-HOST = Machine("cpu:1", "cpu", 1)
+HOST = Machine("the host", "cpu", 0)
 """The host alone, for what runs in PyTorch."""
 
 
@@ -83,7 +83,7 @@ class Need:
     """What a job takes, in bytes, computed from shapes alone.
 
     Attributes:
-        devices: JAX devices that the mesh takes.
+        devices: JAX devices that the mesh takes; 0 for what runs in PyTorch.
         device_bytes: Weights on each device, by component; activations come on top.
         host_bytes: Weights that are held in the host's memory at once.
         checkpoint: What is read, and from where.
@@ -137,7 +137,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory on one or on the host.
     """
-    found, kind, memory = found_devices(machine.platform)
+    found, kind, memory = found_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
     if found < need.devices:
         lacks.append(f"{found} device(s) of kind '{kind}'" if found else f"no {machine.platform} device")

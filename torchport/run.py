@@ -60,7 +60,7 @@ def run(request: Request) -> Summary:
     """
     with resume.Stopping().listening() as stopping:
         task = accept(request)
-        entries = task.patches([stage.name for stage in task.stages])
+        entries = task.patches(task.stages)
         with patch.applied(entries), load.hushed(not log.isEnabledFor(logging.DEBUG)):
             check_machine(task)
             checkpoint = _checkpoint(task)
@@ -83,7 +83,7 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
     """Carries one stage down the path."""
     task, clock = journey.task, [time.perf_counter()]
     inputs = _read(journey, stage)
-    with patch.applied(task.patches([stage.name]), stage=stage.name) as ledger:  # patch
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:  # patch
         parts = _load(journey, stage)  # load
         clock.append(time.perf_counter())
         with compile.operators({op.target: op.function for op in ledger.ops()}):

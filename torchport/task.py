@@ -102,10 +102,17 @@ class Task:
         """The checkpoint's name: the flag's, else the config's, else the card's."""
         return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
 
-    def patches(self, stages: Sequence[StageName]) -> list[patch.Entry]:
-        """Returns the patches of some stages; for the original, only the plumbing that it cannot start without."""
-        names = list(dict.fromkeys(name for stage in stages for name in self.card.patches.get(stage, [])))
-        entries = patch.read(self.pack.patches, names)
+    def patches(self, stages: Sequence[pipelines.Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages.
+
+        Those of torchax come with every stage that goes through it. For the original, only the plumbing is returned
+        that upstream cannot start without.
+        """
+        names: dict[str, None] = {}
+        for stage in stages:
+            through_torchax = stage.network is not None and not self.original
+            names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *self.card.patches.get(stage.name, [])])
+        entries = patch.read(self.pack.patches, list(names))
         return [entry for entry in entries if entry.plumbing or not self.original]
 
     def dtype(self, component: str) -> str:
@@ -202,7 +209,8 @@ def check_machine(task: Task) -> None:
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory.
     """
-    machine.prepare(machine.HOST if task.original else task.machine)
+    if not task.original:
+        machine.prepare(task.machine)
     devices: dict[str, int] = {}
     host = [0]
     for stage in task.stages:
@@ -212,7 +220,7 @@ def check_machine(task: Task) -> None:
             devices[stage.network] = _device_bytes(task, stage, stage.network)
     machine.require(
         machine.HOST if task.original else task.machine,
-        machine.Need(1 if task.original else task.job.devices, devices, max(host), task.checkpoint),
+        machine.Need(0 if task.original else task.job.devices, devices, max(host), task.checkpoint),
         f'torchport run --model {task.card.model} --config configs/demo.yaml --prompt "..."',
     )
 

@@ -1,0 +1,238 @@
+"""The same numbers: upstream's own pipeline, the original backend and the port, on the demo's weights.
+
+"Agreement" is DESIGN's: the largest difference over the largest value of the reference, whose maximum must lie between
+0.5 and 20, and the port's own error against float64 is at most four times that of eager float32.
+"""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import torch
+from diffusers import HunyuanVideo15Pipeline
+from safetensors.torch import load_file
+
+from torchport import load, tiny
+from torchport.card import find_pack
+from torchport.run import run
+from torchport.task import Request
+
+PROMPT, NEGATIVE = 'A cat walks past a red sign with the word "torchport" on it', "blurry"
+SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
+SHAPE = (1, 32, 3, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def noise():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def request_small(noise):
+    """The demo at a small size, from given noise: what upstream's pipeline is given too."""
+    return Request(
+        model="hunyuan",
+        config="configs/demo.yaml",
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE,
+        overrides=SMALL,
+        noise=noise,
+    )
+
+
+@pytest.fixture(scope="module")
+def upstream(noise):
+    """Upstream's own pipeline object: the tiny checkpoint, read and called as its documentation says."""
+    card, _ = find_pack(None).card("hunyuan")
+    return lambda **kwargs: _upstream(tiny.write(card), noise, **kwargs)
+
+
+def _upstream(folder, noise, dtype=torch.float32, steps=3, **kwargs):
+    with load.hushed(True):
+        pipe = HunyuanVideo15Pipeline.from_pretrained(folder, dtype=dtype)
+        pipe.set_progress_bar_config(disable=True)
+        pipe.guider = pipe.guider.new(guidance_scale=6.0)
+        return pipe(
+            prompt=PROMPT,
+            negative_prompt=NEGATIVE,
+            height=64,
+            width=96,
+            num_frames=9,
+            num_inference_steps=steps,
+            latents=noise.to(dtype),
+            **kwargs,
+        ).frames
+
+
+@pytest.fixture(scope="module")
+def runs(request_small, tmp_path_factory):
+    """The folder of a run of each backend."""
+
+    def made(**changes):
+        folder = tmp_path_factory.mktemp("run")
+        run(dataclasses.replace(request_small, out=folder, **changes))
+        return folder
+
+    return {"original": made(backend="original"), "torchax": made()}
+
+
+def latents_of(folder):
+    return load_file(folder / "denoise.safetensors")["latents"]
+
+
+def frames_of(folder):
+    return load_file(folder / "decode.safetensors")["frames"]
+
+
+def difference(ours, reference):
+    """Returns max|a - b| / max|b|, of a reference whose size makes that mean something."""
+    largest = reference.abs().max().item()
+    assert 0.5 <= largest <= 20
+    return (ours.double() - reference.double()).abs().max().item() / largest
+
+
+def test_the_original_is_upstreams_pipeline_bit_for_bit(runs, upstream):
+    assert torch.equal(latents_of(runs["original"]), upstream(output_type="latent"))
+    assert torch.equal(frames_of(runs["original"]), upstream(output_type="pt"))
+
+
+def test_the_original_draws_upstreams_noise(request_small, tmp_path):
+    """Without given noise, a seed gives what upstream's generator gives."""
+    run(dataclasses.replace(request_small, noise=None, seed=3, backend="original", out=tmp_path))
+    drawn = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    given = tmp_path / "given"
+    run(dataclasses.replace(request_small, noise=drawn, backend="original", out=given))
+    assert torch.equal(latents_of(tmp_path), latents_of(given))
+
+
+def test_the_original_applies_no_patch(runs):
+    manifest = json.loads((runs["original"] / "manifest.json").read_text())
+    assert [stage["patches"] for stage in manifest["stages"].values()] == [[], [], []]
+    assert manifest["deviations"] == []
+
+
+def test_the_two_prompts_have_different_lengths(runs):
+    """Or the masks would be alike for both rows of the batch, and the comparisons below blind to a mix-up."""
+    embeddings = load_file(runs["torchax"] / "encode.safetensors")
+    lengths = {name: int(embeddings[name].sum()) for name in embeddings if "mask" in name}
+    assert lengths["prompt_embeds_mask"] != lengths["negative_prompt_embeds_mask"]
+    assert lengths["prompt_embeds_mask_2"] > 0
+    assert lengths["negative_prompt_embeds_mask_2"] == 0
+
+
+def test_the_port_agrees_after_the_first_step(request_small, tmp_path):
+    # The schedule of three steps, stopped after one: its noise level is not that of a schedule of one step.
+    first = {}
+    for backend in ("original", "torchax"):
+        out = tmp_path / backend
+        changed = dataclasses.replace(request_small, out=out, backend=backend, overrides=(*SMALL, "save_every=1"))
+        stages = []
+        keep = _keep_partials(stages)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchport.save.write", keep)
+            run(dataclasses.replace(changed, stage="encode"))
+            run(dataclasses.replace(changed, stage="denoise", prompt=None, negative_prompt=""))
+        first[backend] = stages[0]
+    assert difference(first["torchax"], first["original"]) <= 1e-5
+
+
+def _keep_partials(stages):
+    from torchport import save
+
+    written = save.write
+
+    def keep(folder, name, tensors, facts):
+        if name == "denoise.partial":
+            stages.append(tensors["latents"].clone())
+        return written(folder, name, tensors, facts)
+
+    return keep
+
+
+def test_the_port_agrees_after_the_last_step(runs):
+    assert difference(latents_of(runs["torchax"]), latents_of(runs["original"])) <= 1e-4
+
+
+def test_the_port_agrees_in_the_frames(runs):
+    assert difference(frames_of(runs["torchax"]), frames_of(runs["original"])) <= 1e-3
+
+
+def test_the_ports_error_is_that_of_float32(runs, upstream):
+    """Against upstream in float64, the port is at most four times as far off as upstream in float32."""
+    exact = upstream(output_type="latent", dtype=torch.float64)
+    assert exact.dtype == torch.float64
+    eager = difference(latents_of(runs["original"]), exact)
+    assert 0 < difference(latents_of(runs["torchax"]), exact) <= 4 * eager
+
+
+def test_the_comparison_fails_when_the_mask_is_dropped(request_small, runs, tmp_path, monkeypatch):
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def unmasked(query, key, value, attn_mask=None, **rest):
+        return attention(query, key, value, **rest)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", unmasked)
+    run(dataclasses.replace(request_small, out=tmp_path, stage="encode"))
+    run(dataclasses.replace(request_small, out=tmp_path, stage="denoise"))
+    assert difference(latents_of(tmp_path), latents_of(runs["original"])) > 1e-2
+
+
+def test_every_patch_was_used_and_is_in_the_manifest(runs):
+    manifest = json.loads((runs["torchax"] / "manifest.json").read_text())
+    used = {row["id"]: row for stage in manifest["stages"].values() for row in stage["patches"]}
+    assert {key for key, row in used.items() if row["state"] == "used"} >= {
+        "diffusers.hunyuan15.image-condition",
+        "diffusers.hunyuan15.token-order",
+        "diffusers.hunyuan15.attention",
+        "diffusers.hunyuan15.refiner-mask",
+        "diffusers.hunyuan15.rotary-tables",
+        "diffusers.hunyuan15.causal-mask",
+    }
+    assert {row["id"] for row in manifest["deviations"]} == {
+        "diffusers.hunyuan15.attention",
+        "diffusers.hunyuan15.refiner-mask",
+    }
+
+
+def test_the_devices_hold_what_the_rules_say(runs):
+    assert jax.device_count() == 8
+    manifest = json.loads((runs["torchax"] / "denoise.json").read_text())
+    assert manifest["config"]["mesh"] == {"dp": 2, "tp": 4}
+
+
+def test_stages_on_three_machines_make_the_same_video(request_small, runs, tmp_path):
+    """Three processes' worth of folders, only the artefacts carried from one to the next."""
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    run(dataclasses.replace(request_small, stage="encode", out=folders[0]))
+    asked = dataclasses.replace(request_small, prompt=None, negative_prompt="")
+    run(dataclasses.replace(asked, stage="denoise", inputs=folders[0], out=folders[1]))
+    run(dataclasses.replace(asked, stage="decode", inputs=folders[1], out=folders[2]))
+    assert torch.equal(frames_of(folders[2]), frames_of(runs["torchax"]))
+    assert (folders[2] / "video.mp4").stat().st_size > 1000
+
+
+def test_tiles_are_blended_as_upstream_blends_them(request_small, tmp_path):
+    """A frame of more than one tile, the last ones odd; see the fallbacks in the card's rules."""
+    large = ("height=304", "width=272", "frames=5", "steps=1", "vae_tiling=true")
+    for backend in ("original", "torchax"):
+        run(dataclasses.replace(
+            request_small, noise=None, backend=backend, out=tmp_path / backend, overrides=large
+        ))
+    assert difference(frames_of(tmp_path / "torchax"), frames_of(tmp_path / "original")) <= 1e-3
+
+
+def test_guidance_can_be_off(request_small, tmp_path):
+    """One condition only: the batch is 1, and dp=2 would not divide it."""
+    off = (*SMALL, "guidance_scale=1.0", "machine=cpu:4", "mesh={tp: 4}")
+    for backend in ("original", "torchax"):
+        run(dataclasses.replace(request_small, backend=backend, out=tmp_path / backend, overrides=off))
+    ours, reference = latents_of(tmp_path / "torchax"), latents_of(tmp_path / "original")
+    assert difference(ours, reference) <= 1e-4
+
+
+def test_a_compiled_step_does_not_move_the_scheduler(request_small, tmp_path):
+    """Compiling is the only warm-up there is, and it runs nothing: every step of the schedule is taken once."""
+    summary = run(dataclasses.replace(request_small, out=tmp_path))
+    assert summary.steps == 3
+    assert summary.seconds["denoise compile"] > 0
