@@ -67,6 +67,8 @@ def give_back(changes: Sequence[Placed]) -> None:
 
 
 def _returning(change: Placed) -> list[_Pair]:
+    if change.literal:  # a literal may be anybody's: it is given back by name, not by identity
+        return []
     old, new = change.value, change.slot.raw
     pairs = [_Pair(None, old, new)]
     return pairs if function_in(old) is old else [*pairs, _Pair(None, function_in(old), function_in(new))]

@@ -33,6 +33,7 @@ class Placed:
         value: What was put there.
         retire: Makes a function that was put there fall through to the original.
         stop: Ends the counting of a class's instances.
+        literal: Whether it is a constant's value.
         held: Whether somebody besides its namespace held the original.
     """
 
@@ -40,6 +41,7 @@ class Placed:
     value: Any
     retire: Retire | None = None
     stop: Callable[[], None] | None = None
+    literal: bool = False
     held: bool = True
 
     def stands(self) -> bool:
@@ -114,7 +116,7 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
 
 def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     if entry.kind == "value":
-        return Placed(slot, _literal(entry, slot.raw))
+        return Placed(slot, _literal(entry, slot.raw), literal=True)
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"

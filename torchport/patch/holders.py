@@ -65,9 +65,7 @@ def swept(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder
     return result
 
 
-def _in_module(
-    module: types.ModuleType, names: dict[str, Any], ids: set[int], result: dict[int, list[Holder]]
-) -> None:
+def _in_module(module: types.ModuleType, names: dict[str, Any], ids: set[int], result: dict[int, list[Holder]]) -> None:
     for name, value in list(names.items()):
         if id(value) in ids:
             where = f"{module.__name__}.{name}"
@@ -198,21 +196,34 @@ class Deep:
 
     def holders(self, thing: Any) -> tuple[list[Holder], int]:
         """Returns an object's holders, module globals aside, and how many references were seen in all."""
-        result: list[Holder] = []
+        subclasses = type.__subclasses__(thing) if isinstance(thing, type) else []
+        result = [Holder(f"its subclass {s.__module__}.{s.__qualname__}", None, None, None) for s in subclasses]
         references = 0
         for referrer in self._first:
             count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
             references += count
-            skipped = id(referrer) in self._modules or id(referrer) in self._subjects
-            if count and not skipped and not self._own(referrer):
+            skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._own(referrer)
+            if count and isinstance(thing, type) and not skipped:
+                skipped = self._is_anatomy(referrer, thing)
+            if count and not skipped:
                 result += self._holders_in(referrer, thing)
         return result, references
+
+    def _is_anatomy(self, referrer: Any, thing: type) -> bool:
+        """Returns whether a referrer belongs to a class itself, or to a subclass of it."""
+        if isinstance(referrer, tuple):
+            return any(isinstance(owner, type) for owner in self._owners.get(id(referrer), ()))
+        if isinstance(referrer, types.CellType):
+            return id(referrer) in _class_cells(thing)
+        return isinstance(referrer, type) or getattr(referrer, "__objclass__", None) is thing
 
     def _holders_in(self, referrer: Any, thing: Any) -> list[Holder]:
         if isinstance(referrer, types.FrameType):
             code = referrer.f_code
             where = f"a local variable of {code.co_name} ({code.co_filename}:{referrer.f_lineno})"
             return [Holder(where, None, None, None)]
+        if type(referrer) is thing:
+            return [Holder(f"an instance of it, {thing.__qualname__}", None, None, None)]
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
         rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)]
@@ -250,6 +261,19 @@ class Deep:
             else:
                 for rebind in self._rebinds(owner, referrer) if not isinstance(owner, _REBUILT) else ():
                     yield functools.partial(_rebuild, referrer, thing, rebind)
+
+
+def _class_cells(cls: type) -> set[int]:
+    """Returns the ids of the cells through which a class's methods know it for `super()`."""
+    cells: set[int] = set()
+    for value in vars(cls).values():
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        while function is not None:
+            if isinstance(function, types.FunctionType):
+                names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                cells.update(id(cell) for name, cell in names if name == "__class__")
+            function = getattr(function, "__dict__", {}).get("__wrapped__")
+    return cells
 
 
 def _rebuild(referrer: Any, old: Any, rebind: Rebind, new: Any) -> Undo:

@@ -128,9 +128,7 @@ class Ledger:
         """Returns the `op` entries with their functions; the same objects each time."""
         if self._ops is None:
             chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
-            self._ops = [
-                Op(r.entry.id, r.entry.target, counted(r.loaded, r.calls)[0], r.entry.place) for r in chosen
-            ]
+            self._ops = [Op(r.entry.id, r.entry.target, counted(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
     def keep(self, error: TorchportError) -> None:

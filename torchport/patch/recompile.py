@@ -93,9 +93,7 @@ def _pruned(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
         if isinstance(scope, ast.ClassDef):
             inner = ast.ClassDef(name=scope.name, bases=[], keywords=[], body=[inner], decorator_list=[])
         else:
-            binds: list[ast.stmt] = [
-                ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in cells
-            ]
+            binds: list[ast.stmt] = [ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)) for name in cells]
             cells = ()
             bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
             inner = ast.FunctionDef(name=scope.name, args=bare, body=[*binds, inner], decorator_list=[])
