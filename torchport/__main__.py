@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchport import errors
+from torchport import __version__, errors
 
 if TYPE_CHECKING:
     from torchport.run import Summary
@@ -22,7 +22,7 @@ path_option = click.option(
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="torchport")
+@click.version_option(__version__)
 def cli() -> None:
     """Carries PyTorch models written for GPUs onto TPU, through torchax, without editing them."""
 
@@ -83,20 +83,27 @@ def doctor(path: str | None) -> None:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         click.echo(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
-    click.echo(advice(findings))
+    click.echo(advice(findings, path))
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)
 
 
 @cli.command()
-@click.argument("id")
-def explain(id: str) -> None:
+@click.argument("id", required=False)
+@click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
+def explain(id: str | None, everything: bool) -> None:
     """Explains an error by its id, such as TP107."""
     known = {kind.id: kind for kind in errors.kinds()}
-    if id.upper() not in known:
-        raise errors.UnknownNameError("torchport explain", f"There is no error {id}", errors.nearest(id.upper(), known))
-    kind = known[id.upper()]
-    click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
+    if everything:
+        click.echo(errors.page(), nl=False)
+    elif id is None:
+        raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
+    elif id.upper() not in known:
+        remedy = errors.nearest(id.upper(), known)
+        raise errors.UnknownNameError(f"torchport explain {id}", f"There is no error {id}", remedy, name=id)
+    else:
+        kind = known[id.upper()]
+        click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
 
 
 def _log_to_stderr(quiet: bool, verbose: bool) -> None:

@@ -51,7 +51,11 @@ def examine(path: str | None) -> list[Finding]:
 def _versions() -> list[Finding]:
     found = run.versions()
     findings = []
-    for line in importlib.metadata.requires("torchport") or []:
+    try:
+        requirements = importlib.metadata.requires("torchport") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
+    for line in requirements:
         match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
         if match and match[1] in found:
             wanted, version = match[2].strip(), found[match[1]]
@@ -147,9 +151,15 @@ def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[st
     return findings
 
 
-def advice(findings: list[Finding]) -> str:
-    """Returns the one line that ends the report."""
+def advice(findings: list[Finding], path: str | None) -> str:
+    """Returns the one line that ends the report.
+
+    Args:
+        findings: What `examine` found.
+        path: The pack, as `--path` names it: its first model is the one to try.
+    """
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    return 'Ready: torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
+    model = next(iter(card.find_pack(path).models()), "NAME")
+    return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'

@@ -48,6 +48,7 @@ The text of every error is `<place>: <what is, with the value>. <what must be, o
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -95,6 +96,24 @@ def kinds() -> list[type[TorchportError]]:
         if "id" in kind.__dict__ and kind is not TorchportError:
             found.append(kind)
     return sorted(found, key=lambda kind: kind.id)
+
+
+def page() -> str:
+    """Returns the documentation of every error as Markdown, one section for each id."""
+    parts = [
+        "# Errors",
+        "Every refusal is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.`, and an "
+        "exit code: 2, or 130 after Ctrl-C. This page is `torchport explain --all`.",
+    ]
+    for kind in kinds():
+        group = kind.__bases__[0]
+        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {_plain(group)}"
+        parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(kind: type[TorchportError]) -> str:
+    return inspect.getdoc(kind) or ""
 
 
 class ConfigError(TorchportError):

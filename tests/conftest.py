@@ -1,0 +1,120 @@
+"""What every test stands on: 8 virtual CPU devices, no network, and a cache folder of the session's own."""
+
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+# JAX fixes both when its backend starts, which is the first thing that any test of a mesh does.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+
+CACHE = tempfile.mkdtemp(prefix="torchport-tests-")
+# The libraries read these when they are imported, so no fixture would be early enough; subprocesses inherit them.
+os.environ["XDG_CACHE_HOME"] = CACHE
+os.environ["HF_HOME"] = str(Path(CACHE) / "huggingface")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("TORCHPORT_PATH", None)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_unconfigure():
+    """Removes the session's cache folder, with the tiny checkpoint in it."""
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def root():
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def pack():
+    """torchport's own pack of patches and configs."""
+    from torchport.card import find_pack
+
+    return find_pack(str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def card(pack):
+    """The model card of HunyuanVideo-1.5 through diffusers."""
+    return pack.card("hunyuan")[0]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(card):
+    """The card's tiny checkpoint, written once for the session; tests that change it copy it."""
+    from torchport import tiny
+
+    return tiny.write(card)
+
+
+@pytest.fixture(scope="session")
+def mesh8():
+    """The demo's mesh, dp=2 x tp=4."""
+    from torchport import shard
+
+    return shard.make_mesh({"dp": 2, "tp": 4}, jax.devices())
+
+
+@pytest.fixture
+def request_for(tmp_path):
+    """Makes requests for the demo at its smallest size, into `tmp_path / "out"`, on the original backend."""
+    from torchport.task import Request
+
+    small = ("height=64", "width=64", "frames=5", "steps=3")
+    return functools.partial(
+        Request,
+        model="hunyuan",
+        config="configs/demo.yaml",
+        prompt="A cat",
+        out=tmp_path / "out",
+        backend="original",
+        overrides=small,
+        path=str(ROOT),
+    )
+
+
+@pytest.fixture
+def torchport(monkeypatch, tmp_path):
+    """Runs the command line in this process and folder `tmp_path`; returns its exit code and lines of stdout, stderr.
+
+    Only `main` is called: an exception that it lets through, which would be a traceback for a person, fails the test.
+    """
+    import logging
+    import warnings
+
+    from torchport import __main__
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args, capsys):
+        monkeypatch.setattr("sys.argv", ["torchport", *map(str, args)])
+        level = logging.getLogger("torchport").level
+        with warnings.catch_warnings(), pytest.raises(SystemExit) as stop:
+            __main__.main()
+        logging.getLogger("torchport").setLevel(level)
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out.splitlines(), captured.err.splitlines()
+
+    return functools.partial(call)
+
+
+def listing(folder):
+    """Returns every file below a folder with its bytes, and every folder: what must not change."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def unchanged():
+    """Gives a function that lists a folder, to be compared before and after."""
+    return listing

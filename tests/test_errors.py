@@ -1,0 +1,81 @@
+"""The tree of errors: its page, its ids, its form."""
+
+import inspect
+import pickle
+import re
+
+import pytest
+
+from torchport import errors
+from torchport.errors import TorchportError, kinds, nearest
+
+
+def classes():
+    """Every class of the module, groups included."""
+    return {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, TorchportError) and kind is not TorchportError
+    }
+
+
+def drawn():
+    """The tree in the module's docstring: name to (id or None, name of the class above)."""
+    tree, group = {}, ""
+    for line in errors.__doc__.splitlines():
+        found = re.match(r"^(?P<bars>[│├└─ ]+)(?P<name>\w+Error)\s+(?P<id>TP\d+)?", line)
+        if found:
+            top = not found["bars"].startswith(("│", " "))
+            group = found["name"] if top else group
+            tree[found["name"]] = (found["id"], "TorchportError" if top else group)
+    return tree
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_classes():
+    assert drawn() == {name: (kind.__dict__.get("id"), kind.__bases__[0].__name__) for name, kind in classes().items()}
+
+
+def test_ids_are_unique_and_grouped_by_their_first_digit():
+    ids = [kind.id for kind in kinds()]
+    assert len(ids) == len(set(ids)) >= 33 and ids == sorted(ids)
+    assert all(re.fullmatch(r"TP[1-9]\d\d", id) for id in ids)
+    groups = {}
+    for kind in kinds():
+        groups.setdefault(kind.id[2], set()).add(kind if TorchportError in kind.__bases__ else kind.__bases__[0])
+    assert all(len(group) == 1 for group in groups.values()), groups
+
+
+def test_every_class_says_in_a_sentence_what_it_means():
+    for name, kind in classes().items():
+        assert re.fullmatch(r"[A-Z].*[.]", inspect.getdoc(kind), re.DOTALL), name
+        assert inspect.getdoc(kind) != inspect.getdoc(TorchportError), name
+
+
+@pytest.mark.parametrize("kind", [*kinds(), TorchportError])
+def test_the_text_is_place_fact_remedy_and_survives_pickling_with_its_culprit(kind):
+    error = kind("a.yaml:3", "'x' is 1", "It must be 2", key="x", nearest=(1, 2))
+    assert str(error) == "a.yaml:3: 'x' is 1. It must be 2."
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind and str(again) == str(error)
+    assert (again.key, again.nearest, again.place) == ("x", (1, 2), "a.yaml:3")
+
+
+def test_only_a_stop_has_an_exit_code_of_its_own():
+    assert {kind.__name__: kind.exit_code for kind in kinds() if kind.exit_code != 2} == {"StoppedError": 130}
+
+
+def test_the_nearest_name_comes_first_and_all_are_listed():
+    assert nearest("frame", ["width", "frames"]) == "Did you mean 'frames'? Known: frames, width"
+    assert nearest("zzz", ["width", "frames"]) == "Known: frames, width"
+    assert nearest("x", []) == "None are known"
+
+
+def test_the_page_of_errors_is_current(root):
+    written = (root / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert written == errors.page(), "write it again: torchport explain --all > docs/errors.md"
+
+
+def test_the_page_has_one_section_for_each_id():
+    sections = re.findall(r"^## (TP\d+) (\w+)$", errors.page(), re.MULTILINE)
+    assert sections == [(kind.id, kind.__name__) for kind in kinds()]
+    assert "A `ConfigError`: What was written in YAML or on the command line." in errors.page()
