@@ -190,7 +190,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         what=name,
         place=task.rules_place("inputs", name),
         precision=task.card.components[name].precision,
-        trace=None,
+        trace=ledger.trace(),
     )
 
 
