@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -32,10 +33,12 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
 
 def importer(module: str) -> str | None:
     """Returns `file:line` of a statement that imports a module, the running program's first."""
-    leaf = module.rpartition(".")[2]
+    parent, _, leaf = module.rpartition(".")
+    absolute = rf"^\s*(?:import {re.escape(module)}\b|from {re.escape(module)} |from {re.escape(parent)} import\b)"
     for name in ("__main__", *reversed(list(sys.modules))):
         if name != module and isinstance(sys.modules.get(name), types.ModuleType):
-            source = _source(name, leaf)
+            near = name.partition(".")[0] == module.partition(".")[0]
+            source = _source(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
             for node in ast.walk(source.tree) if source else ():
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, name, source):
                     return f"{shown(source.file)}:{node.lineno}" if source else None
@@ -57,14 +60,14 @@ def local_variable(thing: Any) -> str | None:
 
 
 def _source(module: str, needle: str | None = None) -> Source | None:
-    """Returns a loaded module's source; with a needle only if the text has it, before it is parsed."""
+    """Returns a loaded module's source; with a needle only if the text matches it, before it is parsed."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     try:
         text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
-        if needle is not None and needle not in text:
+        if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
         return Source(module, file, text, ast.parse(text)) if module == "__main__" else read_source(module)
     except (OSError, ImportError, SyntaxError, ValueError):
