@@ -6,8 +6,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("torchport", deadline=None, max_examples=60)
+hypothesis.settings.load_profile("torchport")
 
 # JAX fixes both when its backend starts, which is the first thing that any test of a mesh does.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -234,12 +234,15 @@ def overridden(document: Document, override: str) -> Document:
     except SyntaxYamlError as error:
         raise SyntaxYamlError(place, error.fact, "Quote the value") from error
     data: Any = {**document.data} if isinstance(document.data, dict) else {}
-    inner = data
-    for key in keys[:-1]:
-        inner[key] = {**inner[key]} if isinstance(inner.get(key), dict) else {}
+    inner, new = data, len(keys)
+    for depth, key in enumerate(keys[:-1], 1):
+        if not isinstance(inner.get(key), dict):
+            new = min(new, depth)  # from here on down, all is the flag's
+            inner[key] = {}
+        inner[key] = {**inner[key]}
         inner = inner[key]
     inner[keys[-1]] = value
-    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys): place})
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
 
 
 def find_pack(path: str | None) -> Pack:
@@ -278,13 +281,14 @@ def check_job(job: Job, card: Card, document: Document) -> None:
     """Refuses a job that this model cannot do, before anything is loaded.
 
     Raises:
-        BadValueError: Frames or sizes that the VAE cannot divide.
+        BadValueError: Frames or sizes that the VAE cannot divide, or a dtype for what has no weights.
         UnknownNameError: A strategy that the card has not.
         UnknownKeyError: A dtype for a component that the card has not.
     """
     step, plus = card.frames.multiple_of, card.frames.plus
     if job.frames % step != plus % step or job.frames < plus:
-        below = max(plus, (job.frames - plus) // step * step + plus)
+        first = plus or step  # zero frames are no video
+        below = max(first, (job.frames - plus) // step * step + plus)
         raise BadValueError(
             document.place(["frames"]),
             f"'frames' is {job.frames}",
@@ -314,5 +318,12 @@ def check_job(job: Job, card: Card, document: Document) -> None:
                 document.place(["dtypes", name]),
                 f"'{card.model}' has no component '{name}'",
                 nearest(name, card.components),
+                key=name,
+            )
+        if card.components[name].dtype is None:
+            raise BadValueError(
+                document.place(["dtypes", name]),
+                f"'{name}' has no weights, and so no dtype",
+                "Remove it from 'dtypes'",
                 key=name,
             )

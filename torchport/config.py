@@ -111,7 +111,9 @@ def _plain(node: Node, path: Location, lines: dict[Location, int], file: str, se
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     if id(node) in seen:
-        raise SyntaxYamlError(f"{file}:{line}", "An alias repeats an anchor's value", "Write the value out")
+        raise SyntaxYamlError(
+            f"{file}:{line}", "An alias repeats the value that is anchored here", "Write it out twice"
+        )
     seen.add(id(node))
     if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":
         return _plain_mapping(node, path, lines, file, seen)
@@ -162,13 +164,27 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        ordered = sorted(error.errors(), key=lambda e: (e["type"] == "missing", document.line(e["loc"])))
-        raise _mistake(model, document, ordered[0]) from error
+        mistakes = [(_written(document.data, e["loc"], e["type"]), e) for e in error.errors()]
+        # Of the alternatives of one field, the one that went furthest is the one that was meant.
+        mistakes.sort(key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0])))
+        raise _mistake(model, document, *mistakes[0]) from error
 
 
-def _mistake(model: type[Frozen], document: Document, error: Any) -> ConfigError:
+def _written(data: Any, location: Sequence[str | int], kind: str) -> Location:
+    """Returns pydantic's location without the names that it gives to alternatives, which nobody wrote."""
+    path: Location = ()
+    for number, part in enumerate(location, 1):
+        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in held:
+            data = data[part]
+            path += (part,)
+        elif kind == "missing" and number == len(location):
+            path += (part,)
+    return path
+
+
+def _mistake(model: type[Frozen], document: Document, location: Location, error: Any) -> ConfigError:
     """Returns one of pydantic's errors as ours."""
-    location: Location = tuple(error["loc"])
     place = document.place(location)
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":

@@ -74,7 +74,8 @@ class TorchportError(Exception):
         self.__dict__.update(culprit)
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.fact}. {self.remedy}."
+        # One line, whatever was quoted.
+        return " ".join(f"{self.place}: {self.fact}. {self.remedy}.".splitlines())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
