@@ -21,7 +21,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
         name: The name that it has there, or None if it is not a name of the module.
         original: The name that it has at home.
     """
-    source = _source(module)
+    source = source_of_module(module)
     if source is None:
         return None
     wanted = {name, original} - {None}
@@ -38,7 +38,7 @@ def importer(module: str) -> str | None:
     for name in ("__main__", *reversed(list(sys.modules))):
         if name != module and isinstance(sys.modules.get(name), types.ModuleType):
             near = name.partition(".")[0] == module.partition(".")[0]
-            source = _source(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
+            source = source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
             for node in ast.walk(source.tree) if source else ():
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, name, source):
                     return f"{shown(source.file)}:{node.lineno}" if source else None
@@ -59,7 +59,7 @@ def local_variable(thing: Any) -> str | None:
     return None
 
 
-def _source(module: str, needle: str | None = None) -> Source | None:
+def source_of_module(module: str, needle: str | None = None) -> Source | None:
     """Returns a loaded module's source; with a needle only if the text matches it, before it is parsed."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
@@ -89,13 +89,19 @@ def _names_in(node: ast.stmt) -> list[str]:
 
 
 def _imports(node: ast.Import | ast.ImportFrom, name: str, source: Source | None) -> set[str]:
-    """Returns the modules that a statement imports, relative ones resolved."""
+    """Returns the modules that a statement may import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
-    home = node.module or ""
-    if node.level:
-        package = name.split(".")
-        is_package = source is not None and source.file.endswith("__init__.py")
-        kept = package[: len(package) - node.level + (1 if is_package else 0)]
-        home = ".".join([*kept, home] if home else kept)
+    home = imported_from(node, name, source)
     return {home, *(f"{home}.{alias.name}" for alias in node.names)}
+
+
+def imported_from(node: ast.ImportFrom, name: str, source: Source | None) -> str:
+    """Returns the module that a statement of a module imports from, a relative one resolved."""
+    home = node.module or ""
+    if not node.level:
+        return home
+    package = name.split(".")
+    is_package = source is not None and source.file.endswith("__init__.py")
+    kept = package[: len(package) - node.level + (1 if is_package else 0)]
+    return ".".join([*kept, home] if home else kept)

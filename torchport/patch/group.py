@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ThreadError, TorchportError, UnknownNameError, nearest
-from torchport.patch import aliases, drift, hook
+from torchport.patch import aliases, drift, hook, literals
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
 from torchport.patch.claims import check_claims
@@ -106,6 +106,7 @@ class _Group:
         for record in due:
             self._make(record, module)
             self.done.append(record)
+        self.rebound += literals.repair(due)
         self.rebound += aliases.repair(due)
 
     def _make(self, record: Record, module: types.ModuleType) -> None:
@@ -125,7 +126,9 @@ class _Group:
             undo()
         for change in reversed(changes):
             change.undo()
-        aliases.give_back([change for change in changes if isinstance(change, Placed)])
+        placed = [change for change in changes if isinstance(change, Placed)]
+        literals.give_back(placed)
+        aliases.give_back(placed)
         self.rebound.clear()
         self.gone.clear()
         self.done.clear()

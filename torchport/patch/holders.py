@@ -140,7 +140,8 @@ def _set_state(partial: functools.partial[Any], old: Any, value: Any) -> Undo:
     state: Any = partial.__reduce__()[2]
     function, arguments, keywords, names = state
     swap = functools.partial(_swapped, old, value)
-    changed = (swap(function), tuple(map(swap, arguments)), {k: swap(v) for k, v in keywords.items()}, names)
+    items = value if arguments is old else tuple(map(swap, arguments))
+    changed = (swap(function), items, {k: swap(v) for k, v in keywords.items()}, names)
     partial.__setstate__(changed)  # type: ignore[attr-defined]
     return lambda: partial.__setstate__((function, arguments, keywords, names))  # type: ignore[attr-defined]
 

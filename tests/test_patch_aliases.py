@@ -1,0 +1,274 @@
+"""Who holds the original: found under any name and in any container, rebound, and back again."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+from fakes.patch_world import World, namespace
+
+from torchport import patch
+from torchport.errors import AliasError, TooLateError
+
+HOLDERS = """
+    import collections
+    import functools
+    from up.m import f
+    from up.m import f as other
+    import up.m
+
+    LIST = [f, 1]
+    DICT = {"f": f}
+    TUPLE = (f, 2)
+    NESTED = {"a": [(f,)]}
+    SET = {f}
+    HALF = functools.partial(f, 1)
+    ARGUMENT = functools.partial(map, f)
+    Pair = collections.namedtuple("Pair", "a b")
+    PAIR = Pair(f, 1)
+
+    def default(a, g=f):
+        return g(a)
+
+    def keyword(a, *, g=f):
+        return g(a)
+
+    def closure():
+        g = f
+        return lambda a: g(a)
+
+    closed = closure()
+
+    @functools.wraps(f)
+    def decorated(a):
+        return f(a)
+
+    class Holder:
+        method = staticmethod(f)
+        plain = f
+
+        def __init__(self):
+            self.f = f
+
+    class Slots:
+        __slots__ = ("g",)
+
+    holder = Holder()
+
+    def results():
+        return [
+            f(1), other(1), LIST[0](1), DICT["f"](1), TUPLE[0](1), NESTED["a"][0][0](1), next(iter(SET))(1), HALF(),
+            next(ARGUMENT([1])), PAIR.a(1), default(1), keyword(1), closed(1), decorated.__wrapped__(1),
+            Holder.method(1), Holder.plain(1), holder.f(1),
+        ]
+"""
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", "def f(a):\n    return 'old'\n")
+    world.python("def new(a): return 'new'")
+    yield world
+    world.close()
+
+
+def test_a_late_patch_reaches_every_holder_and_leaves_each_as_it_was(world):
+    world.write("up/user.py", HOLDERS)
+    import up.user
+
+    names = namespace(up.user)
+    assert set(up.user.results()) == {"old"}
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
+        assert up.user.results() == ["new"] * 17
+        assert "a cell of up.user" in ledger.rows()[0]["detail"]
+        assert "a partial of up.user" in ledger.rows()[0]["detail"]
+    assert up.user.results() == ["old"] * 17
+    kept = {name: key for name, key in namespace(up.user).items() if name not in ("TUPLE", "PAIR", "Holder.method")}
+    assert kept == {name: names[name] for name in kept}
+
+
+def test_who_captures_the_replacement_while_it_is_in_force_has_the_original_afterwards(world):
+    world.write("up/user.py", HOLDERS)
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.user
+
+        assert up.user.results() == ["new"] * 17
+    assert up.user.results() == ["old"] * 17
+
+
+def test_an_uncounted_replacement_is_given_back_as_well(world):
+    world.write("up/user.py", "from up.m import f\nLIST = [f]\n")
+    with patch.applied(world.one("replace: p.py:new", "up.m:f", "counted: false")):
+        import up.user
+
+        assert up.user.f(1) == "new"
+    assert (up.user.f(1), up.user.LIST[0](1)) == ("old", "old")
+    assert sys.modules["torchport_patches.up.p"].new(1) == "new"
+
+
+def test_the_dead_patch_of_the_hand_port_is_repaired_or_refused_and_never_silent(world):
+    """The case of the practice: `attention` is changed after the transformer took its function by name."""
+    world.write("up/commons/states.py", "def get_state():\n    return 'nccl'\n")
+    world.write(
+        "up/attention.py",
+        """
+        import torch
+        from up.commons.states import get_state
+
+        def sequence_parallel(q):
+            return "flash", get_state()
+
+        @torch.compiler.disable
+        def parallel(q):
+            return sequence_parallel(q)
+        """,
+    )
+    world.write("up/transformer.py", "from .attention import parallel\ndef forward(q):\n    return parallel(q)\n")
+    world.python("def plain(q): return 'plain'\n")
+    import up.transformer
+
+    up.attention.parallel = functools.wraps(up.attention.parallel)(lambda q: "assigned")
+    assert up.transformer.forward(1) == ("flash", "nccl")  # the assignment changed nothing that the model sees
+    up.attention.parallel = up.attention.parallel.__wrapped__
+    with patch.applied(world.one("replace: p.py:plain", "up.attention:parallel")) as ledger:
+        assert up.transformer.forward(1) == "plain"
+        assert ledger.rows()[0]["detail"] == "rebound up.transformer.parallel (up/transformer.py:1)"
+    assert up.transformer.forward(1) == ("flash", "nccl")
+    with pytest.raises(TooLateError) as caught:
+        patch.applied(world.one("replace: p.py:plain", "up.attention:parallel", "aliases: fail")).__enter__()
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up.attention was imported before its patch (up/transformer.py:1), and "
+        "up.attention:parallel is still held by up.transformer.parallel (up/transformer.py:1). "
+        "Import it inside 'with patch.applied(...)'."
+    )
+
+
+def test_a_holder_that_cannot_be_rebound_refuses_and_leaves_everything_as_it_was(world):
+    world.write("up/user.py", "from up.m import f\nLIST = [f]\nbound = f.__get__(1)\nFROZEN = frozenset([frozenset([f])])\n")
+    import up.user
+
+    before = namespace(up.user), namespace(sys.modules["up.m"])
+    with pytest.raises(TooLateError, match=r"up.m:f is still held by a frozenset"):
+        patch.applied(world.one("replace: p.py:new", "up.m:f")).__enter__()
+    assert (namespace(up.user), namespace(sys.modules["up.m"])) == before
+    assert up.user.LIST[0] is up.user.f
+
+
+def test_a_bound_method_that_somebody_keeps_is_rebuilt(world):
+    world.write("up/m.py", "class C:\n    def f(self, a): return 'old'\nc = C()\nkept = [c.f]\n")
+    world.python("def new(self, a): return 'new'")
+    import up.m
+
+    with patch.applied(world.one("replace: p.py:new", "up.m:C.f")):
+        assert (up.m.c.f(1), up.m.kept[0](1)) == ("new", "new")
+    assert (up.m.c.f(1), up.m.kept[0](1)) == ("old", "old")
+
+
+def test_a_registry_in_another_module_is_repaired(world):
+    world.write("up/registry.py", "TABLE = {}\ndef register(f):\n    TABLE[f.__name__] = f\n    return f\n")
+    world.write("up/m.py", "from up.registry import register\n@register\ndef f(a):\n    return 'old'\n")
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m  # noqa: F401
+
+        assert sys.modules["up.registry"].TABLE["f"](1) == "new"
+    assert sys.modules["up.registry"].TABLE["f"](1) == "old"
+
+
+def test_an_imported_name_is_changed_alone(world):
+    world.write("up/user.py", "from up.m import f\n")
+    with patch.applied(world.one("replace: p.py:new", "up.user:f")):
+        import up.m
+        import up.user
+
+        assert (up.user.f(1), up.m.f(1)) == ("new", "old")
+    assert up.user.f is up.m.f
+
+
+def test_an_inherited_method_is_changed_for_the_class_alone(world):
+    world.write("up/m.py", "class A:\n    def f(self, a): return 'old'\nclass B(A): pass\nclass C(A): pass\n")
+    world.python("def new(self, a): return 'new'")
+    with patch.applied(world.one("replace: p.py:new", "up.m:B.f")):
+        import up.m
+
+        assert (up.m.A().f(1), up.m.B().f(1), up.m.C().f(1)) == ("old", "new", "old")
+    assert "f" not in vars(up.m.B)
+
+
+def test_a_class_that_has_a_subclass_or_an_instance_is_refused(world):
+    world.python("class New:\n    pass\n")
+    world.write("up/m.py", "class A:\n    pass\nclass B(A):\n    pass\n")
+    with pytest.raises(AliasError, match=r"up.m:A is still held by its subclass up.m.B. Patch that holder instead"):
+        with patch.applied(world.one("replace: p.py:New", "up.m:A")):
+            import up.m
+    world.write("up/m.py", "class A:\n    pass\n\nthing = A()\n")
+    with pytest.raises(AliasError, match=r"up.m:A is still held by an instance of it, A"):
+        with patch.applied(world.one("replace: p.py:New", "up.m:A")):
+            import up.m  # noqa: F401
+
+
+def test_a_class_is_replaced_where_it_is_held_and_its_super_still_works(world):
+    world.write(
+        "up/m.py",
+        """
+        class Base:
+            def who(self):
+                return "base"
+
+        class A(Base):
+            def who(self):
+                return super().who() + " a"
+
+        TABLE = {"a": A}
+        """,
+    )
+    world.python("class New:\n    def who(self):\n        return 'new'\n")
+    with patch.applied(world.one("replace: p.py:New", "up.m:A")):
+        import up.m
+
+        assert up.m.TABLE["a"]().who() == "new"
+    assert up.m.TABLE["a"]().who() == "base a"
+
+
+def test_a_value_reaches_who_has_imported_it_by_name(world):
+    world.write("up/m.py", "SIZE = 4\n")
+    world.write("up/user.py", "from up.m import SIZE\nfrom .m import SIZE as OTHER\nFOUR = 4\n")
+    entries = world.one("value: 8", "up.m:SIZE")
+    import up.user
+
+    with patch.applied(entries) as ledger:
+        assert (up.user.SIZE, up.user.OTHER, up.user.FOUR) == (8, 8, 4)
+        detail = "rebound up.user.SIZE (up/user.py:1); rebound up.user.OTHER (up/user.py:1)"
+        assert ledger.rows()[0]["detail"] == detail
+    assert (up.user.SIZE, up.user.OTHER) == (4, 4)
+    for name in ("up.m", "up.user"):
+        del sys.modules[name]
+    with patch.applied(entries):
+        import up.user as fresh
+
+        assert fresh.SIZE == 8
+    assert fresh.SIZE == 4
+
+
+def test_a_value_that_its_own_module_has_read_is_refused_with_the_line(world):
+    world.write("up/m.py", "SIZE = 4\n\ndef f(a=SIZE):\n    return a\n")
+    with pytest.raises(AliasError) as caught, patch.applied(world.one("value: 8", "up.m:SIZE")):
+        pass
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up.m:SIZE is read at up/m.py:3, while its module executes and before a patch can come. "
+        "Patch what is made of it there, or write 'aliases: report'."
+    )
+    assert "up.m" not in sys.modules
+
+
+def test_an_undone_set_leaves_nothing_of_it_alive(world):
+    import gc
+    import weakref
+
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m
+
+        gone = weakref.ref(up.m.f)
+    gc.collect()
+    assert gone() is None or gone()(1) == "old"
