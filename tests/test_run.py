@@ -6,6 +6,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import pytest
@@ -166,6 +167,37 @@ def test_the_ports_error_is_that_of_float32(runs, upstream):
     assert 0 < difference(latents_of(runs["torchax"]), exact) <= 4 * eager
 
 
+def test_in_bfloat16_the_port_is_as_close_as_upstream(request_small, runs, tmp_path):
+    """Tensors enter the networks in upstream's dtypes; one float32 among them would make JAX compute all in float32."""
+    half = (*SMALL, "dtypes.transformer=bfloat16", "dtypes.vae=bfloat16")
+    for backend in ("original", "torchax"):
+        run(dataclasses.replace(request_small, backend=backend, out=tmp_path / backend, overrides=half))
+    ours, reference = latents_of(tmp_path / "torchax"), latents_of(tmp_path / "original")
+    assert ours.dtype == reference.dtype == torch.bfloat16
+    assert frames_of(tmp_path / "torchax").dtype == torch.bfloat16
+    exact = latents_of(runs["original"])
+    assert difference(ours, exact) <= 2 * difference(reference, exact)
+
+
+def test_a_repository_in_the_cache_is_read_like_a_folder(request_small, runs, tmp_path, monkeypatch):
+    """`repo@revision`, as the hub's cache keeps it; the network is not asked."""
+    card, _ = find_pack(None).card("hunyuan")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "hub" / "models--someone--a-model"
+    shutil.copytree(tiny.write(card), folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    changed = dataclasses.replace(
+        request_small, checkpoint="someone/a-model@main", backend="original", out=tmp_path / "o"
+    )
+    run(changed)
+    assert torch.equal(latents_of(tmp_path / "o"), latents_of(runs["original"]))
+    assert json.loads((tmp_path / "o" / "encode.json").read_text())["checkpoint"] == f"someone/a-model@{commit}"
+
+
 def test_the_comparison_fails_when_the_mask_is_dropped(request_small, runs, tmp_path, monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -216,9 +248,7 @@ def test_tiles_are_blended_as_upstream_blends_them(request_small, tmp_path):
     """A frame of more than one tile, the last ones odd; see the fallbacks in the card's rules."""
     large = ("height=304", "width=272", "frames=5", "steps=1", "vae_tiling=true")
     for backend in ("original", "torchax"):
-        run(dataclasses.replace(
-            request_small, noise=None, backend=backend, out=tmp_path / backend, overrides=large
-        ))
+        run(dataclasses.replace(request_small, noise=None, backend=backend, out=tmp_path / backend, overrides=large))
     assert difference(frames_of(tmp_path / "torchax"), frames_of(tmp_path / "original")) <= 1e-3
 
 

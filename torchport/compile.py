@@ -18,7 +18,7 @@ import torch
 from torchport import shard
 from torchport.card import Rule
 from torchport.errors import MeshError, UnmatchedError
-from torchport.progress import log
+from torchport.progress import log, waiting
 
 Static = tuple[tuple[str, object], ...]
 
@@ -133,9 +133,10 @@ class Compiled:
         key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))
         if key not in self.programs:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
-            log.info("compile %s (%s) ...", self.what, shapes)
+            log.debug("%s takes %s", self.what, shapes)
             start = time.perf_counter()
-            self.programs[key] = self.lowered(arrays, static).compile()
+            with waiting(f"compile {self.what}"):
+                self.programs[key] = self.lowered(arrays, static).compile()
             spent = time.perf_counter() - start
             self.seconds += spent
             log.info("compile %s: %.1f s", self.what, spent)

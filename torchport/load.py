@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,21 @@ class Checkpoint:
 def is_folder(name: str) -> bool:
     """Whether `--checkpoint` names a folder rather than `repo@revision`."""
     return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
+
+
+def local(name: str) -> Path | None:
+    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network."""
+    if is_folder(name):
+        folder = Path(name).expanduser().resolve()
+        return folder if folder.is_dir() else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or "main", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
 
 
 def locate(name: str, card: Card) -> Checkpoint:
@@ -164,10 +180,16 @@ def class_of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def build(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    """Returns a diffusers module without storage: parameters on meta, buffers real, in evaluation mode.
+def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) -> torch.nn.Module:
+    """Returns a diffusers module without storage: weights on meta, buffers real, in evaluation mode.
 
-    Buffers are computed by the class's own constructor; most are not in the checkpoint at all.
+    Buffers that no file holds are computed by the class's own constructor.
+
+    Args:
+        class_path: `package.module:Class`.
+        config: As the checkpoint's `config.json` has it.
+        dtype: Of floating-point weights; what the class keeps in float32 stays float32.
+        place: The component's folder, for errors.
 
     Raises:
         CheckpointForeignError: A configuration that the class cannot be built from.
@@ -183,6 +205,10 @@ def build(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Mo
             f"{class_path.partition(':')[2]} cannot be built from it: {error}",
             "Name a checkpoint of this model and version",
         ) from error
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not kept & set(name.split(".")):
+            tensor.data = tensor.data.to(getattr(torch, dtype))
     return module.eval().requires_grad_(False)
 
 
@@ -213,6 +239,12 @@ def weight_files(folder: Path) -> dict[str, Path]:
             str(folder), "There is no *.safetensors in it", "Download the checkpoint again, whole"
         )
     return {name: file for file in files for name in header(file)}
+
+
+def parameters(folder: Path) -> int:
+    """Returns how many parameters a component has, from its files' headers."""
+    entries = [entry for file in sorted(set(weight_files(folder).values())) for entry in header(file).values()]
+    return sum(math.prod(entry["shape"]) for entry in entries)
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -248,13 +280,12 @@ def header(file: Path) -> dict[str, Any]:
     return dict(entries)
 
 
-def tensors(module: torch.nn.Module, folder: Path, dtype: str, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields every parameter and buffer of a module, filled from a component's safetensors.
 
     Args:
-        module: Built without storage.
+        module: Built without storage; its dtypes are those that the tensors are cast to.
         folder: The component's folder.
-        dtype: Of floating-point weights; what the class keeps in float32 stays float32.
         what: What the progress bar calls it.
 
     Raises:
@@ -270,18 +301,13 @@ def tensors(module: torch.nn.Module, folder: Path, dtype: str, what: str) -> Ite
     for name, buffer in module.named_buffers():
         if name not in wanted:
             yield name, _filled(name, buffer, folder)
-    keep = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-    target = getattr(torch, dtype)
     open_file: Path | None = None
     stream: Any = None
     for file, name in track(sorted((file, name) for name, file in files.items()), f"load {what}", "tensor"):
         if file != open_file:
             open_file, stream = file, safe_open(str(file), framework="pt")
         tensor: torch.Tensor = stream.get_tensor(name)
-        if tensor.is_floating_point():
-            kept = any(word in keep for word in name.split("."))
-            tensor = tensor.to(torch.float32 if kept else target)
-        yield name, tensor
+        yield name, tensor.to(wanted[name].dtype)
 
 
 def _account(wanted: Mapping[str, torch.Tensor], files: Mapping[str, Path], folder: Path) -> None:
@@ -320,9 +346,9 @@ def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     return tensor
 
 
-def fill(module: torch.nn.Module, folder: Path, dtype: str, what: str) -> torch.nn.Module:
+def fill(module: torch.nn.Module, folder: Path, what: str) -> torch.nn.Module:
     """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
-    filled = dict(tensors(module, folder, dtype, what))
+    filled = dict(tensors(module, folder, what))
     own = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
     module.load_state_dict(own, assign=True, strict=True)
     module.requires_grad_(False)

@@ -149,17 +149,18 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     host = host_memory()
     if need.host_bytes > host:
         lacks.append(f"{_gib(host)} of free host memory")
-    if lacks:
-        parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items() if size)
-        raise MachineError(
-            f"machine {machine.name}",
-            f"The job needs {need.devices} device(s) of {machine.name}, with {parts or 'no'} of weights on each and "
-            f"activations beside them, {_gib(need.host_bytes)} of host memory, and the checkpoint {need.checkpoint}; "
-            f"this machine has {' and '.join(lacks)}",
-            f"Run it on a {machine.name}, or run here: {instead}",
-            need=need,
-            found=found,
-        )
+    if not lacks:
+        return
+    parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items())
+    wants = [f"{need.devices} device(s) of {machine.name} with {parts} of weights on each"] if need.devices else []
+    wants += [f"{_gib(need.host_bytes)} of host memory for weights", f"the checkpoint {need.checkpoint}"]
+    raise MachineError(
+        f"machine {machine.name}",
+        f"The job needs {', '.join(wants)}, and activations beside them; this machine has {' and '.join(lacks)}",
+        f"Run it on {f'a {machine.name}' if need.devices else 'a larger machine'}, or run here: {instead}",
+        need=need,
+        found=found,
+    )
 
 
 def found_devices(platform: Platform) -> tuple[int, str, int | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -39,3 +41,32 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
         dynamic_ncols=True,
         leave=True,
     )
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows the seconds that something takes whose end nobody knows: compilation.
+
+    Args:
+        what: What is being done: `compile transformer`.
+    """
+    from tqdm import tqdm
+
+    if not (log.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+        log.info("%s ...", what)
+        yield
+        return
+    over = threading.Event()
+    with tqdm(desc=what, bar_format="{desc}: {elapsed}", leave=False) as bar:
+
+        def tick() -> None:
+            while not over.wait(0.5):
+                bar.refresh()
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield
+        finally:
+            over.set()
+            clock.join()

@@ -160,7 +160,7 @@ def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
             parts[name] = load.text_encoder(component.class_, folder / name, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         config = load.read_json(folder / name / "config.json")
-        parts[name] = load.build(task.card.components[name].class_, config, str(folder / name))
+        parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder / name))
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
@@ -173,14 +173,14 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     task, name = journey.task, stage.network
     module, folder = parts[name].get_submodule(stage.submodule), journey.checkpoint.folder / name
     if task.original:
-        load.fill(parts[name], folder, task.dtype(name), name)
+        load.fill(parts[name], folder, name)
         return compile.Eager(module)
     mesh = shard.make_mesh(task.job.mesh, machine.devices(task.machine))
     strategy = task.card.strategies[task.job.strategy]
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     rules = shard.match(strategy.weights[name], shapes, task.job.mesh, task.rules_place("weights", name))
     prefix = f"{stage.submodule}." if stage.submodule else ""
-    tensors = load.tensors(parts[name], folder, task.dtype(name), name)
+    tensors = load.tensors(parts[name], folder, name)
     own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
     return compile.Compiled(
         module,

@@ -226,10 +226,14 @@ def check_machine(task: Task) -> None:
 
 
 def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a published component's weights; those of a tiny one are not worth counting."""
+    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
     dtype = task.settings.dtypes.get(component)
-    parameters = task.card.components[component].parameters
-    return dtype.itemsize * parameters if dtype and parameters and task.checkpoint != "tiny" else 0
+    if dtype is None or task.checkpoint == "tiny":
+        return 0
+    folder = load.local(task.checkpoint)
+    if folder is None:
+        return dtype.itemsize * (task.card.components[component].parameters or 0)
+    return dtype.itemsize * load.parameters(folder / component)
 
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
@@ -247,8 +251,10 @@ def _configuration(task: Task, component: str) -> dict[str, Any]:
     """Returns a component's configuration if it is on this machine; empty: the class's own, which is the published."""
     if task.checkpoint == "tiny":
         return dict(task.card.tiny.components.get(component, {}))
-    file = Path(task.checkpoint).expanduser() / component / "config.json"
-    config = load.read_json(file) if load.is_folder(task.checkpoint) and file.is_file() else {}
+    folder = load.local(task.checkpoint)
+    if folder is None:
+        return {}
+    config = load.read_json(folder / component / "config.json")
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
