@@ -61,6 +61,14 @@ def tiny_folder(card):
 
 
 @pytest.fixture(scope="session")
+def published(card):
+    """The published networks on meta, by component: their own classes' default configuration."""
+    from torchport import load
+
+    return {name: load.published(card.components[name].class_, {}) for name in ("transformer", "vae")}
+
+
+@pytest.fixture(scope="session")
 def mesh8():
     """The demo's mesh, dp=2 x tp=4."""
     from torchport import shard

@@ -117,6 +117,7 @@ def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch)
             WrongTypeError,
             "weights.transformer.0.spec.0' is 'pt' (str). It must be 'dp', 'sp' or 'tp'.",
         ),
+        ("models/hunyuan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
         ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (str). It must be"),
         (
             "models/hunyuan",

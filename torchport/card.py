@@ -50,7 +50,14 @@ Regex = Annotated[str, pydantic.AfterValidator(_regex)]
 ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
 
 
-Spec = Literal["replicate"] | list[Axis | None]
+def _once_each(axes: list[Axis | None]) -> list[Axis | None]:
+    named = [axis for axis in axes if axis]
+    if len(named) != len(set(named)):
+        raise ValueError("It must name each axis once at most: an axis splits one dim")
+    return axes
+
+
+Spec = Literal["replicate"] | Annotated[list[Axis | None], pydantic.AfterValidator(_once_each)]
 
 
 class Rule(Frozen):

@@ -165,8 +165,10 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
         mistakes = [(_written(document.data, e["loc"], e["type"]), e) for e in error.errors()]
-        # Of the alternatives of one field, the one that went furthest is the one that was meant.
-        mistakes.sort(key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0])))
+        # Of the alternatives of one field, the one that went furthest is the one that was meant: our own checks last.
+        mistakes.sort(
+            key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0]), m[1]["type"] != "value_error")
+        )
         raise _mistake(model, document, *mistakes[0]) from error
 
 

@@ -203,6 +203,9 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
 
     64-bit integers become 32-bit: JAX has no others unless asked, and token ids and masks fit.
+
+    Raises:
+        PlacementError: Integers that do not fit, or 64-bit floating-point numbers, which JAX would round.
     """
     array = _to_numpy(tensor)
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
@@ -221,7 +224,19 @@ def _to_numpy(tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array = tensor.numpy()
-    return array.astype(numpy.int32) if array.dtype == numpy.int64 else array
+    if array.dtype in (numpy.float64, numpy.complex128):
+        raise _unrepresentable(tensor, "It would be rounded: JAX has 32-bit numbers", "Cast it where that is meant")
+    if array.dtype != numpy.int64:
+        return array
+    narrow = array.astype(numpy.int32)
+    if (narrow != array).any():
+        value = int(array[narrow != array][0]) if array.ndim else int(array)
+        raise _unrepresentable(tensor, f"It holds {value}, and JAX has 32-bit integers", "Keep integers within 32 bits")
+    return narrow
+
+
+def _unrepresentable(tensor: torch.Tensor, fact: str, remedy: str) -> PlacementError:
+    return PlacementError(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}", fact, remedy)
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
