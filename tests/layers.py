@@ -14,20 +14,21 @@ FLOORS = {
     "progress": 1,
     "card": 2,
     "patch": 3,
-    "load": 3,
+    "checkpoint": 3,
     "shard": 3,
     "machine": 3,
     "save": 3,
     "tiny": 3,
     "pipelines": 3,
     "attention": 3,
+    "load": 4,
     "compile": 4,
-    "task": 4,
-    "resume": 5,
-    "run": 6,
-    "__main__": 8,
+    "task": 5,
+    "resume": 6,
+    "run": 7,
+    "__main__": 9,
 }
-COMMAND = 7
+COMMAND = 8
 """The floor of every command: what the command line may choose."""
 COMMANDS = {"doctor", "plan", "check", "verify", "scan", "tune", "exec", "bench", "patches", "serve", "profile"}
 LIGHT = {"errors", "config", "progress", "patch", "scan", "__main__"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchport import load, pipelines, save
+from torchport import checkpoint, pipelines, save
 from torchport.errors import ArtefactForeignError, StoppedError
 from torchport.progress import log, track
 from torchport.task import Task
@@ -63,7 +63,7 @@ def steps(
     task: Task,
     stage: pipelines.Stage,
     stopping: Stopping,
-    checkpoint: load.Checkpoint,
+    weights: checkpoint.Checkpoint,
     facts: Callable[[], dict[str, Any]],
     shas: Mapping[str, str],
 ) -> pipelines.Steps:
@@ -73,7 +73,7 @@ def steps(
         task: The run.
         stage: The stage whose loop it is.
         stopping: Whether a stop was asked for.
-        checkpoint: The weights in use.
+        weights: The checkpoint in use.
         facts: The manifest's fields for an artefact of this stage, as of now.
         shas: sha256 of the artefacts that the stage reads.
 
@@ -92,18 +92,18 @@ def steps(
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name != "denoise":
         return pipelines.Steps(bar)
-    return pipelines.Steps(bar, finished, _unfinished(task, checkpoint, shas))
+    return pipelines.Steps(bar, finished, _unfinished(task, weights, shas))
 
 
 def _unfinished(
-    task: Task, checkpoint: load.Checkpoint, shas: Mapping[str, str]
+    task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
 ) -> tuple[int, dict[str, torch.Tensor]] | None:
     """Returns how many steps a stopped run of this very job finished, and its latents."""
     file = task.folder / f"{PARTIAL}.json"
     if not file.is_file():
         return None
     tensors, manifest = save.read(
-        task.folder, PARTIAL, task.identity("denoise"), checkpoint.digests, "the whole stage, after removing both"
+        task.folder, PARTIAL, task.identity("denoise"), weights.digests, "the whole stage, after removing both"
     )
     assert manifest is not None
     remedy = f"Finish that run, or remove the two files {PARTIAL}.*, or choose another --out"

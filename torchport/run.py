@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchport import compile, load, machine, patch, pipelines, resume, save, shard, tiny
+from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny
 from torchport.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.progress import log, track
@@ -43,9 +43,9 @@ class Summary:
 class Journey:
     """A task on its way: its weights, and what it has left behind so far."""
 
-    def __init__(self, task: Task, checkpoint: load.Checkpoint, stopping: resume.Stopping) -> None:
+    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: resume.Stopping) -> None:
         self.task = task
-        self.checkpoint = checkpoint
+        self.weights = weights
         self.stopping = stopping
         self.seconds: dict[str, float] = {}
         self.shas: dict[str, str] = {}  # of artefacts read or written, by stage
@@ -63,20 +63,20 @@ def run(request: Request) -> Summary:
         entries = task.patches(task.stages)
         with patch.applied(entries), load.hushed(not log.isEnabledFor(logging.DEBUG)):
             check_machine(task)
-            checkpoint = _checkpoint(task)
-            check_heads(task, checkpoint)
-            journey = Journey(task, checkpoint, stopping)
+            weights = _weights(task)
+            check_heads(task, weights)
+            journey = Journey(task, weights, stopping)
             for stage in task.stages:
                 stopping.check(task, f"before '{stage.name}'")
                 _travel(journey, stage)
     return _arrive(journey)
 
 
-def _checkpoint(task: Task) -> load.Checkpoint:
+def _weights(task: Task) -> checkpoint.Checkpoint:
     if task.checkpoint != "tiny":
-        return load.locate(task.checkpoint, task.card)
+        return checkpoint.locate(task.checkpoint, task.card)
     folder = tiny.write(task.card)
-    return load.Checkpoint(folder, f"tiny:{folder.name}", load.digests(folder, task.card))
+    return checkpoint.Checkpoint(folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card))
 
 
 def _travel(journey: Journey, stage: pipelines.Stage) -> None:
@@ -91,7 +91,7 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
             clock.append(time.perf_counter())
             facts = functools.partial(_facts, journey, stage, ledger)
             shas = {str(name): journey.shas[name] for name in stage.needs if name in journey.shas}
-            steps = resume.steps(task, stage, journey.stopping, journey.checkpoint, facts, shas)
+            steps = resume.steps(task, stage, journey.stopping, journey.weights, facts, shas)
             outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
             clock.append(time.perf_counter())
         ledger.check_called()
@@ -123,7 +123,7 @@ def _read(journey: Journey, stage: pipelines.Stage) -> dict[str, torch.Tensor]:
     for name in stage.needs:
         command = f"torchport run --model {task.card.model} --config {task.request.config} --stage {name}"
         tensors, manifest = save.read(
-            task.inputs, name, task.identity(name), journey.checkpoint.digests, f"{command} --out {task.inputs}"
+            task.inputs, name, task.identity(name), journey.weights.digests, f"{command} --out {task.inputs}"
         )
         inputs |= tensors
         if manifest is not None:
@@ -150,7 +150,7 @@ def _check_prompt(task: Task, name: str, manifest: save.Manifest) -> None:
 
 def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
     """Returns the stage's parts: whole on the host, or, the network and what lends its configuration, on meta."""
-    task, folder = journey.task, journey.checkpoint.folder
+    task, folder = journey.task, journey.weights.folder
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
@@ -159,7 +159,7 @@ def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
         else:
             parts[name] = load.text_encoder(component.class_, folder / name, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
-        config = load.read_json(folder / name / "config.json")
+        config = checkpoint.read_json(folder / name / "config.json")
         parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder / name))
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
@@ -171,7 +171,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     if stage.network is None:
         return None
     task, name = journey.task, stage.network
-    module, folder = parts[name].get_submodule(stage.submodule), journey.checkpoint.folder / name
+    module, folder = parts[name].get_submodule(stage.submodule), journey.weights.folder / name
     if task.original:
         load.fill(parts[name], folder, name)
         return compile.Eager(module)
@@ -207,8 +207,8 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
         "stage": stage.name,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "identity": task.identity(stage.name),
-        "checkpoint": journey.checkpoint.identity,
-        "components": journey.checkpoint.digests,
+        "checkpoint": journey.weights.identity,
+        "components": journey.weights.digests,
         "inputs": {name: journey.shas[name] for name in stage.needs if name in journey.shas},
         "settings": task.shown(),
         "config": task.job.model_dump(),

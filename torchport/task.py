@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchport import load, machine, patch, pipelines, save, shard
+from torchport import checkpoint, load, machine, patch, pipelines, save, shard
 from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
 from torchport.config import Document
 from torchport.errors import BadValueError, UnknownNameError, nearest
@@ -230,10 +230,10 @@ def _host_bytes(task: Task, component: str) -> int:
     dtype = task.settings.dtypes.get(component)
     if dtype is None or task.checkpoint == "tiny":
         return 0
-    folder = load.local(task.checkpoint)
+    folder = checkpoint.local(task.checkpoint)
     if folder is None:
         return dtype.itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * load.parameters(folder / component)
+    return dtype.itemsize * checkpoint.parameters(folder / component)
 
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
@@ -251,14 +251,14 @@ def _configuration(task: Task, component: str) -> dict[str, Any]:
     """Returns a component's configuration if it is on this machine; empty: the class's own, which is the published."""
     if task.checkpoint == "tiny":
         return dict(task.card.tiny.components.get(component, {}))
-    folder = load.local(task.checkpoint)
+    folder = checkpoint.local(task.checkpoint)
     if folder is None:
         return {}
-    config = load.read_json(folder / component / "config.json")
+    config = checkpoint.read_json(folder / component / "config.json")
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
-def check_heads(task: Task, checkpoint: load.Checkpoint) -> None:
+def check_heads(task: Task, weights: checkpoint.Checkpoint) -> None:
     """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
 
     Raises:
@@ -269,7 +269,7 @@ def check_heads(task: Task, checkpoint: load.Checkpoint) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = load.read_json(checkpoint.folder / component / "config.json")
+            config = checkpoint.read_json(weights.folder / component / "config.json")
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))

@@ -1,0 +1,224 @@
+"""A checkpoint in the diffusers format: where it is, what is in it, and whether it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from torchport.card import Card
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, nearest
+from torchport.progress import log
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder in the diffusers format (`model_index.json`, one folder per component).
+
+    Attributes:
+        folder: Where it lies.
+        identity: What the manifest calls it: `repo@commit`, or the folder's name.
+        digests: Of each component that is there, by name: two copies of one checkpoint agree.
+    """
+
+    folder: Path
+    identity: str
+    digests: dict[str, str]
+
+
+def is_folder(name: str) -> bool:
+    """Whether `--checkpoint` names a folder rather than `repo@revision`."""
+    return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
+
+
+def local(name: str) -> Path | None:
+    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network."""
+    if is_folder(name):
+        folder = Path(name).expanduser().resolve()
+        return folder if folder.is_dir() else None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or "main", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def locate(name: str, card: Card) -> Checkpoint:
+    """Returns a checkpoint that is on this machine, downloading it first if it is `repo@revision`.
+
+    Args:
+        name: A folder, or `owner/repo@revision` (`main` if no revision is given).
+        card: The model card whose components the checkpoint must hold.
+
+    Raises:
+        CheckpointMissingError: No such folder, or the repository cannot be reached.
+        CheckpointBrokenError: `model_index.json` is not JSON.
+        CheckpointForeignError: Components of other classes than the card's.
+    """
+    if is_folder(name):
+        folder = Path(name).expanduser().resolve()
+        if not folder.is_dir():
+            raise CheckpointMissingError(
+                f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
+            )
+        identity = f"folder:{folder.name}"
+    else:
+        folder = _downloaded(name, card)
+        identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
+    check_index(folder, card)
+    return Checkpoint(folder, identity, digests(folder, card))
+
+
+def _downloaded(name: str, card: Card) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = name.partition("@")
+    wanted = ["model_index.json", *(f"{component}/*" for component in card.components)]
+    log.info("checkpoint %s ...", name)
+    try:
+        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise CheckpointMissingError(
+            f"--checkpoint {name}",
+            f"It is neither in the cache nor to be had: {reason}",
+            "Check the name and the network, or pass --checkpoint DIR with a copy of it",
+            repo=repo,
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns a JSON object of a checkpoint.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Not a JSON object.
+    """
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointBrokenError(str(file), f"Not JSON: {error}", "Download the file again") from error
+    if not isinstance(data, dict):
+        raise CheckpointBrokenError(str(file), "Not a JSON object", "Download the file again")
+    return data
+
+
+def check_index(folder: Path, card: Card) -> None:
+    """Refuses a folder whose `model_index.json` lists other classes than the card's.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: No index, or one that cannot be read.
+        CheckpointForeignError: Another model's index.
+    """
+    file = folder / "model_index.json"
+    index = read_json(file)
+    for name, component in card.components.items():
+        library, _, class_name = component.class_.partition(":")
+        if name not in index:
+            raise CheckpointForeignError(
+                str(file),
+                f"It has no component '{name}'",
+                f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
+                component=name,
+            )
+        found = [str(word).removesuffix("Fast") for word in index[name]]  # transformers 4 had two of each tokenizer
+        if found != [library.partition(".")[0], class_name]:
+            raise CheckpointForeignError(
+                str(file),
+                f"'{name}' is {index[name]}",
+                f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model",
+                component=name,
+            )
+
+
+def digests(folder: Path, card: Card) -> dict[str, str]:
+    """Returns a digest of each component of a checkpoint that is there.
+
+    It covers every file's name and size, and its two ends: sixteen gigabytes are not read through for a name. A
+    safetensors header, with all names, shapes and offsets, is in the first end.
+    """
+    return {name: _digest(folder / name) for name in card.components if (folder / name).is_dir()}
+
+
+def _digest(folder: Path) -> str:
+    sha = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        size = file.stat().st_size
+        sha.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            sha.update(stream.read(2**16))
+            if size > 2**16:
+                stream.seek(max(2**16, size - 2**16))
+                sha.update(stream.read(2**16))
+    return sha.hexdigest()[:16]
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a component, from the index or the single file.
+
+    Raises:
+        CheckpointMissingError: No safetensors, or a shard of the index is missing.
+        CheckpointBrokenError: A file is truncated or not safetensors.
+    """
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        mapping = read_json(indices[0]).get("weight_map")
+        if not isinstance(mapping, dict):
+            raise CheckpointBrokenError(str(indices[0]), "It has no 'weight_map'", "Download the file again")
+        files = [folder / name for name in sorted(set(mapping.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointMissingError(
+            str(folder), "There is no *.safetensors in it", "Download the checkpoint again, whole"
+        )
+    return {name: file for file in files for name in header(file)}
+
+
+def parameters(folder: Path) -> int:
+    """Returns how many parameters a component has, from its files' headers."""
+    entries = [entry for file in sorted(set(weight_files(folder).values())) for entry in header(file).values()]
+    return sum(math.prod(entry["shape"]) for entry in entries)
+
+
+def header(file: Path) -> dict[str, Any]:
+    """Returns the tensors of a safetensors file: name to dtype, shape and offsets.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Truncated, or not safetensors.
+    """
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", "Download the file again")
+        try:
+            entries = json.loads(stream.read(length))
+            entries.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointBrokenError(
+                str(file), "Its header is not safetensors'", "Download the file again"
+            ) from error
+    if size != end:
+        raise CheckpointBrokenError(
+            str(file),
+            f"It has {size} bytes, and its header promises {end}",
+            "Download the file again: it is truncated",
+            size=size,
+            promised=end,
+        )
+    return dict(entries)
