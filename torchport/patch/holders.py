@@ -188,12 +188,28 @@ class Deep:
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
         self._modules = {id(_namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
-        inner = [r for r in self._first if isinstance(r, _OWNED) and id(r) not in self._modules]
-        self._owners: dict[int, list[Any]] = {id(r): [] for r in inner}
-        for owner in gc.get_referrers(*inner) if inner else []:
-            if owner is not inner and owner is not self._first:
-                for thing in {id(t) for t in gc.get_referents(owner)} & self._owners.keys():
-                    self._owners[thing].append(owner)
+        self._owners: dict[int, list[Any]] = {}
+        self._climb(self._first)
+
+    def _climb(self, referrers: list[Any]) -> None:
+        """Finds the owners of the referrers and of those owners: a cell is a tuple's, and that a function's."""
+        lists = [referrers, self._first]
+        for _ in range(2):
+            frontier = [r for r in referrers if isinstance(r, _OWNED) and self._is_unknown(r, lists)]
+            if not frontier:
+                return
+            for referrer in frontier:
+                self._owners[id(referrer)] = []
+            referrers = gc.get_referrers(*frontier)
+            lists += [frontier, referrers, *self._owners.values()]
+            internal = {*map(id, lists), id(lists), id(self._owners)}
+            for owner in referrers:
+                if id(owner) not in internal:
+                    for key in {id(thing) for thing in gc.get_referents(owner)} & self._owners.keys():
+                        self._owners[key].append(owner)
+
+    def _is_unknown(self, referrer: Any, lists: list[Any]) -> bool:
+        return id(referrer) not in self._modules and id(referrer) not in self._owners and referrer is not lists
 
     def holders(self, thing: Any) -> tuple[list[Holder], int]:
         """Returns an object's holders, module globals aside, and how many references were seen in all."""
@@ -230,13 +246,13 @@ class Deep:
         rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)]
         return [Holder(where, module, None, rebind) for rebind in rebinds or [None]]
 
-    def _module_of(self, referrer: Any) -> str | None:
-        for candidate in (referrer, *self._owners.get(id(referrer), ())):
-            if id(candidate) in self._modules:
-                return self._modules[id(candidate)].__name__
-            if isinstance(candidate, (type, types.FunctionType)):
-                return str(candidate.__module__)
-        return None
+    def _module_of(self, referrer: Any, height: int = 3) -> str | None:
+        if id(referrer) in self._modules:
+            return self._modules[id(referrer)].__name__
+        if isinstance(referrer, (type, types.FunctionType)):
+            return str(referrer.__module__)
+        above = self._owners.get(id(referrer), ()) if height else ()
+        return next(filter(None, (self._module_of(owner, height - 1) for owner in above)), None)
 
     def _rebinds(self, referrer: Any, thing: Any) -> Iterator[Rebind]:
         owners = self._owners.get(id(referrer), ())
