@@ -60,18 +60,18 @@ def test_a_clean_package_gets_no_complaint(fake):
 )
 def test_an_import_of_a_floor_above_is_found_wherever_it_stands(fake, text):
     found = fake(run="x = 1\n", shard=text)
-    assert len(found) == 1 and "floor 3 imports 'run' of floor 6" in found[0]
+    assert len(found) == 1 and "floor 3 imports 'run' of floor 7" in found[0]
     assert found[0].startswith("shard.py:")
 
 
 def test_an_import_beside_is_found(fake):
-    assert fake(load="x = 1\n", shard="from torchport.load import x\n") == [
-        "shard.py:2: floor 3 imports 'load' of floor 3"
+    assert fake(save="x = 1\n", shard="from torchport.save import x\n") == [
+        "shard.py:2: floor 3 imports 'save' of floor 3"
     ]
 
 
 def test_one_command_cannot_import_another(fake):
-    assert "floor 7 imports 'doctor' of floor 7" in fake(doctor="x = 1\n", plan="from torchport.doctor import x\n")[0]
+    assert "floor 8 imports 'doctor' of floor 8" in fake(doctor="x = 1\n", plan="from torchport.doctor import x\n")[0]
 
 
 def test_the_package_itself_imports_none_of_its_modules_at_module_level(fake):
