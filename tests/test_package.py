@@ -1,0 +1,57 @@
+"""What is installed: a wheel carries its own patches/ and configs/, and an editable install reads the checkout's."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder that holds what the wheel holds, as `pip install` would unpack it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-q", "-w", folder]
+    subprocess.run(command, check=True, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def torchport(where, folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(where)}
+    command = [sys.executable, "-m", "torchport", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("where", ["wheel", "checkout"])
+def test_cards_and_patches_are_found_from_any_folder(where, installed, tmp_path):
+    listed = torchport(installed if where == "wheel" else ROOT, tmp_path, "models")
+    assert listed.returncode == 0, listed.stderr
+    assert "hunyuan" in listed.stdout
+
+
+def test_a_wheel_holds_every_file_of_patches_and_configs(installed):
+    tracked = subprocess.run(
+        ["git", "ls-files", "patches", "configs"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert tracked.stdout.split()
+    for name in tracked.stdout.split():
+        assert (installed / "torchport" / "_data" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_a_wheel_is_typed(installed):
+    assert (installed / "torchport" / "py.typed").is_file()
+
+
+def test_the_current_folder_is_never_taken_unasked(installed, tmp_path):
+    """A folder with patches/ and configs/ may be anybody's: it takes --path to run code from it."""
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    assert "hunyuan" in torchport(installed, tmp_path, "models").stdout
+    assert torchport(installed, tmp_path, "models", "--path", ".").stdout == ""
