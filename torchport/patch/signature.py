@@ -130,7 +130,8 @@ def _positional_lack(
         return f"asks for '{own.name}', which has a default"
     if exempt or (own is not None and own.name == theirs.name and own.kind in _BY_NAME):
         return None
-    if own is None or theirs.name not in given.parameters:
+    named = given.parameters.get(theirs.name)
+    if own is None or named is None or named.kind is Parameter.POSITIONAL_ONLY:
         return _named_lack(theirs, given, kinds)
     return f"has '{theirs.name}' in another place"
 

@@ -1,0 +1,369 @@
+"""All or none, nested, in one thread, undone in reverse; and what the ledger says of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import pytest
+from fakes.patch_world import World, namespace
+
+from torchport import patch
+from torchport.errors import (
+    ConflictError,
+    NotCalledError,
+    RewriteError,
+    ScopeError,
+    SignatureError,
+    StaleTraceError,
+    TargetError,
+    ThreadError,
+    UnknownNameError,
+)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", "def f(a):\n    b = a\n    return b\n\ndef g(a):\n    return 'g'\n\nclass C:\n    def f(self): pass\n")
+    world.python("def new(a): return 'new'\ndef newer(a): return 'newer'\ndef method(self): return 1\n")
+    yield world
+    world.close()
+
+
+def _two(world, first="replace: p.py:new", second="replace: p.py:newer", targets=("up.m:f", "up.m:g")):
+    return world.yaml(
+        f"id: up.one\n  target: {targets[0]}\n  {first}\n- id: up.two\n  target: {targets[1]}\n  {second}"
+    )
+
+
+def test_all_of_a_set_applies_or_none_when_a_module_is_late(world):
+    import up.m
+
+    before = namespace(up.m)
+    entries = _two(world, second="rewrite: {match: x = 1, put: p.py:new}")
+    with pytest.raises(RewriteError):
+        patch.applied(entries).__enter__()
+    assert namespace(up.m) == before
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("torchport")]
+
+
+def test_a_failure_at_an_import_takes_back_what_was_applied_before(world):
+    world.write("up/late.py", "h = 3\n")
+    with pytest.raises(TargetError, match="up.late:h is a int"):
+        with patch.applied(_two(world, targets=("up.m:f", "up.late:h"))) as ledger:
+            import up.m
+
+            assert up.m.f(1) == "new"
+            with pytest.raises(TargetError):
+                import up.late  # noqa: F401
+            assert up.m.f(1) == 1
+            import up.m
+
+            assert ledger.rows()[0]["state"] == "used"
+    assert up.m.f(1) == 1
+
+
+def test_sets_nest_and_what_is_in_force_is_not_applied_twice(world):
+    entries = _two(world)
+    with patch.applied(entries[:1]) as outer:
+        import up.m
+
+        up.m.f(1)
+        with patch.applied(entries) as inner:
+            up.m.f(1)
+            up.m.g(1)
+            assert [row["calls"] for row in inner.rows()] == [1, 1]
+            assert [row["calls"] for row in outer.rows()] == [2]
+        assert (up.m.f(1), up.m.g(1)) == ("new", "g")
+    assert up.m.f(1) == 1
+
+
+def test_nested_rewrites_of_one_function_are_undone_in_reverse(world):
+    world.python("def one(a): return a + 10\ndef two(b): return b * 2\n")
+    entries = _two(
+        world,
+        "rewrite: {match: b = a, put: p.py:one}",
+        "rewrite: {match: return b, put: p.py:two}",
+        ("up.m:f", "up.m:f"),
+    )
+    with patch.applied(entries[:1]):
+        import up.m
+
+        assert up.m.f(1) == 11
+        with patch.applied(entries[1:]):
+            assert up.m.f(1) == 22
+        assert up.m.f(1) == 11
+    assert up.m.f(1) == 1
+
+
+def test_two_patches_on_one_target_conflict(world):
+    with pytest.raises(ConflictError) as caught:
+        patch.applied(_two(world, targets=("up.m:f", "up.m:f"))).__enter__()
+    assert str(caught.value) == (
+        "patches/up/p.yaml:9: 'up.two' claims up.m:f, and 'up.one' at patches/up/p.yaml:1 up.m:f. Keep one of the two."
+    )
+
+
+def test_a_target_and_what_contains_it_conflict(world):
+    world.python("class New: pass\ndef method(self): pass\n")
+    with pytest.raises(ConflictError, match=r"'up.two' claims up.m:C.f, and 'up.one' at .* up.m:C"):
+        patch.applied(
+            _two(world, "replace: p.py:New", "replace: p.py:method", ("up.m:C", "up.m:C.f"))
+        ).__enter__()
+
+
+def test_a_nested_set_conflicts_with_what_is_in_force(world):
+    with patch.applied(world.one("replace: p.py:new", "up.m:f", key="up.a")):
+        with pytest.raises(ConflictError, match=r"'up.b' claims up.m:f, and 'up.a'"):
+            patch.applied(world.one("replace: p.py:newer", "up.m:f", key="up.b")).__enter__()
+        with pytest.raises(ConflictError, match=r"'up.a' is in force with another content"):
+            patch.applied(world.one("replace: p.py:newer", "up.m:f", key="up.a")).__enter__()
+
+
+def test_a_second_thread_that_applies_is_refused(world):
+    entries = world.one("replace: p.py:new", "up.m:f")
+    caught = []
+
+    def other():
+        try:
+            with patch.applied(entries):
+                pass
+        except ThreadError as error:
+            caught.append(str(error))
+
+    with patch.applied(entries):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert caught == [
+        "patch.applied: Another thread has patches applied. Apply patches in one thread, around all of its work."
+    ]
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_a_stage_that_does_not_exist_is_refused(world):
+    with pytest.raises(UnknownNameError, match=r"No stage 'denoize'. Did you mean 'denoise'"):
+        patch.applied([], stage="denoize").__enter__()
+
+
+def test_a_body_that_raises_is_undone_as_well(world):
+    with pytest.raises(KeyError, match="theirs"), patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m
+
+        raise KeyError("theirs")
+    assert up.m.f(1) == 1
+
+
+def test_the_ledger_asks_the_live_object(world):
+    entries = world.one("replace: p.py:new", "up.m:f")
+    with patch.applied(entries) as ledger:
+        state = lambda: ledger.rows()[0]["state"]  # noqa: E731
+        assert state() == "armed"
+        import up.m
+
+        assert state() == "applied"
+        up.m.f(1)
+        assert state() == "used"
+        ours, up.m.f = up.m.f, lambda a: "theirs"
+        assert state() == "displaced"
+        up.m.f = ours
+        assert state() == "used"
+    assert state() == "used"
+
+
+def test_what_somebody_else_put_in_the_place_stays_there(world):
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
+        import up.m
+
+        inner = up.m.f
+        up.m.f = lambda a: ["theirs", inner(a)]
+        assert up.m.f(1) == ["theirs", "new"]
+    assert up.m.f(1) == ["theirs", 1]
+    assert ledger.rows()[0]["state"] == "displaced"
+
+
+def test_a_patch_that_must_be_called_in_its_stage_and_is_not_fails_it(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
+    with patch.applied(entries, stage="denoise") as ledger:
+        import up.m
+
+        with pytest.raises(NotCalledError) as caught:
+            ledger.check_called()
+        assert str(caught.value) == (
+            "patches/up/p.yaml:1: 'up.one' was not called in denoise (it is applied). "
+            "Find what is called instead of up.m:f, or take it out of 'must_be_called'."
+        )
+        up.m.f(1)
+        ledger.check_called()
+    with patch.applied(entries, stage="decode") as ledger:
+        ledger.check_called()
+    with patch.applied(entries) as ledger, pytest.raises(NotCalledError, match="was not called in denoise"):
+        ledger.check_called()
+
+
+def test_rows_are_plain_data(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "plumbing: true")
+    assert entries[0].plumbing
+    with patch.applied(entries) as ledger:
+        row = json.loads(json.dumps(ledger.rows()))[0]
+    assert row == {
+        "id": "up.one",
+        "target": "up.m:f",
+        "kind": "replace",
+        "equivalence": "bitwise",
+        "state": "armed",
+        "calls": 0,
+        "plumbing": True,
+        "late": False,
+        "drift": "unlocked",
+        "detail": "",
+        "why": "A test.",
+        "place": "patches/up/p.yaml:1",
+    }
+
+
+def test_ops_are_handed_out_counted_and_the_engine_touches_nothing(world):
+    world.python("def lowered(x): return -x\n")
+    entries = world.one("op: p.py:lowered", "torch.ops:aten.neg.default", "must_be_called: [denoise]")
+    with patch.applied(entries, stage="denoise") as ledger:
+        (op,) = ledger.ops()
+        assert ledger.ops() == [op]
+        assert (op.id, op.target, op.place) == ("up.one", "torch.ops:aten.neg.default", "patches/up/p.yaml:1")
+        with pytest.raises(NotCalledError):
+            ledger.check_called()
+        assert op.function(3) == -3
+        ledger.check_called()
+        assert ledger.rows()[0]["state"] == "used"
+
+
+def test_a_program_traced_under_a_set_is_not_traced_again_without_it(world):
+    entries = _two(world)
+    with patch.applied(entries[:1]) as ledger:
+        import up.m
+
+        up.m.f(1)
+        trace = ledger.trace()
+        trace.check()
+        again = patch.Trace.from_json(json.loads(json.dumps(trace.as_json())))
+        again.check()
+        with patch.applied(entries[1:]), pytest.raises(StaleTraceError, match="'up.two' was not in force then"):
+            trace.check()
+    with pytest.raises(StaleTraceError) as caught:
+        trace.check()
+    assert str(caught.value) == (
+        "trace: A program is traced again, and 'up.one' is not in force. "
+        "Trace it inside the same 'with patch.applied(...)', or compile it anew."
+    )
+    with patch.applied(entries[:1]):
+        trace.check()
+    world.python("def new(a): return 'another'\ndef newer(a): pass\n")
+    with patch.applied(entries[:1]), pytest.raises(StaleTraceError, match="'up.one' has changed"):
+        trace.check()
+
+
+def test_a_run_that_uses_an_earlier_trace_counts_its_calls(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
+    with patch.applied(entries, stage="denoise") as ledger:
+        import up.m
+
+        up.m.f(1)
+        trace = ledger.trace()
+    with patch.applied(entries, stage="denoise") as ledger:
+        with pytest.raises(NotCalledError):
+            ledger.check_called()
+        ledger.credit(trace)
+        ledger.check_called()
+        assert ledger.rows()[0]["calls"] == 1
+    with patch.applied([]) as ledger, pytest.raises(StaleTraceError):
+        ledger.credit(trace)
+
+
+def test_a_target_that_walks_out_of_its_package_is_refused(world):
+    world.write("other/nn.py", "class Norm:\n    def forward(self): return 'norm'\n")
+    world.write("up/m.py", "from other import nn\nimport other.nn as onn\nfrom other.nn import Norm\n")
+    with pytest.raises(ScopeError) as caught:
+        patch.applied(world.one("replace: p.py:method", "up.m:nn.Norm.forward")).__enter__()
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up.m:nn.Norm.forward walks out of up: 'nn' belongs to other. Patch the name that its "
+        "module looks up, or declare 'scope: global' with 'scope_reason'."
+    )
+    for target in ("onn.Norm.forward", "Norm.forward"):
+        with pytest.raises(ScopeError, match="walks out of up"):
+            patch.applied(world.one("replace: p.py:method", f"up.m:{target}")).__enter__()
+    assert "other.nn" not in sys.modules
+    more = "scope: global\nscope_reason: A test."
+    with patch.applied(world.one("replace: p.py:method", "up.m:Norm.forward", more)):
+        import up.m
+
+        assert up.m.nn.Norm().forward() == 1
+    assert up.m.nn.Norm().forward() == "norm"
+
+
+def test_a_target_that_walks_out_in_a_way_that_the_source_hides_is_refused_when_it_is_applied(world):
+    world.write("other/nn.py", "class Norm:\n    def forward(self): return 'norm'\n")
+    world.write("up/star.py", "from other.nn import Norm\n")
+    world.write("up/m.py", "from up.star import *\n")
+    with pytest.raises(ScopeError, match=r"'Norm' belongs to other.nn"):
+        with patch.applied(world.one("replace: p.py:method", "up.m:Norm.forward")):
+            import up.m  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("target", "new", "text"),
+    [
+        ("(a)", "()", "does not take 'a' by position"),
+        ("(a)", "(b)", "does not take 'a' by name"),
+        ("(a, b)", "(b, a)", "has 'a' in another place"),
+        ("(a)", "(a, b)", "asks for 'b'"),
+        ("(a=1)", "(a)", "asks for 'a', which has a default"),
+        ("(*, a)", "(*, b)", "does not take 'a' by name"),
+        ("(*, a=1)", "(*, a)", "asks for 'a', which has a default"),
+        ("(*args)", "()", "does not take *args"),
+        ("(**kwargs)", "(*args)", "does not take **kwargs"),
+        ("(a, b=1)", "(a, /, b=1)", "does not take 'a' by name"),
+        ("(a, b, c)", "(a, *args)", "does not take 'b' by name"),
+    ],
+)
+def test_a_replacement_that_does_not_take_every_call_is_refused(world, target, new, text):
+    world.write("up/m.py", f"def f{target}: return 1\n")
+    world.python(f"def new{new}: return 2\n")
+    with pytest.raises(SignatureError) as caught:
+        patch.applied(world.one("replace: p.py:new", "up.m:f")).__enter__()
+    assert f"'p.py:new' {text}, unlike up.m:f(" in str(caught.value)
+    world.write("up/n.py", "from up.m import f as g\ndef keep(x): return x\nf = keep(g)\n")
+    with pytest.raises(SignatureError):
+        with patch.applied(world.one("replace: p.py:new", "up.n:f")):
+            import up.n  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("target", "new"),
+    [
+        ("(a)", "(a, b=1)"),
+        ("(a, b=1)", "(*args, **kwargs)"),
+        ("(a, /)", "(x)"),
+        ("(a, *, b)", "(a, b)"),
+        ("(a, b=1, *args, c, **kwargs)", "(a, b=2, *args, **kwargs)"),
+        ("(a, b)", "(a, *args, **kwargs)"),
+        ("()", "(a=1)"),
+    ],
+)
+def test_a_replacement_that_takes_more_is_accepted(world, target, new):
+    world.write("up/m.py", f"def f{target}: return 1\n")
+    world.python(f"def new{new}: return 2\n")
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m  # noqa: F401
+
+
+def test_a_wrapper_without_room_for_the_original_is_refused(world):
+    world.python("def new(): return 1\n")
+    with pytest.raises(SignatureError, match=r"The wrapper 'p.py:new' of 'up.one' has no parameter for the original"):
+        patch.applied(world.one("wrap: p.py:new", "up.m:f")).__enter__()
+    world.python("def new(a): return 1\n")
+    with pytest.raises(SignatureError, match=r"'p.py:new' does not take 'a' by position"):
+        patch.applied(world.one("wrap: p.py:new", "up.m:f")).__enter__()
