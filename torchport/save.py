@@ -24,7 +24,6 @@ from torchport.errors import (
     ArtefactBrokenError,
     ArtefactForeignError,
     ArtefactMissingError,
-    CheckpointBrokenError,
     OutputError,
 )
 from torchport.progress import log
@@ -34,6 +33,11 @@ SCHEMA = 1
 
 SEED_FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
 """Names of the stage files of the hand-written ports that torchport replaces; read, never written."""
+
+_SEED_SIZES = {"height": "height", "width": "width", "video_length": "frames"}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
+}
 
 
 class Tensor(pydantic.BaseModel):
@@ -172,6 +176,10 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor)} {list(tensor.shape)}"
+
+
 def read(
     folder: Path, name: str, identity: Mapping[str, Any], components: Mapping[str, str], made_by: str
 ) -> tuple[dict[str, torch.Tensor], Manifest | None]:
@@ -210,13 +218,12 @@ def read(
             str(file), f"Its sha256 is not the one in {beside.name}", f"Copy both again, or make them with: {made_by}"
         )
     tensors = _loaded(data, file)
-    for key, tensor in tensors.items():
+    for key in sorted({*tensors, *manifest.tensors}):
+        found = _described(tensors[key]) if key in tensors else "missing"
         noted = manifest.tensors.get(key)
-        if noted is None or (noted.dtype, noted.shape) != (_dtype(tensor), list(tensor.shape)):
+        if noted is None or found != f"{noted.dtype} {noted.shape}":
             raise ArtefactBrokenError(
-                str(file),
-                f"'{key}' is {_dtype(tensor)} {list(tensor.shape)}, unlike what {beside.name} says",
-                f"Make both again with: {made_by}",
+                str(file), f"'{key}' is {found}, unlike what {beside.name} says", f"Make both again with: {made_by}"
             )
     _same(beside, name, identity, manifest.identity, components, manifest.components)
     return tensors, manifest
@@ -267,13 +274,13 @@ def _same(
 ) -> None:
     """Refuses an artefact of another run."""
     for key, value in wanted.items():
-        if key in found and found[key] != value:
+        if key not in found or found[key] != value:
             raise ArtefactForeignError(
                 str(file),
-                f"'{name}' was made for {key} {found[key]!r}, and this run is for {value!r}",
+                f"'{name}' was made for {key} {found.get(key)!r}, and this run is for {value!r}",
                 "Make it again, or run with what it was made for",
                 key=key,
-                found=found[key],
+                found=found.get(key),
                 wanted=value,
             )
     for key in sorted(set(components) & set(made_with)):
@@ -306,7 +313,8 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
 def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
 
-    Those files carry no checksum and no patch ledger; what `generation_config.json` says beside them is checked.
+    Those files carry no checksum and no patch ledger. The sizes that they name are checked, or, where they name none,
+    those of `generation_config.json` beside them.
 
     Raises:
         ArtefactBrokenError: It cannot be read.
@@ -315,26 +323,29 @@ def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor
     from safetensors import SafetensorError, safe_open
 
     log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
+    beside = file.parent / "generation_config.json"
     try:
         with safe_open(str(file), framework="pt") as stream:
             metadata = stream.metadata() or {}
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
-        dtypes = json.loads(metadata.get("dtype_info", "{}"))
-        beside = file.parent / "generation_config.json"
-        config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-    except (SafetensorError, ValueError, CheckpointBrokenError) as error:
-        raise ArtefactBrokenError(str(file), f"It cannot be read: {error}", "Copy or make it again") from error
-    for key, noted in (("height", "height"), ("width", "width"), ("frames", "video_length")):
-        if key in identity and noted in config and config[noted] != identity[key]:
+        for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
+            if name in tensors:
+                tensors[name] = tensors[name].to(_DTYPES[str(dtype).removeprefix("torch.")])
+        config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
+        sizes = {key: (int(metadata[key]), file) for key in _SEED_SIZES if key in metadata}
+        sizes = {key: (int(config[key]), beside) for key in _SEED_SIZES if key in config} | sizes
+    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
+        reason = f"unknown dtype {error}" if isinstance(error, KeyError) else error
+        raise ArtefactBrokenError(str(file), f"It cannot be read: {reason}", "Copy or make it again") from error
+    for noted, (size, place) in sizes.items():
+        key = _SEED_SIZES[noted]
+        if identity.get(key, size) != size:
             raise ArtefactForeignError(
-                str(beside),
-                f"'{noted}' is {config[noted]}, and this run's {key} is {identity[key]}",
-                f"Run with --set {key}={config[noted]}",
+                str(place),
+                f"'{noted}' is {size}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={size}",
                 key=key,
             )
-    for name, dtype in dtypes.items():
-        if name in tensors:
-            tensors[name] = tensors[name].to(getattr(torch, str(dtype).removeprefix("torch.")))
     return tensors
 
 

@@ -1,0 +1,428 @@
+"""Artefacts: whole or not at all, verified on reading, refused from another run; seeds' stage files; pictures."""
+
+import errno
+import json
+import os
+import stat
+
+import imageio.v3
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+
+from torchport import save
+from torchport.errors import (
+    ArtefactBrokenError,
+    ArtefactForeignError,
+    ArtefactMissingError,
+    OutputError,
+    SaveError,
+)
+
+IDENTITY = {"model": "m", "height": 64, "width": 64, "frames": 5}
+COMPONENTS = {"transformer": "aaaa", "vae": "bbbb"}
+FACTS = {
+    "stage": "denoise",
+    "created": "2026-11-20T00:00:00+00:00",
+    "identity": IDENTITY,
+    "checkpoint": "a/b@c",
+    "components": COMPONENTS,
+    "inputs": {},
+    "settings": {"seed": 1},
+    "config": {},
+    "backend": "original",
+    "patches": [],
+    "versions": {},
+    "seconds": {},
+}
+TENSORS = {
+    "latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).transpose(0, 1),
+    "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False]),
+    "count": torch.tensor(3),
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with the artefact `denoise` in it."""
+    save.write(tmp_path, "denoise", TENSORS, FACTS)
+    return tmp_path
+
+
+def read(folder, name="denoise", identity=None, components=None):
+    """Reads an artefact as the next stage of the same run would."""
+    return save.read(folder, name, identity or IDENTITY, components or COMPONENTS, "torchport run --stage denoise")
+
+
+def refusal(kind, call):
+    """Returns the text of the error, which must be of this kind."""
+    with pytest.raises(SaveError) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def test_what_is_written_is_read_back_bit_for_bit(written):
+    tensors, manifest = read(written)
+    assert set(tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
+    assert manifest.tensors["half"].model_dump() == {"dtype": "bfloat16", "shape": [2]}
+    assert {key: getattr(manifest, key) for key in FACTS} == FACTS
+
+
+def test_an_artefact_is_two_files_and_nothing_else(written):
+    assert sorted(file.name for file in written.iterdir()) == ["denoise.json", "denoise.safetensors"]
+
+
+def test_files_have_the_permissions_that_the_umask_gives(written):
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in written.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_missing_artefact_is_refused_with_the_command_that_makes_it(tmp_path):
+    assert refusal(ArtefactMissingError, lambda: read(tmp_path)) == (
+        f"{tmp_path}/denoise.safetensors: The artefact of 'denoise' is not there. "
+        "Make it with: torchport run --stage denoise."
+    )
+
+
+@pytest.mark.parametrize("half", ["denoise.json", "denoise.safetensors"])
+def test_half_an_artefact_is_refused(written, half):
+    (written / half).unlink()
+    assert refusal(ArtefactBrokenError, lambda: read(written)) == (
+        f"{written}/{half}: The other half of 'denoise' is there, and this is not. "
+        "Make both again with: torchport run --stage denoise."
+    )
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "longer"])
+def test_bytes_that_are_not_the_manifests_are_refused(written, damage):
+    file = written / "denoise.safetensors"
+    data = bytearray(file.read_bytes())
+    data = {"truncated": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "longer": data + b"\0"}[damage]
+    file.write_bytes(data)
+    assert refusal(ArtefactBrokenError, lambda: read(written)) == (
+        f"{file}: Its sha256 is not the one in denoise.json. "
+        "Copy both again, or make them with: torchport run --stage denoise."
+    )
+
+
+def edit(folder, **changes):
+    """Changes fields of the manifest."""
+    file = folder / "denoise.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_file_that_is_not_safetensors_is_refused_even_if_its_sum_is_right(written):
+    import hashlib
+
+    (written / "denoise.safetensors").write_bytes(b"no tensors")
+    edit(written, sha256=hashlib.sha256(b"no tensors").hexdigest())
+    text = refusal(ArtefactBrokenError, lambda: read(written))
+    assert (
+        text.startswith(f"{written}/denoise.safetensors: Not safetensors: ") and "Copy or make the file again" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("noted", "fact"),
+    [
+        ({"dtype": "float16", "shape": [3, 2, 4]}, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
+        ({"dtype": "float32", "shape": [2, 3, 4]}, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
+        (None, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
+    ],
+)
+def test_tensors_that_the_manifest_describes_otherwise_are_refused(written, noted, fact):
+    tensors = json.loads((written / "denoise.json").read_text())["tensors"]
+    edit(
+        written,
+        tensors={**{k: v for k, v in tensors.items() if k != "latents"}, **({"latents": noted} if noted else {})},
+    )
+    assert fact in refusal(ArtefactBrokenError, lambda: read(written))
+
+
+def test_a_tensor_that_the_manifest_lists_and_the_file_lacks_is_refused(written):
+    tensors = json.loads((written / "denoise.json").read_text())["tensors"]
+    edit(written, tensors={**tensors, "more": {"dtype": "float32", "shape": [1]}})
+    assert "'more' is missing, unlike what denoise.json says" in refusal(ArtefactBrokenError, lambda: read(written))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '"schema_version"', '{"schema_version": 1', "\x00", "{'a': 1}", "[1, 2]"]
+)
+def test_what_is_not_a_manifest_is_refused(written, text):
+    (written / "denoise.json").write_text(text)
+    assert refusal(ArtefactBrokenError, lambda: read(written)) == (
+        f"{written}/denoise.json: It is not a manifest. Make the artefact again."
+    )
+
+
+def test_a_manifest_that_is_not_utf8_is_refused(written):
+    (written / "denoise.json").write_bytes(b"\xff\xfe")
+    assert "It is not a manifest" in refusal(ArtefactBrokenError, lambda: read(written))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_schema_is_refused(written, version):
+    edit(written, schema_version=version)
+    assert refusal(ArtefactForeignError, lambda: read(written)) == (
+        f"{written}/denoise.json: Its schema version is {version!r}. This torchport reads 1: make the artefact again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("sha256", 3), ("seconds", []), ("stranger", 1), ("inputs", {"encode": 1})]
+)
+def test_a_field_that_is_not_what_it_must_be_is_refused(written, field, value):
+    edit(written, **{field: value})
+    text = refusal(ArtefactBrokenError, lambda: read(written))
+    assert (
+        text.startswith(f"{written}/denoise.json: Its field '{field}") and "is missing or not what it must be" in text
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "other"), ("height", 128), ("width", 32), ("frames", 9)])
+def test_an_artefact_of_another_model_or_size_is_refused(written, key, value):
+    text = refusal(ArtefactForeignError, lambda: read(written, identity={**IDENTITY, key: value}))
+    assert text == (
+        f"{written}/denoise.json: 'denoise' was made for {key} {IDENTITY[key]!r}, and this run is for {value!r}. "
+        "Make it again, or run with what it was made for."
+    )
+
+
+def test_an_identity_that_the_artefact_lacks_is_refused(written):
+    edit(written, identity={"model": "m"})
+    text = refusal(ArtefactForeignError, lambda: read(written))
+    assert "'denoise' was made for height None, and this run is for 64" in text
+
+
+def test_an_artefact_of_another_checkpoint_is_refused_and_parts_that_are_not_there_do_not_count(written):
+    read(written, components={"vae": "bbbb", "scheduler": "cccc"})
+    assert refusal(ArtefactForeignError, lambda: read(written, components={"vae": "dddd"})) == (
+        f"{written}/denoise.json: 'denoise' was made with another checkpoint: its vae is bbbb. "
+        "Use the same --checkpoint for all stages; here vae is dddd."
+    )
+
+
+def test_an_artefact_whose_inputs_were_made_again_is_refused(written):
+    encode = save.write(written, "encode", TENSORS, {**FACTS, "stage": "encode"})
+    made = save.write(written, "denoise", TENSORS, {**FACTS, "inputs": {"encode": encode.sha256}})
+    save.check_lineage(written, "denoise", made)
+    save.write(written, "encode", {"other": torch.zeros(1)}, {**FACTS, "stage": "encode"})
+    assert refusal(ArtefactForeignError, lambda: save.check_lineage(written, "denoise", made)) == (
+        f"{written}/denoise.json: 'denoise' was made from another 'encode' than the one beside it. "
+        "Run --stage denoise again."
+    )
+    save.remove(written, "encode")
+    save.check_lineage(written, "denoise", made)  # on another machine there are no earlier artefacts to compare
+
+
+@given(st.binary(max_size=200), st.sampled_from(["denoise.json", "denoise.safetensors"]))
+def test_any_bytes_in_either_file_are_refused(tmp_path_factory, data, half):
+    folder = tmp_path_factory.mktemp("any", numbered=True)
+    save.write(folder, "denoise", TENSORS, FACTS)
+    (folder / half).write_bytes(data)
+    refusal(ArtefactBrokenError, lambda: read(folder))
+
+
+def full(*args, **kwargs):
+    """Stands for a call on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_bytes", "pathlib.Path.replace", "tempfile.mkstemp"])
+def test_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch, call):
+    with monkeypatch.context() as context:
+        context.setattr(call, full)
+        text = refusal(OutputError, lambda: save.write(tmp_path, "denoise", TENSORS, FACTS))
+    assert text == (
+        f"{tmp_path}/denoise.safetensors: The disk is full. Free some space, or choose another folder with --out."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_the_older_file_as_it_was(tmp_path, monkeypatch, unchanged):
+    save.write_json(tmp_path / "manifest.json", {"a": 1})
+    before = unchanged(tmp_path)
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        refusal(OutputError, lambda: save.write_json(tmp_path / "manifest.json", {"a": 2}))
+    assert unchanged(tmp_path) == before
+    save.write_json(tmp_path / "manifest.json", {"a": 2})
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 2}
+
+
+def test_an_old_manifest_never_describes_a_new_artefact(written, monkeypatch):
+    """The disk fills up between the two files: the new tensors are there, and are not taken for the old ones."""
+    monkeypatch.setattr(save, "write_json", full)
+    with pytest.raises(OSError, match="No space"):
+        save.write(written, "denoise", {"latents": torch.zeros(1)}, FACTS)
+    assert sorted(file.name for file in written.iterdir()) == ["denoise.safetensors"]
+    monkeypatch.undo()
+    assert "The other half of 'denoise' is there" in refusal(ArtefactBrokenError, lambda: read(written))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        text = refusal(OutputError, lambda folder=folder: save.make_folder(folder))
+        assert text.startswith(f"{folder}: It cannot be written: ") and text.endswith(
+            "Choose another folder with --out."
+        )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    def readonly(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", readonly)
+    assert refusal(OutputError, lambda: save.make_folder(tmp_path)) == (
+        f"{tmp_path}: It cannot be written: Read-only file system. Choose another folder with --out."
+    )
+
+
+def test_a_file_that_cannot_be_removed_is_refused(tmp_path):
+    (tmp_path / "denoise.json").mkdir()
+    assert "denoise.json: It cannot be written: Is a directory" in refusal(
+        OutputError, lambda: save.remove(tmp_path, "denoise")
+    )
+
+
+def test_an_interrupt_while_writing_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), save.writing(tmp_path / "a.bin") as temporary:
+        temporary.write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+SEED_NAMES = ("prompt_embeds", "negative_prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds_mask")
+
+
+@pytest.mark.parametrize("spelling", ["bfloat16", "torch.bfloat16"])
+def test_the_hand_written_ports_embeddings_are_read_in_the_dtypes_they_name(tmp_path, spelling):
+    """One of those ports wrote bfloat16 as it is, the other as float32 with a note; both mean bfloat16."""
+    stored = torch.bfloat16 if spelling.startswith("torch.") else torch.float32
+    exact = {name: torch.tensor([[1.5, -2.0]]) for name in (*SEED_NAMES, *(f"{name}_2" for name in SEED_NAMES))}
+    noted = {"dtype_info": json.dumps(dict.fromkeys(exact, spelling)), "prompt": "A cat", "model_id": "a/b"}
+    save_file({name: t.to(stored) for name, t in exact.items()}, tmp_path / "stage1_embeddings.safetensors", noted)
+    tensors, manifest = read(tmp_path, "encode", {"model": "m", "guidance": True})
+    assert manifest is None and set(tensors) == set(exact)
+    for name, tensor in exact.items():
+        assert tensors[name].dtype == torch.bfloat16 and torch.equal(tensors[name].float(), tensor)
+
+
+SIZES = {"height": "64", "width": "64", "video_length": "5"}
+
+
+def latents(folder, sizes=SIZES, **config):
+    """Writes the hand-written ports' latents, with sizes in their metadata, and a configuration beside them."""
+    noted = {"device": "tpu", "seed": "42", **sizes}
+    tensor = torch.ones(1, 32, 2, 4, 4, dtype=torch.bfloat16)
+    save_file({"latents": tensor}, folder / "stage2_latents.safetensors", noted)
+    if config:
+        (folder / "generation_config.json").write_text(json.dumps(config))
+
+
+def test_the_hand_written_ports_latents_are_read(tmp_path, caplog):
+    latents(tmp_path, prompt="A cat", height=64, width=64, video_length=5, seed=42)
+    tensors, manifest = read(tmp_path)
+    assert manifest is None and tensors["latents"].dtype == torch.bfloat16
+    assert "stage2_latents.safetensors has no manifest: it is taken as it is, only sizes can be checked" in caplog.text
+
+
+@pytest.mark.parametrize(("noted", "key"), [("height", "height"), ("width", "width"), ("video_length", "frames")])
+def test_a_hand_written_ports_latents_of_another_size_are_refused(tmp_path, noted, key):
+    latents(tmp_path, {}, **{"height": 64, "width": 64, "video_length": 5, noted: 97})
+    assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
+        f"{tmp_path}/generation_config.json: '{noted}' is 97, and this run's {key} is {IDENTITY[key]}. "
+        f"Run with --set {key}=97."
+    )
+
+
+def test_the_size_in_a_hand_written_ports_own_metadata_counts_where_nothing_lies_beside_it(tmp_path):
+    latents(tmp_path)
+    read(tmp_path)
+    text = refusal(ArtefactForeignError, lambda: read(tmp_path, identity={**IDENTITY, "frames": 9}))
+    assert "'video_length' is 5, and this run's frames is 9. Run with --set frames=5." in text
+
+
+def test_the_size_in_a_hand_written_ports_latents_counts_before_what_lies_beside_them(tmp_path):
+    """The configuration beside them may be an earlier stage's: the hand-written ports did not write it again."""
+    latents(tmp_path, height=97)
+    read(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["tensors", "config", "dtypes", "dtype", "list"])
+def test_a_hand_written_ports_file_that_cannot_be_read_is_refused(tmp_path, damage):
+    latents(tmp_path, height=64)
+    file = tmp_path / "stage2_latents.safetensors"
+    if damage == "tensors":
+        file.write_bytes(file.read_bytes()[:100])
+    elif damage == "config":
+        (tmp_path / "generation_config.json").write_text("{")
+    elif damage == "list":
+        (tmp_path / "generation_config.json").write_text("[1]")
+    else:
+        noted = "{" if damage == "dtypes" else '{"latents": "bfloat17"}'
+        save_file({"latents": torch.ones(1)}, file, {"dtype_info": noted})
+    text = refusal(ArtefactBrokenError, lambda: read(tmp_path))
+    assert text.startswith(f"{file}: It cannot be read: ") and text.endswith(". Copy or make it again.")
+
+
+def test_our_own_artefact_is_preferred_to_a_hand_written_ports(written):
+    latents(written, height=97)
+    assert read(written)[1] is not None
+
+
+FRAMES = torch.linspace(0, 1, 6 * 3 * 32 * 48).reshape(6, 3, 32, 48)
+
+
+def test_a_video_has_its_frames_size_and_rate(tmp_path):
+    save.write_video(tmp_path / "video.mp4", FRAMES, 8, iter)
+    video = imageio.v3.imread(tmp_path / "video.mp4", plugin="pyav")
+    assert video.shape == (6, 32, 48, 3)
+    assert imageio.v3.immeta(tmp_path / "video.mp4", plugin="pyav")["fps"] == 8
+    expected = (FRAMES * 255).permute(0, 2, 3, 1).numpy()
+    assert numpy.abs(video.astype(float) - expected).mean() < 8
+    assert [file.name for file in tmp_path.iterdir()] == ["video.mp4"]
+
+
+def test_a_contact_sheet_shows_evenly_spaced_frames_in_order(tmp_path):
+    frames = (torch.arange(23) / 22).reshape(23, 1, 1, 1).expand(23, 3, 16, 32)
+    save.write_contact_sheet(tmp_path / "sheet.png", frames)
+    with Image.open(tmp_path / "sheet.png") as image:
+        sheet = numpy.asarray(image)
+    assert sheet.shape == (48, 128, 3)
+    shown = [int(sheet[row * 16 + 8, column * 32 + 16, 0]) for row in range(3) for column in range(4)]
+    assert shown == sorted(set(shown)) and shown[0] == 0 and shown[-1] == 255
+
+
+def test_a_contact_sheet_of_few_large_frames_is_scaled_down(tmp_path):
+    save.write_contact_sheet(tmp_path / "sheet.png", torch.zeros(1, 3, 100, 3200))
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (1600, 50)
+
+
+def test_pixels_are_the_nearest_of_256_levels():
+    frame = torch.tensor([0.0, 0.5, 1.0, 2.0, -1.0, 0.499 / 255]).reshape(1, 1, 6).expand(3, 1, 6)
+    assert save._pixels(frame)[0, :, 0].tolist() == [0, 128, 255, 255, 0, 0]
+
+
+def test_a_video_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        assert "video.mp4: The disk is full." in refusal(
+            OutputError, lambda: save.write_video(tmp_path / "video.mp4", FRAMES, 8, iter)
+        )
+        assert "sheet.png: The disk is full." in refusal(
+            OutputError, lambda: save.write_contact_sheet(tmp_path / "sheet.png", FRAMES)
+        )
+    assert list(tmp_path.iterdir()) == []
