@@ -1,0 +1,118 @@
+"""Exact forms, fit for tracing, of functions of Tencent's HunyuanVideo-1.5 transformer.
+
+Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D features of a head, C features.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from torchport.errors import BadValueError
+
+DENSE = ("flash", "flash2", "flash3", "torch")
+"""Attention modes that compute the same thing: softmax over image and valid text tokens."""
+
+
+def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=None, attn_param=None, block_idx=None):
+    """Returns the attention [B, S, H * D] of image and text tokens over image and valid text tokens.
+
+    Args:
+        q: Queries of the image [B, S - L, H, D] and of the text [B, L, H, D].
+        k: Keys, likewise.
+        v: Values, likewise.
+        img_q_len: Not read: the shapes say it.
+        img_kv_len: Not read, likewise.
+        attn_mode: One of the dense modes.
+        text_mask: [B, L], nonzero for valid tokens.
+        attn_param: Settings of the sparse mode; not read.
+        block_idx: Not read.
+
+    Raises:
+        BadValueError: `sageattn` (attends to padding, in 8 bits), `flex-block-attn` (leaves blocks out), or no mask.
+    """
+    if attn_mode not in DENSE:
+        raise BadValueError(
+            "hyvideo's attn_mode",
+            f"It is {attn_mode!r}, which computes something else than dense attention",
+            f"Use one of {', '.join(DENSE)}",
+        )
+    if text_mask is None:
+        raise BadValueError("hyvideo's text_mask", "It is None", "Pass the mask: upstream has no unmasked mode either")
+    query, key, value = (torch.cat(pair, dim=1) for pair in (q, k, v))
+    image = torch.ones(text_mask.shape[0], q[0].shape[1], dtype=torch.bool, device=text_mask.device)
+    return _attention(query, key, value, torch.cat([image, text_mask.bool()], dim=1))
+
+
+def refiner_attention(q, k, v, drop_rate=0.0, attn_mask=None, causal=False, attn_mode="flash"):
+    """Returns the attention [B, L, H * D] of text tokens [B, L, H, D] over the valid ones.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        drop_rate: 0: this is inference.
+        attn_mask: [B, L], nonzero for valid tokens, or None if all are.
+        causal: Whether a token attends to earlier ones only.
+        attn_mode: One of the dense modes.
+
+    Raises:
+        BadValueError: Dropout, causal attention under a mask, or a mode that is not dense.
+    """
+    if attn_mode not in DENSE or drop_rate or (causal and attn_mask is not None):
+        raise BadValueError(
+            "hyvideo's attention",
+            f"attn_mode={attn_mode!r}, drop_rate={drop_rate}, causal={causal}",
+            "Only dense attention without dropout, and causal only without a mask, is carried over",
+        )
+    return _attention(q, k, v, None if attn_mask is None else attn_mask.bool(), causal)
+
+
+def _attention(query, key, value, valid, causal=False):
+    """Returns the attention [B, S, H * D] of tokens [B, S, H, D] over the valid ones; 0 where a query is not valid."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    mask = None if valid is None else valid[:, None, None, :]
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    if valid is not None:
+        output = torch.where(valid[:, None, :, None], output, torch.zeros_like(output))
+    return output.transpose(1, 2).flatten(2)
+
+
+def valid_tokens_first(self, byt5_txt, txt, byt5_text_mask, text_mask, zero_feat=False, is_reorder=True):
+    """Returns both groups' tokens [B, S, C], valid ones first and in order, and their mask [B, S] as int64.
+
+    Args:
+        self: The transformer; not read.
+        byt5_txt: The first group's tokens.
+        txt: The second group's.
+        byt5_text_mask: The first group's mask, nonzero for valid tokens.
+        text_mask: The second group's.
+        zero_feat: Whether tokens that are not valid become zeros.
+        is_reorder: False leaves all as it stands, as upstream does, zeros included.
+    """
+    tokens = torch.cat([byt5_txt, txt], dim=1)
+    if not is_reorder:
+        return tokens, torch.cat([byt5_text_mask, text_mask], dim=1).to(torch.int64)
+    valid = torch.cat([byt5_text_mask.bool(), text_mask.bool()], dim=1)
+    if zero_feat:
+        # where, not a product: a token that is not valid may hold anything, and 0 * NaN is NaN.
+        tokens = torch.where(valid[..., None], tokens, torch.zeros_like(tokens))
+    order = torch.argsort((~valid).int(), dim=1, stable=True)
+    tokens = torch.gather(tokens, 1, order[..., None].expand_as(tokens))
+    return tokens, torch.gather(valid, 1, order).to(torch.int64)
+
+
+def vision_condition(mask_type, vision_states, extra_encoder_hidden_states, text_mask):
+    """Returns the vision tokens [B, S, C] and their mask [B, S]: zeros, masked out, if a t2v job's states are all zero.
+
+    Args:
+        mask_type: `t2v` or `i2v`.
+        vision_states: [B, S, D], zeros for text-to-video.
+        extra_encoder_hidden_states: Their projection.
+        text_mask: Gives the mask's dtype.
+    """
+    tokens = extra_encoder_hidden_states
+    mask = torch.ones(tokens.shape[:2], dtype=text_mask.dtype, device=text_mask.device)
+    if mask_type == "t2v":
+        without = torch.all(vision_states == 0)
+        tokens = torch.where(without, torch.zeros_like(tokens), tokens)
+        mask = torch.where(without, torch.zeros_like(mask), mask)
+    return tokens, mask
