@@ -131,7 +131,8 @@ def check_index(folder: Path, card: Card) -> None:
                 f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
                 component=name,
             )
-        found = [str(word).removesuffix("Fast") for word in index[name]]  # transformers 4 had two of each tokenizer
+        listed = index[name] if isinstance(index[name], list) else []
+        found = [str(word).removesuffix("Fast") for word in listed]  # transformers 4 had two of each tokenizer
         if found != [library.partition(".")[0], class_name]:
             raise CheckpointForeignError(
                 str(file),
@@ -169,11 +170,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointMissingError: No safetensors, or a shard of the index is missing.
         CheckpointBrokenError: A file is truncated or not safetensors.
+        CheckpointForeignError: More than one set of weights.
     """
     indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise CheckpointForeignError(
+            str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
+        )
     if indices:
         mapping = read_json(indices[0]).get("weight_map")
-        if not isinstance(mapping, dict):
+        if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
             raise CheckpointBrokenError(str(indices[0]), "It has no 'weight_map'", "Download the file again")
         files = [folder / name for name in sorted(set(mapping.values()))]
     else:
@@ -182,7 +188,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointMissingError(
             str(folder), "There is no *.safetensors in it", "Download the checkpoint again, whole"
         )
-    return {name: file for file in files for name in header(file)}
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in header(file):
+            if name in found:
+                fact = f"'{name}' is in {found[name].name} and in {file.name}"
+                raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
+            found[name] = file
+    return found
 
 
 def parameters(folder: Path) -> int:
@@ -198,6 +211,8 @@ def header(file: Path) -> dict[str, Any]:
         CheckpointMissingError: No such file.
         CheckpointBrokenError: Truncated, or not safetensors.
     """
+    from safetensors import SafetensorError, safe_open
+
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
     with file.open("rb") as stream:
@@ -209,7 +224,7 @@ def header(file: Path) -> dict[str, Any]:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointBrokenError(
                 str(file), "Its header is not safetensors'", "Download the file again"
             ) from error
@@ -221,4 +236,10 @@ def header(file: Path) -> dict[str, Any]:
             size=size,
             promised=end,
         )
-    return dict(entries)
+    try:
+        with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
+            return dict(entries)
+    except SafetensorError as error:
+        raise CheckpointBrokenError(
+            str(file), f"Its header is not safetensors': {error}", "Download the file again"
+        ) from error

@@ -1,0 +1,30 @@
+"""Small modules of diffusers' kind, for what no shipped model has."""
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+
+
+class Mixed(ModelMixin, ConfigMixin):
+    """Keeps one part in float32, computes one buffer itself, and has an integer buffer in its files."""
+
+    _keep_in_fp32_modules = ["norm"]
+
+    @register_to_config
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(width, width)
+        self.norm = torch.nn.LayerNorm(width)
+        self.normal = torch.nn.Linear(width, 1)
+        self.register_buffer("count", torch.tensor([3]))
+        self.register_buffer("table", torch.arange(width) / 10, persistent=False)
+
+
+class Forgetful(ModelMixin, ConfigMixin):
+    """Leaves a buffer without storage, as some rotary tables are after a construction on meta."""
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(2, 2)
+        self.register_buffer("inv_freq", torch.empty(4, device="meta"), persistent=False)
