@@ -29,7 +29,8 @@ def class_of(path: str) -> Any:
 def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) -> torch.nn.Module:
     """Returns a diffusers module without storage: weights on meta, buffers real, in evaluation mode.
 
-    Buffers that no file holds are computed by the class's own constructor.
+    Buffers that no file holds are computed by the class's own constructor, under the default dtype that upstream's
+    own loading would set.
 
     Args:
         class_path: `package.module:Class`.
@@ -43,19 +44,29 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
     from accelerate import init_empty_weights
 
     try:
-        with init_empty_weights(include_buffers=False):
+        with _default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
             module: torch.nn.Module = class_of(class_path).from_config(dict(config))
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
         raise CheckpointForeignError(
             f"{place}/config.json",
-            f"{class_path.partition(':')[2]} cannot be built from it: {error}",
+            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
             "Name a checkpoint of this model and version",
         ) from error
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not kept & set(name.split(".")):
-            tensor.data = tensor.data.to(getattr(torch, dtype))
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else getattr(torch, dtype))
     return module.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def published(class_path: str, config: Mapping[str, Any]) -> torch.nn.Module:
@@ -151,12 +162,26 @@ def text_encoder(class_path: str, folder: Path, dtype: str, what: str) -> torch.
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys or shapes that are not the model's.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     checkpoint.weight_files(folder)
+    checkpoint.read_json(folder / "config.json")
     log.info("load %s ...", what)
     module: torch.nn.Module
-    module, info = class_of(class_path).from_pretrained(
-        folder, dtype=getattr(torch, dtype), output_loading_info=True, local_files_only=True
-    )
+    try:
+        module, info = class_of(class_path).from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except (TypeError, ValueError, RuntimeError, OSError, StrictDataclassError) as error:
+        raise CheckpointForeignError(
+            f"{folder}/config.json",
+            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
+            "Name a checkpoint of this model and version",
+        ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in info.get(kind) or ())
         if keys:
@@ -199,13 +224,33 @@ def part(class_path: str, folder: Path) -> Any:
     """Returns what has no weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
 
     Raises:
-        CheckpointMissingError: The folder is not there.
+        CheckpointMissingError: The folder, or a file in it, is not there.
         CheckpointBrokenError: Its files cannot be read.
     """
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
+    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
+    for file in files:
+        checkpoint.read_json(file)
+    if not files or not _has_vocabulary(cls, folder):
+        raise CheckpointMissingError(
+            str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
+        )
     try:
-        return class_of(class_path).from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise CheckpointBrokenError(str(folder), f"It cannot be read: {reason}", "Download it again") from error
+        return cls.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointBrokenError(str(folder), f"It cannot be read: {_brief(error)}", "Download it again") from error
+
+
+def _has_vocabulary(cls: Any, folder: Path) -> bool:
+    """Whether a tokenizer's vocabulary is there; without it transformers makes an empty one, and says nothing."""
+    names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
+    whole = names.pop("tokenizer_file", None)
+    if whole is not None and (folder / whole).is_file():
+        return True
+    return all((folder / name).is_file() for name in names.values()) and (bool(names) or whole is None)
+
+
+def _brief(error: Exception) -> str:
+    """Returns what an upstream's error says as one short phrase."""
+    return " ".join(str(error).split())[:200].rstrip(".")
