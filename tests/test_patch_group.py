@@ -98,6 +98,25 @@ def test_nested_rewrites_of_one_function_are_undone_in_reverse(world):
     assert up.m.f(1) == 1
 
 
+def test_a_set_that_is_left_before_a_later_one_is_refused_and_both_are_undone(world):
+    entries = _two(world)
+    outer, inner = patch.applied(entries[:1]), patch.applied(entries[1:])
+    outer.__enter__()
+    inner.__enter__()
+    import up.m
+
+    with pytest.raises(ConflictError) as caught:
+        outer.__exit__(None, None, None)
+    assert str(caught.value) == (
+        "patch.applied: A set of patches is left while a later one is in force; both are undone. "
+        "Leave sets in the reverse order of entering them."
+    )
+    assert (up.m.f(1), up.m.g(1)) == (1, "g")
+    inner.__exit__(None, None, None)
+    with patch.applied(entries):
+        assert (up.m.f(1), up.m.g(1)) == ("new", "newer")
+
+
 def test_two_patches_on_one_target_conflict(world):
     with pytest.raises(ConflictError) as caught:
         patch.applied(_two(world, targets=("up.m:f", "up.m:f"))).__enter__()

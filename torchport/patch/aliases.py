@@ -6,6 +6,7 @@ A function's reference count says in a microsecond whether anybody else holds it
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,12 @@ def repair(records: Sequence[Record]) -> list[Undo]:
     undos: list[Undo] = []
     pairs = [pair for record in records for pair in _pairs(record)]
     try:
-        for pair, found, unseen in _found(pairs):
+        findings = _found(pairs)
+        if any(unseen or any(holder.rebind is None for holder in found) for _, found, unseen in findings):
+            findings.clear()
+            gc.collect()  # who is only waiting to be collected holds nothing
+            findings = _found(pairs)
+        for pair, found, unseen in findings:
             undos += _treated(pair, found, unseen)
     except BaseException:
         for undo in reversed(undos):

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
-from torchport.errors import ThreadError, TorchportError, UnknownNameError, nearest
+from torchport.errors import ConflictError, ThreadError, TorchportError, UnknownNameError, nearest
 from torchport.patch import aliases, drift, hook, literals
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
@@ -178,11 +178,22 @@ def applied(entries: Sequence[Entry], stage: str | None = None) -> Iterator[Ledg
             yield ledger
     finally:
         with _lock:
-            _groups.remove(group)
-            group.leave()
-            if not _groups:
-                _owner.clear()
+            _leave(group)
     ledger.raise_pending()
+
+
+def _leave(group: _Group) -> None:
+    """Takes a set back, and the later ones first, should they still be in force: they are built upon it."""
+    above = _groups[_groups.index(group) + 1 :] if group in _groups else []
+    for one in reversed([group, *above]):
+        one.leave()
+        if one in _groups:
+            _groups.remove(one)
+    if not _groups:
+        _owner.clear()
+    if above:
+        fact = "A set of patches is left while a later one is in force; both are undone"
+        raise ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
 
 
 def _enter_thread() -> None:

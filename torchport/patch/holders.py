@@ -192,9 +192,9 @@ class Deep:
         self._climb(self._first)
 
     def _climb(self, referrers: list[Any]) -> None:
-        """Finds the owners of the referrers and of those owners: a cell is a tuple's, and that a function's."""
+        """Finds the owners of the referrers, and theirs: a cell is a tuple's, and that a function's."""
         lists = [referrers, self._first]
-        for _ in range(2):
+        for _ in range(3):
             frontier = [r for r in referrers if isinstance(r, _OWNED) and self._is_unknown(r, lists)]
             if not frontier:
                 return
@@ -254,7 +254,7 @@ class Deep:
         above = self._owners.get(id(referrer), ()) if height else ()
         return next(filter(None, (self._module_of(owner, height - 1) for owner in above)), None)
 
-    def _rebinds(self, referrer: Any, thing: Any) -> Iterator[Rebind]:
+    def _rebinds(self, referrer: Any, thing: Any) -> Iterator[Rebind | None]:
         owners = self._owners.get(id(referrer), ())
         if isinstance(referrer, _REBUILT):
             yield from self._rebuilding(referrer, thing)
@@ -271,12 +271,17 @@ class Deep:
         else:
             yield from _in_container(referrer, thing)
 
-    def _rebuilding(self, referrer: Any, thing: Any) -> Iterator[Rebind]:
+    def _rebuilding(self, referrer: Any, thing: Any) -> Iterator[Rebind | None]:
         for owner in self._owners.get(id(referrer), ()):
+            if self._own(owner):
+                continue
             if isinstance(owner, types.FunctionType) and owner.__defaults__ is referrer:
                 yield functools.partial(_rebuild, referrer, thing, functools.partial(_set_defaults, owner, referrer))
             else:
-                for rebind in self._rebinds(owner, referrer) if not isinstance(owner, _REBUILT) else ():
+                rebinds = list(self._rebinds(owner, referrer))
+                if not rebinds or None in rebinds:
+                    yield None  # one owner would keep the old one: then nothing is gained by the others
+                for rebind in filter(None, rebinds):
                     yield functools.partial(_rebuild, referrer, thing, rebind)
 
 
