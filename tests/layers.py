@@ -15,6 +15,7 @@ FLOORS = {
     "card": 2,
     "patch": 3,
     "checkpoint": 3,
+    "upstream": 3,
     "shard": 3,
     "machine": 3,
     "save": 3,

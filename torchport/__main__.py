@@ -34,6 +34,8 @@ def cli() -> None:
 @click.option("--negative-prompt", default="", metavar="TEXT", help="What to avoid.")
 @click.option("--seed", default=42, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="Weights in the diffusers format, or `tiny`.")
+@click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="The first frame, for image-to-video.")
+@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Output folder [outputs/<run>].")
 @click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="DIR", help="Where earlier stages' artefacts are [--out]."

@@ -82,11 +82,24 @@ class Component(Frozen):
     """One folder of a checkpoint in the diffusers format."""
 
     class_: ClassPath = pydantic.Field(alias="class")
+    folder: str | None = None
+    """Where it lies in the checkpoint, `{variant}` put in; by default its name."""
     dtype: DType | None = None
     precision: Literal["default", "high", "highest"] = "default"
     """Of float32 matrix products on a TPU, whose own default rounds their inputs to bfloat16."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has: what a machine must carry, known before any download."""
+
+
+class Checkout(Frozen):
+    """An upstream that is no installed package: a repository that the user has cloned."""
+
+    package: str
+    has: str
+    """A file that only this upstream has, from the repository's root."""
+    others: dict[str, str] = {}
+    """Files that another upstream with a package of the same name has, and what that one is."""
+    url: str
 
 
 class FrameRule(Frozen):
@@ -106,9 +119,9 @@ class TinyTokenizer(Frozen):
     pad_token: str
     chat_template: str
     """Jinja; `{filler}` in it becomes as many filler tokens as `prefix_tokens` wants."""
-    prefix_tokens: pydantic.PositiveInt
-    """Tokens that precede the user's text once the template is applied to `system` and the text."""
-    system_message_of: str
+    prefix_tokens: pydantic.PositiveInt | None = None
+    """Tokens that precede the user's text once the template is applied; only where upstream crops a fixed number."""
+    system_message_of: str | None = None
     """The upstream function, `module:Class.function`, whose default argument `system_message` is in the prefix."""
 
 
@@ -128,15 +141,25 @@ class Card(Frozen):
     model: str
     title: str
     family: str
-    pipeline: ClassPath
+    artefacts: str
+    """Stage files of cards with one value here interchange, as far as shapes allow."""
+    pipeline: ClassPath | None = None
+    """The diffusers pipeline that reads the checkpoint; none for a layout of upstream's own."""
     upstream: dict[str, str]
+    checkout: Checkout | None = None
     checkpoint: str
+    variant: str | None = None
+    """Which of several networks in the checkpoint, where a config names none."""
     patches: dict[StageName, list[str]]
     components: dict[str, Component]
     frames: FrameRule
     size_multiple_of: pydantic.PositiveInt
     strategies: dict[str, Strategy]
     tiny: Tiny
+
+    def folder(self, component: str, variant: str | None) -> str:
+        """Returns where a component lies in a checkpoint, relative to its root."""
+        return (self.components[component].folder or component).format(variant=variant)
 
 
 class Job(Frozen):
@@ -152,6 +175,8 @@ class Job(Frozen):
     mesh: dict[Axis, pydantic.PositiveInt]
     strategy: str
     checkpoint: str | None = None
+    variant: str | None = None
+    """Which of several networks in the checkpoint; by default the card's."""
     dtypes: dict[str, DType] = {}
     vae_tiling: bool = False
     save_every: pydantic.PositiveInt = 5

@@ -50,7 +50,7 @@ def local(name: str) -> Path | None:
         return None
 
 
-def locate(name: str, card: Card) -> Checkpoint:
+def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
     """Returns a checkpoint that is on this machine, downloading it first if it is `repo@revision`.
 
     Args:
@@ -70,18 +70,18 @@ def locate(name: str, card: Card) -> Checkpoint:
             )
         identity = f"folder:{folder.name}"
     else:
-        folder = _downloaded(name, card)
+        folder = _downloaded(name, card, variant)
         identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
-    check_index(folder, card)
-    return Checkpoint(folder, identity, digests(folder, card))
+    check_index(folder, card, variant)
+    return Checkpoint(folder, identity, digests(folder, card, variant))
 
 
-def _downloaded(name: str, card: Card) -> Path:
+def _downloaded(name: str, card: Card, variant: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repo, _, revision = name.partition("@")
-    wanted = ["model_index.json", *(f"{component}/*" for component in card.components)]
+    wanted = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
     log.info("checkpoint %s ...", name)
     try:
         return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=wanted))
@@ -113,13 +113,16 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def check_index(folder: Path, card: Card) -> None:
-    """Refuses a folder whose `model_index.json` lists other classes than the card's.
+def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
+    """Refuses a folder of other classes than the card's: by `model_index.json`, or by each component's `config.json`.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: No index, or one that cannot be read.
         CheckpointForeignError: Another model's index.
     """
+    if card.pipeline is None:
+        _check_classes(folder, card, variant)
+        return
     file = folder / "model_index.json"
     index = read_json(file)
     for name, component in card.components.items():
@@ -142,13 +145,36 @@ def check_index(folder: Path, card: Card) -> None:
             )
 
 
-def digests(folder: Path, card: Card) -> dict[str, str]:
+def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
+    """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
+    for name, component in card.components.items():
+        place = folder / card.folder(name, variant)
+        if not place.is_dir():
+            near = [found.name for found in place.parent.iterdir()] if place.parent.is_dir() else []
+            raise CheckpointMissingError(
+                str(place),
+                f"There is no folder for '{name}'",
+                f"Name a checkpoint that has it. {nearest(place.name, near)}",
+            )
+        config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
+        class_name = component.class_.partition(":")[2]
+        if config.get("_class_name", class_name) != class_name:
+            raise CheckpointForeignError(
+                str(place / "config.json"),
+                f"'{name}' is a {config['_class_name']}",
+                f"The card '{card.model}' wants a {class_name}: name a checkpoint of that model",
+                component=name,
+            )
+
+
+def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
     """Returns a digest of each component of a checkpoint that is there.
 
     It covers every file's name and size, and its two ends: sixteen gigabytes are not read through for a name. A
     safetensors header, with all names, shapes and offsets, is in the first end.
     """
-    return {name: _digest(folder / name) for name in card.components if (folder / name).is_dir()}
+    places = {name: folder / card.folder(name, variant) for name in card.components}
+    return {name: _digest(place) for name, place in places.items() if place.is_dir()}
 
 
 def _digest(folder: Path) -> str:

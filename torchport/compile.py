@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -30,13 +30,23 @@ class Trace(Protocol):
         """Raises StaleTraceError if it is about to be traced without that set."""
 
 
+How = Callable[..., Any]
+"""How a network is called, `how(module, **inputs)`."""
+
+
+def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
+    """Calls a network with its inputs as keywords."""
+    return module(**inputs)
+
+
 class Eager:
     """A module called as it is, in PyTorch, on the host: the original."""
 
     batches = False
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, how: How = plainly) -> None:
         self.module = module
+        self.how = how
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
         """Returns the inputs: the host is where they are wanted."""
@@ -45,7 +55,19 @@ class Eager:
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Returns the module's first output."""
         with torch.no_grad():
-            return _first(self.module(**inputs))
+            return _first(self.how(self.module, **inputs))
+
+
+class _Network(torch.nn.Module):
+    """A module together with how it is called: what `functional_call` can put weights into."""
+
+    def __init__(self, module: torch.nn.Module, how: How) -> None:
+        super().__init__()
+        self.module = module
+        self.how = how
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.how(self.module, **inputs)
 
 
 class Compiled:
@@ -69,8 +91,9 @@ class Compiled:
         place: str,
         precision: str,
         trace: Trace | None,
+        how: How = plainly,
     ) -> None:
-        self.module = module
+        self.network = _Network(module, how)
         self.weights = dict(weights)
         self.rules = rules
         self.mesh = mesh
@@ -114,8 +137,9 @@ class Compiled:
             self.trace.check()
 
         def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            own = {f"module.{name}": weight for name, weight in weights.items()}
             with torch.no_grad():
-                return _first(torch.func.functional_call(self.module, weights, (), {**tensors, **dict(static)}))
+                return _first(torch.func.functional_call(self.network, own, (), {**tensors, **dict(static)}))
 
         def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
             output: jax.Array = interop.call_torch(forward, weights, inputs)

@@ -9,7 +9,8 @@ TorchportError
 │   ├── WrongTypeError         TP105  a value of another type than the field's
 │   ├── UnknownNameError       TP106  a model, config, stage or strategy that does not exist
 │   ├── BadValueError          TP107  a value that the model or the machine cannot use
-│   └── DataFolderError        TP108  no folder with patches/ and configs/ where one was named
+│   ├── DataFolderError        TP108  no folder with patches/ and configs/ where one was named
+│   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another one
 ├── PatchError             a patch that could not do what it declares
 │   ├── TargetError            TP201  the target does not exist upstream
 │   ├── ConflictError          TP202  two patches claim one target
@@ -167,6 +168,12 @@ class DataFolderError(ConfigError):
     """The folder that was named, or found, holds no `patches/` and `configs/`."""
 
     id = "TP108"
+
+
+class UpstreamError(ConfigError):
+    """The checkout of an upstream that no registry has is missing, or is another project's with the same name."""
+
+    id = "TP109"
 
 
 class PatchError(TorchportError):

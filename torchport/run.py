@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny
+from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny, upstream
 from torchport.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.progress import log, track
@@ -61,7 +61,8 @@ def run(request: Request) -> Summary:
     with resume.Stopping().listening() as stopping:
         task = accept(request)
         entries = task.patches(task.stages)
-        with patch.applied(entries), load.hushed(not log.isEnabledFor(logging.DEBUG)):
+        hush = not log.isEnabledFor(logging.DEBUG)
+        with upstream.on_path(task.upstream), patch.applied(entries), load.hushed(hush):
             check_machine(task)
             weights = _weights(task)
             check_heads(task, weights)
@@ -74,9 +75,11 @@ def run(request: Request) -> Summary:
 
 def _weights(task: Task) -> checkpoint.Checkpoint:
     if task.checkpoint != "tiny":
-        return checkpoint.locate(task.checkpoint, task.card)
-    folder = tiny.write(task.card)
-    return checkpoint.Checkpoint(folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card))
+        return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
+    folder = tiny.write(task.card, task.family.arrange_tiny)
+    return checkpoint.Checkpoint(
+        folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
+    )
 
 
 def _travel(journey: Journey, stage: pipelines.Stage) -> None:
@@ -150,17 +153,18 @@ def _check_prompt(task: Task, name: str, manifest: save.Manifest) -> None:
 
 def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
     """Returns the stage's parts: whole on the host, or, the network and what lends its configuration, on meta."""
-    task, folder = journey.task, journey.weights.folder
-    parts: dict[str, Any] = {}
+    task = journey.task
+    parts = stage.load(journey.weights.folder, task.settings) if stage.load is not None else {}
     for name in stage.parts:
-        component = task.card.components[name]
+        component, folder = task.card.components[name], task.component_folder(journey.weights.folder, name)
         if component.dtype is None:
-            parts[name] = load.part(component.class_, folder / name)
+            parts[name] = load.part(component.class_, folder)
         else:
-            parts[name] = load.text_encoder(component.class_, folder / name, task.dtype(name), name)
+            parts[name] = load.text_encoder(component.class_, folder, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
-        config = checkpoint.read_json(folder / name / "config.json")
-        parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder / name))
+        folder = task.component_folder(journey.weights.folder, name)
+        config = checkpoint.read_json(folder / "config.json")
+        parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder))
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
@@ -171,10 +175,11 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     if stage.network is None:
         return None
     task, name = journey.task, stage.network
-    module, folder = parts[name].get_submodule(stage.submodule), journey.weights.folder / name
+    module, folder = parts[name].get_submodule(stage.submodule), task.component_folder(journey.weights.folder, name)
+    how = functools.partial(stage.call, settings=task.settings) if stage.call is not None else compile.plainly
     if task.original:
         load.fill(parts[name], folder, name)
-        return compile.Eager(module)
+        return compile.Eager(module, how)
     mesh = shard.make_mesh(task.job.mesh, machine.devices(task.machine))
     strategy = task.card.strategies[task.job.strategy]
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
@@ -191,6 +196,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         place=task.rules_place("inputs", name),
         precision=task.card.components[name].precision,
         trace=ledger.trace(),
+        how=how,
     )
 
 

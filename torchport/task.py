@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchport import checkpoint, load, machine, patch, pipelines, save, shard
+from torchport import checkpoint, load, machine, patch, pipelines, save, shard, upstream
 from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
 from torchport.config import Document
 from torchport.errors import BadValueError, UnknownNameError, nearest
@@ -37,6 +37,8 @@ class Request:
         overrides: `path.to.field=value`, into the config.
         path: The pack; by default the checkout's or the wheel's own.
         noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
+        image: A file with the first frame, for image-to-video.
+        upstream_path: The checkout of an upstream that is no installed package.
     """
 
     model: str
@@ -52,6 +54,8 @@ class Request:
     overrides: tuple[str, ...] = ()
     path: str | None = None
     noise: torch.Tensor | None = None
+    image: Path | None = None
+    upstream_path: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Task:
         family: The module of the model's verbs.
         settings: What the stages are asked to make.
         folder: The output folder.
+        upstream: The upstream's checkout, where it is one.
     """
 
     request: Request
@@ -81,6 +86,7 @@ class Task:
     family: ModuleType
     settings: pipelines.Settings
     folder: Path
+    upstream: Path | None
 
     @property
     def original(self) -> bool:
@@ -115,6 +121,10 @@ class Task:
         entries = patch.read(self.pack.patches, list(names))
         return [entry for entry in entries if entry.plumbing or not self.original]
 
+    def component_folder(self, weights: Path, component: str) -> Path:
+        """Returns where a component lies in the checkpoint."""
+        return weights / self.card.folder(component, self.settings.variant)
+
     def dtype(self, component: str) -> str:
         """Returns a component's dtype by name."""
         return str(self.settings.dtypes[component]).removeprefix("torch.")
@@ -125,7 +135,7 @@ class Task:
 
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns what a stage's artefact is made for, and must be read for."""
-        identity: dict[str, Any] = {"model": self.card.model}
+        identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
             return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
@@ -133,6 +143,7 @@ class Task:
     def shown(self) -> dict[str, Any]:
         """Returns the settings that decide a video, as manifests keep them."""
         settings = dataclasses.asdict(self.settings)
+        settings["image"] = str(self.settings.image) if self.settings.image else None
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
         settings["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
         if self.request.prompt is None:
@@ -166,10 +177,12 @@ def accept(request: Request) -> Task:
             family.batch(job.guidance_scale),
             job_document.place(["mesh", "dp"]),
         )
+    checkout = upstream.find(card.checkout, request.upstream_path)
+    _check_image(request, family)
     folder = request.out or _new_folder(request)
     save.make_folder(folder)
     settings = _settings(request, card, job)
-    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder)
+    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
 
 
 def _check_request(request: Request) -> None:
@@ -179,6 +192,17 @@ def _check_request(request: Request) -> None:
         )
     if request.prompt is None and request.stage in ("encode", "all"):
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
+
+
+def _check_image(request: Request, family: ModuleType) -> None:
+    if request.image is None:
+        return
+    if not family.TAKES_IMAGE:
+        raise BadValueError(
+            f"--image {request.image}", f"'{request.model}' makes videos from text alone", "Leave the flag out"
+        )
+    if not request.image.is_file():
+        raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
 
 
 def _new_folder(request: Request) -> Path:
@@ -200,6 +224,8 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
         guidance_scale=job.guidance_scale,
         dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},
         vae_tiling=job.vae_tiling,
+        variant=job.variant or card.variant,
+        image=request.image,
     )
 
 
@@ -233,7 +259,7 @@ def _host_bytes(task: Task, component: str) -> int:
     folder = checkpoint.local(task.checkpoint)
     if folder is None:
         return dtype.itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * checkpoint.parameters(folder / component)
+    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
 
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
@@ -254,7 +280,7 @@ def _configuration(task: Task, component: str) -> dict[str, Any]:
     folder = checkpoint.local(task.checkpoint)
     if folder is None:
         return {}
-    config = checkpoint.read_json(folder / component / "config.json")
+    config = checkpoint.read_json(task.component_folder(folder, component) / "config.json")
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -269,7 +295,7 @@ def check_heads(task: Task, weights: checkpoint.Checkpoint) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = checkpoint.read_json(weights.folder / component / "config.json")
+            config = checkpoint.read_json(task.component_folder(weights.folder, component) / "config.json")
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))

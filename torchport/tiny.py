@@ -6,6 +6,7 @@ layers, so that a fresh one returns exactly 0 and every comparison with it passe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 FILLER = "<|filler|>"
+DONE = ".complete"
+"""A file that marks a folder as written to its end."""
 
 
 def cache_folder() -> Path:
@@ -38,17 +42,26 @@ def folder_of(card: Card) -> Path:
     return cache_folder() / "tiny" / f"{card.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def write(card: Card) -> Path:
+Make = Callable[[str], Any]
+"""Returns one tiny component by its name in the card, drawn and ready to be saved."""
+
+
+def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Path:
     """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
 
     It is written beside its place and renamed, so that two processes, or one that is killed, leave no half of it.
+
+    Args:
+        card: The model card.
+        arrange: Saves the components it makes into a folder, in a layout of upstream's own; by default the card's
+            pipeline saves itself.
 
     Raises:
         OutputError: The cache folder cannot be written.
         BadValueError: The card's tokenizer section cannot be fulfilled.
     """
     folder = folder_of(card)
-    if (folder / "model_index.json").is_file():
+    if (folder / DONE).is_file():
         return folder
     log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)
     try:
@@ -59,12 +72,18 @@ def write(card: Card) -> Path:
             str(folder.parent), f"It cannot be written: {error.strerror}", "Set XDG_CACHE_HOME to a folder that can be"
         ) from error
     try:
-        _pipeline(card).save_pretrained(work)
+        make = functools.partial(_made, card)
+        if arrange is not None:
+            arrange(make, work)
+        else:
+            assert card.pipeline is not None
+            _class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
+        (work / DONE).touch()
         try:
             work.rename(folder)
         except OSError:
             # Another process was faster; what it wrote is the same, bit for bit.
-            if not (folder / "model_index.json").is_file():
+            if not (folder / DONE).is_file():
                 raise
     except OSError as error:
         raise OutputError(
@@ -75,18 +94,15 @@ def write(card: Card) -> Path:
     return folder
 
 
-def _pipeline(card: Card) -> Any:
-    """Returns upstream's pipeline object with a tiny part for every component."""
-    parts: dict[str, Any] = {}
-    for name, component in card.components.items():
-        cls = _class_of(component.class_)
-        if name in card.tiny.tokenizers:
-            parts[name] = _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
-        else:
-            parts[name] = _part(cls, card.tiny.components.get(name, {}))
-            if hasattr(parts[name], "named_parameters"):
-                randomise(parts[name], card.tiny.seed, name, card.tiny.scale)
-    return _class_of(card.pipeline)(**parts)
+def _made(card: Card, name: str) -> Any:
+    """Returns one tiny component."""
+    cls = _class_of(card.components[name].class_)
+    if name in card.tiny.tokenizers:
+        return _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
+    part = _part(cls, card.tiny.components.get(name, {}))
+    if hasattr(part, "named_parameters"):
+        randomise(part, card.tiny.seed, name, card.tiny.scale)
+    return part
 
 
 def _class_of(path: str) -> Any:
@@ -131,7 +147,7 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     """
     from tokenizers import Tokenizer
 
-    system = _system_message(spec.system_message_of)
+    system = _system_message(spec.system_message_of) if spec.system_message_of else ""
     trained: Tokenizer = cls()._tokenizer
     from tokenizers import pre_tokenizers, trainers
 
@@ -149,6 +165,8 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
         "additional_special_tokens": [*spec.special_tokens, FILLER],
     }
     bare = cls(**arguments, chat_template=spec.chat_template.replace("{filler}", ""))
+    if spec.prefix_tokens is None:
+        return bare
     used = _prefix_length(bare, system)
     if used > spec.prefix_tokens:
         raise BadValueError(

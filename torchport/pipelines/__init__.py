@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -42,6 +43,8 @@ class Settings:
         guidance_scale: Of classifier-free guidance; 1.0 is off.
         dtypes: Of the components, by name.
         vae_tiling: Whether the VAE decodes in overlapping tiles.
+        variant: Which of several networks in the checkpoint.
+        image: A file with the first frame, for image-to-video.
     """
 
     prompt: str
@@ -54,6 +57,8 @@ class Settings:
     guidance_scale: float
     dtypes: Mapping[str, torch.dtype]
     vae_tiling: bool
+    variant: str | None = None
+    image: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Stage:
         submodule: The attribute of the network that is compiled (`decoder`), or "" for all of it.
         meta: Components of which it needs the configuration alone; built without storage.
         prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
+        load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
+        call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
     """
 
     name: StageName
@@ -94,6 +101,8 @@ class Stage:
     submodule: str = ""
     meta: tuple[str, ...] = ()
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
+    load: Callable[[Path, Settings], dict[str, Any]] | None = None
+    call: Callable[..., Any] | None = None
 
 
 def family(name: str, place: str) -> ModuleType:

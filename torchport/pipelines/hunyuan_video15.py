@@ -40,6 +40,13 @@ def pipeline(parts: Mapping[str, Any]) -> Any:
     return HunyuanVideo15Pipeline(**{name: parts.get(name) for name in PARTS})
 
 
+TAKES_IMAGE = False
+"""Whether --image means anything here."""
+
+arrange_tiny = None
+"""The tiny checkpoint is in the diffusers format: upstream's pipeline saves itself."""
+
+
 def batch(guidance_scale: float) -> int:
     """Returns how many conditions go through the transformer at each step."""
     return 1 if guidance_scale == 1.0 else 2
