@@ -1,0 +1,83 @@
+"""Bars on a terminal, one log line elsewhere, nothing with --quiet."""
+
+import io
+import logging
+import sys
+import threading
+
+import pytest
+
+from torchport.progress import log, track, waiting
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """Makes stderr a terminal, and returns it; within the test, for pytest sets its own just before."""
+
+    def make():
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        return terminal
+
+    return make
+
+
+@pytest.fixture
+def level():
+    """Sets the level of torchport's log for one test."""
+    before = log.level
+    yield log.setLevel
+    log.setLevel(before)
+
+
+def test_every_item_is_passed_on_in_order(level):
+    level(logging.ERROR)
+    assert list(track("abc", "denoise", "step")) == ["a", "b", "c"]
+
+
+def test_a_terminal_gets_a_bar_with_unit_and_total(screen, level):
+    level(logging.INFO)
+    terminal = screen()
+    list(track(iter("abc"), "denoise", "step", total=5, done=2))
+    shown = terminal.getvalue()
+    assert "denoise" in shown and "5/5" in shown and "step" in shown
+
+
+def test_a_file_gets_one_log_line_and_no_bar(level, caplog, capsys):
+    level(logging.INFO)
+    list(track("abc", "load vae", "tensor"))
+    assert [record.getMessage() for record in caplog.records] == ["load vae ..."]
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet_gets_nothing_even_on_a_terminal(screen, level, caplog):
+    level(logging.ERROR)
+    terminal = screen()
+    list(track("abc", "denoise", "step"))
+    with waiting("compile vae"):
+        pass
+    assert terminal.getvalue() == "" and not caplog.records
+
+
+def test_waiting_shows_what_is_being_done_and_ends_with_it(screen, level):
+    level(logging.INFO)
+    terminal, before = screen(), set(threading.enumerate())
+    with pytest.raises(KeyError), waiting("compile vae"):
+        raise KeyError
+    assert "compile vae" in terminal.getvalue()
+    left = {thread for thread in set(threading.enumerate()) - before if "tick" in thread.name}
+    assert not left
+
+
+def test_waiting_in_a_file_is_one_log_line(level, caplog):
+    level(logging.INFO)
+    with waiting("compile vae"):
+        pass
+    assert [record.getMessage() for record in caplog.records] == ["compile vae ..."]
