@@ -43,20 +43,13 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
     """
     from accelerate import init_empty_weights
 
-    try:
-        with _default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
-            module: torch.nn.Module = class_of(class_path).from_config(dict(config))
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
-        raise CheckpointForeignError(
-            f"{place}/config.json",
-            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
-            "Name a checkpoint of this model and version",
-        ) from error
+    with _default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
+        module = _constructed(class_path, config, place)
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else getattr(torch, dtype))
-    return module.eval().requires_grad_(False)
+    return module
 
 
 @contextlib.contextmanager
@@ -69,10 +62,21 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def published(class_path: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand."""
+def published(class_path: str, config: Mapping[str, Any], place: str = "the card") -> Any:
+    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand; see `build`."""
     with torch.device("meta"):
-        module: torch.nn.Module = class_of(class_path)(**config)
+        return _constructed(class_path, config, place)
+
+
+def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    try:
+        module: torch.nn.Module = class_of(class_path).from_config(dict(config))
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
+        raise CheckpointForeignError(
+            f"{place}/config.json",
+            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
+            "Name a checkpoint of this model and version",
+        ) from error
     return module.eval().requires_grad_(False)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,28 @@ def run(request: Request) -> Summary:
         task = accept(request)
         entries = task.patches(task.stages)
         hush = not log.isEnabledFor(logging.DEBUG)
-        with upstream.on_path(task.upstream), patch.applied(entries), load.hushed(hush):
+        with upstream.on_path(task.upstream), patch.applied(entries), load.hushed(hush), _folder(task.folder):
             check_machine(task)
-            weights = _weights(task)
-            check_heads(task, weights)
-            journey = Journey(task, weights, stopping)
+            check_heads(task)
+            journey = Journey(task, _weights(task), stopping)
             for stage in task.stages:
                 stopping.check(task, f"before '{stage.name}'")
                 _travel(journey, stage)
     return _arrive(journey)
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Makes the output folder, and takes it away again if an error leaves nothing in it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    save.make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        raise
 
 
 def _weights(task: Task) -> checkpoint.Checkpoint:
@@ -162,6 +175,8 @@ def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
         else:
             parts[name] = load.text_encoder(component.class_, folder, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
+        if name in parts:
+            continue  # loaded whole already
         folder = task.component_folder(journey.weights.folder, name)
         config = checkpoint.read_json(folder / "config.json")
         parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder))

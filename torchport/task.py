@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchport import checkpoint, load, machine, patch, pipelines, save, shard, upstream
+from torchport import checkpoint, load, machine, patch, pipelines, shard, upstream
 from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
 from torchport.config import Document
 from torchport.errors import BadValueError, UnknownNameError, nearest
@@ -154,12 +154,9 @@ class Task:
 def accept(request: Request) -> Task:
     """Returns the task of a request: everything that is written has been read and checked.
 
-    The output folder exists afterwards, and can be written.
-
     Raises:
         ConfigError: Something written is wrong, by file and line, or flag.
         MeshError: The mesh does not fit the machine or the batch.
-        OutputError: The output folder cannot be written.
     """
     pack = find_pack(request.path)
     card, card_document = pack.card(request.model)
@@ -180,7 +177,6 @@ def accept(request: Request) -> Task:
     checkout = upstream.find(card.checkout, request.upstream_path)
     _check_image(request, family)
     folder = request.out or _new_folder(request)
-    save.make_folder(folder)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
 
@@ -264,8 +260,7 @@ def _host_bytes(task: Task, component: str) -> int:
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    module = load.published(task.card.components[network].class_, _configuration(task, network))
-    shapes = shard.named_shapes(dict(module.get_submodule(stage.submodule).named_parameters()))
+    shapes = shard.named_shapes(dict(_published(task, network).get_submodule(stage.submodule).named_parameters()))
     strategy = task.card.strategies[task.job.strategy]
     # Rules for buffers that are prepared later match nothing yet.
     rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
@@ -273,19 +268,20 @@ def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
     return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
 
 
-def _configuration(task: Task, component: str) -> dict[str, Any]:
-    """Returns a component's configuration if it is on this machine; empty: the class's own, which is the published."""
-    if task.checkpoint == "tiny":
-        return dict(task.card.tiny.components.get(component, {}))
-    folder = checkpoint.local(task.checkpoint)
-    if folder is None:
-        return {}
-    config = checkpoint.read_json(task.component_folder(folder, component) / "config.json")
-    return {key: value for key, value in config.items() if not key.startswith("_")}
+def _published(task: Task, component: str) -> Any:
+    """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default."""
+    config, place = dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
+    if task.checkpoint != "tiny":
+        folder = checkpoint.local(task.checkpoint)
+        place = str(task.component_folder(folder, component)) if folder else component
+        config = checkpoint.read_json(Path(place) / "config.json") if folder else {}
+    return load.published(task.card.components[component].class_, config, place)
 
 
-def check_heads(task: Task, weights: checkpoint.Checkpoint) -> None:
+def check_heads(task: Task) -> None:
     """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
+
+    Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
 
     Raises:
         MeshError: It does not.
@@ -295,7 +291,7 @@ def check_heads(task: Task, weights: checkpoint.Checkpoint) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = checkpoint.read_json(task.component_folder(weights.folder, component) / "config.json")
+            config = dict(_published(task, component).config)
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
