@@ -194,14 +194,14 @@ def test_a_late_module_is_repaired_when_every_holder_is_found(world):
 
 
 def test_a_late_module_whose_holder_cannot_be_rebound_names_importer_and_fix(world):
-    world.write("up/user.py", "from up.m import f\nKEYS = {f: 1}\n")
+    world.write("up/user.py", "from up.m import f\nPENDING = map(f, [1])\n")
     import up.user
 
     with pytest.raises(TooLateError) as caught, patch.applied(world.one("replace: p.py:new", "up.m:f")):
         pass
     assert str(caught.value) == (
         "patches/up/p.yaml:1: up.m was imported before its patch (up/user.py:1), and up.m:f is still held by "
-        "a dict of up.user (up/user.py:1). Import it inside 'with patch.applied(...)'."
+        "a map. Import it inside 'with patch.applied(...)'."
     )
     assert up.user.f(1) == "old"
 
@@ -238,7 +238,9 @@ def test_aliases_can_be_refused_or_only_reported(world):
 
 
 def test_no_upstream_and_no_framework_is_imported_by_the_engine():
-    code = "import sys, torchport.patch; print([m for m in ('torch', 'jax', 'torchax', 'diffusers') if m in sys.modules])"
+    code = (
+        "import sys, torchport.patch; print([m for m in ('torch', 'jax', 'torchax', 'diffusers') if m in sys.modules])"
+    )
     root = str(Path(patch.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip() == "[]"

@@ -91,6 +91,19 @@ def _set_key(mapping: dict[Any, Any], key: Any, value: Any) -> Undo:
     return undo
 
 
+def _set_key_itself(mapping: dict[Any, Any], old: Any, new: Any) -> Undo:
+    """Puts another object in the place of a key; the order of the keys stays."""
+    items = [(new if key is old else key, value) for key, value in dict.items(mapping)]
+    dict.clear(mapping)
+    dict.update(mapping, items)
+    return functools.partial(_set_key_back, mapping, new, old)
+
+
+def _set_key_back(mapping: dict[Any, Any], old: Any, new: Any) -> None:
+    if any(key is old for key in mapping):
+        _set_key_itself(mapping, old, new)
+
+
 def _set_attribute(cls: type, name: str, value: Any) -> Undo:
     old = vars(cls)[name]
     type.__setattr__(cls, name, value)
@@ -213,7 +226,7 @@ class Deep:
 
     def holders(self, thing: Any) -> tuple[list[Holder], int]:
         """Returns an object's holders, module globals aside, and how many references were seen in all."""
-        subclasses = type.__subclasses__(thing) if isinstance(thing, type) else []
+        subclasses: list[type] = type.__subclasses__(thing) if isinstance(thing, type) else []
         result = [Holder(f"its subclass {s.__module__}.{s.__qualname__}", None, None, None) for s in subclasses]
         references = 0
         for referrer in self._first:
@@ -311,4 +324,6 @@ def _in_container(container: Any, thing: Any) -> Iterator[Rebind]:
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     if isinstance(names, dict):
         for key in [k for k, value in list(names.items()) if value is thing]:
-            yield functools.partial(_set_key, names, key)
+                yield functools.partial(_set_key, names, key)
+        if any(key is thing for key in list(names)):
+            yield functools.partial(_set_key_itself, names, thing)
