@@ -178,7 +178,8 @@ class Job(Frozen):
     variant: str | None = None
     """Which of several networks in the checkpoint; by default the card's."""
     dtypes: dict[str, DType] = {}
-    vae_tiling: bool = False
+    vae_tiling: bool | None = None
+    """Whether the VAE decodes in overlapping tiles; by default, as upstream does."""
     save_every: pydantic.PositiveInt = 5
     """Denoising steps between two savings of the unfinished latents."""
 

@@ -42,7 +42,7 @@ class Settings:
         steps: Denoising steps.
         guidance_scale: Of classifier-free guidance; 1.0 is off.
         dtypes: Of the components, by name.
-        vae_tiling: Whether the VAE decodes in overlapping tiles.
+        vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
         variant: Which of several networks in the checkpoint.
         image: A file with the first frame, for image-to-video.
     """
@@ -56,7 +56,7 @@ class Settings:
     steps: int
     guidance_scale: float
     dtypes: Mapping[str, torch.dtype]
-    vae_tiling: bool
+    vae_tiling: bool | None
     variant: str | None = None
     image: Path | None = None
 

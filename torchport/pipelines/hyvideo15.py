@@ -1,0 +1,349 @@
+"""HunyuanVideo-1.5 with the classes of Tencent's own repository, package `hyvideo`.
+
+Upstream's pipeline object does what it does well: prompts, glyphs, noise, condition channels, the image's features. It
+is built around the parts that a stage has. Ours is the loop.
+
+Shapes: B batch, C channels, T latent frames, H W latent height and width, F frames, L text tokens, D features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport.errors import ArtefactForeignError
+from torchport.pipelines import Call, Settings, Stage, Steps
+
+TAKES_IMAGE = True
+"""Whether --image means anything here."""
+
+CPU = torch.device("cpu")
+EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+"""Stage files have these, and the same with `negative_` before them; `_2` is ByT5's."""
+
+
+class _NoEncoder:
+    """Stands where a text encoder would; upstream's constructor asks for its length even if nothing is encoded."""
+
+    max_length = 1000
+
+
+def pipeline(settings: Settings, parts: Mapping[str, Any]) -> Any:
+    """Returns upstream's pipeline object around the parts that a stage has, for its variant's flow shift."""
+    from hyvideo.commons import PIPELINE_CONFIGS
+    from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline
+
+    published = PIPELINE_CONFIGS[settings.variant]
+    names = ("byt5_model", "byt5_tokenizer", "prompt_format", "vision_encoder")
+    pipe = HunyuanVideo_1_5_Pipeline(
+        vae=parts["vae"],
+        text_encoder=parts.get("text_encoder", _NoEncoder()),
+        transformer=parts["transformer"],
+        scheduler=None,
+        flow_shift=published["flow_shift"],
+        execution_device=CPU,
+        **{name: parts[name] for name in names if name in parts},
+    )
+    pipe.target_dtype = settings.dtypes["transformer"]
+    pipe._guidance_scale = settings.guidance_scale
+    return pipe
+
+
+def batch(guidance_scale: float) -> int:
+    """Returns how many conditions go through the transformer at each step."""
+    return 1 if guidance_scale == 1.0 else 2
+
+
+def task_type(settings: Settings) -> str:
+    """Returns upstream's name of the task."""
+    return "t2v" if settings.image is None else "i2v"
+
+
+def load_encoders(folder: Path, settings: Settings) -> dict[str, Any]:
+    """Returns the encoders, loaded by upstream's own functions; those of an image only if there is one.
+
+    Args:
+        folder: The checkpoint, in Tencent's layout.
+        settings: Whether there is an image.
+    """
+    from hyvideo.models.autoencoders.hunyuanvideo_15_vae import AutoencoderKLConv3D
+    from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline as Upstream
+
+    text_encoder, _ = Upstream._load_text_encoders(str(folder), device=CPU)
+    glyphs, prompt_format = Upstream._load_byt5(str(folder), True, 256, device=CPU)
+    parts = {
+        "text_encoder": text_encoder,
+        "byt5_model": glyphs["byt5_model"].eval(),
+        "byt5_tokenizer": glyphs["byt5_tokenizer"],
+        "prompt_format": prompt_format,
+    }
+    if settings.image is not None:
+        parts["vision_encoder"] = Upstream._load_vision_encoder(str(folder), device=CPU)
+        parts["vae"] = AutoencoderKLConv3D.from_pretrained(folder / "vae", torch_dtype=settings.dtypes["vae"]).eval()
+    return parts
+
+
+def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
+    """Returns the embeddings of both prompts, and of the image, as upstream's pipeline would hand them to its loop.
+
+    Args:
+        parts: The encoders, and the configurations of transformer and VAE.
+        call: None: the encoders run on the host.
+        settings: Prompts, guidance scale, image.
+        steps: Not used: there is one step for each prompt.
+
+    Returns:
+        `prompt_embeds` [1, 1000, D], `prompt_embeds_mask` [1, 1000], `prompt_embeds_2` [1, 256, 1472],
+        `prompt_embeds_mask_2` [1, 256]; with guidance the same with `negative_` before them; with an image
+        `image_latents` [1, C, 1, H, W] and `image_embeds` [1, 729, 1152].
+    """
+    pipe, guided = pipeline(settings, parts), batch(settings.guidance_scale) == 2
+    with torch.no_grad():
+        embeds, negative, mask, negative_mask = pipe.encode_prompt(
+            settings.prompt, CPU, 1, guided, settings.negative_prompt, data_type="video"
+        )
+        glyphs = pipe._prepare_byt5_embeddings(settings.prompt, CPU)
+        states, states_mask = glyphs["byt5_text_states"], glyphs["byt5_text_mask"]
+        positive = dict(zip(EMBEDDINGS, (embeds, mask, states[-1:], states_mask[-1:]), strict=True))
+        outputs = {**positive, **(_image(pipe, settings) if settings.image is not None else {})}
+        if guided:
+            values = (negative, negative_mask, states[:1], states_mask[:1])
+            outputs |= {f"negative_{name}": value for name, value in zip(EMBEDDINGS, values, strict=True)}
+    return outputs
+
+
+def _image(pipe: Any, settings: Settings) -> dict[str, torch.Tensor]:
+    """Returns the first frame's latents and features."""
+    import numpy
+    from PIL import Image
+
+    with Image.open(str(settings.image)) as file:
+        picture = file.convert("RGB")
+    latents = pipe.get_image_condition_latents("i2v", picture, settings.height, settings.width)
+    states = pipe._prepare_vision_states(numpy.array(picture), pipe.ideal_resolution, latents, CPU)
+    return {"image_latents": latents, "image_embeds": states[:1]}
+
+
+def denoise(
+    parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **embeddings: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns the denoised latents. The loop is upstream's, statement by statement, around `call`.
+
+    Args:
+        parts: The configurations of transformer and VAE.
+        call: The transformer; both conditions of guidance go through it in one batch, as upstream has it.
+        settings: Size, steps, guidance and seed.
+        steps: Progress, saving and resuming.
+        **embeddings: What `encode` returned; and `noise` [1, C, T, H, W], where it is not to be drawn.
+
+    Returns:
+        `latents` [1, C, T, H, W], float32.
+
+    Raises:
+        ArtefactForeignError: Embeddings of another size than the transformer's.
+    """
+    pipe, transformer = pipeline(settings, parts), parts["transformer"]
+    scheduler = pipe._create_scheduler(pipe.config.flow_shift)
+    scheduler.set_timesteps(settings.steps, device=CPU)
+    size = pipe.get_latent_size(settings.frames, settings.height, settings.width)
+    latents = pipe.prepare_latents(
+        1, transformer.config.in_channels, *size[1:], size[0], pipe.target_dtype, CPU,
+        torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
+    )  # fmt: skip
+    _check_embeddings(transformer.config, embeddings)
+    mask = pipe.get_task_mask(task_type(settings), size[0])
+    condition = pipe._prepare_cond_latents(task_type(settings), embeddings.get("image_latents"), latents, mask)
+    fixed = call.place(**_inputs(pipe, settings, embeddings, size))
+    done = 0
+    if steps.resume is not None:
+        done, latents = steps.resume[0], steps.resume[1]["latents"]
+        scheduler.set_begin_index(done)
+    remaining = list(enumerate(scheduler.timesteps))[done:]
+    for i, t in steps.track(remaining, done=done, total=settings.steps):
+        with torch.no_grad():
+            model_input = torch.cat([torch.cat([latents, condition], dim=1)] * batch(settings.guidance_scale))
+            changing = {"hidden_states": model_input, "timestep": t.repeat(len(model_input))}
+            if pipe.use_meanflow:
+                later = scheduler.timesteps[i + 1] if i + 1 < settings.steps else torch.tensor(0.0)
+                changing["timestep_r"] = later.repeat(len(model_input))
+            noise = call(**changing, **fixed, mask_type=task_type(settings))
+            if batch(settings.guidance_scale) == 2:
+                negative, positive = noise.chunk(2)
+                noise = negative + settings.guidance_scale * (positive - negative)
+            latents = scheduler.step(noise, t, latents, return_dict=False)[0]
+        steps.finished(i + 1, {"latents": latents})
+    return {"latents": latents}
+
+
+def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a stage file whose features are not the transformer's: of a card with other encoders."""
+    wanted = {
+        "prompt_embeds": config.text_states_dim,
+        "prompt_embeds_2": 1472,
+        "image_embeds": config.vision_states_dim,
+    }
+    for name, size in wanted.items():
+        if name in embeddings and embeddings[name].shape[-1] != size:
+            raise ArtefactForeignError(
+                "encode.safetensors",
+                f"'{name}' has {embeddings[name].shape[-1]} features, and this transformer takes {size}",
+                "Run --stage encode with this model and checkpoint",
+                name=name,
+            )
+
+
+def _inputs(
+    pipe: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor], size: tuple[int, int, int]
+) -> dict[str, torch.Tensor]:
+    """Returns the transformer's constant inputs, the negative condition first, as upstream has them."""
+    conditions = ["negative_", ""] if batch(settings.guidance_scale) == 2 else [""]
+    embeds, mask, glyphs, glyphs_mask = (
+        torch.cat([embeddings[prefix + name] for prefix in conditions]) for name in EMBEDDINGS
+    )
+    tokens, features = pipe.config.vision_num_semantic_tokens, pipe.transformer.config.vision_states_dim
+    vision = embeddings.get("image_embeds", torch.zeros(1, tokens, features))
+    # Upstream computes the tables inside its forward, once for each step; as arguments they are no constants.
+    cos, sin = pipe.transformer.get_rotary_pos_embed(size)
+    if settings.dtypes["transformer"] == torch.float32:
+        # No autocast then, which otherwise brings upstream's half-precision embeddings to the weights' dtype.
+        embeds, glyphs, vision = embeds.float(), glyphs.float(), vision.float()
+    return {
+        "text_states": embeds,
+        "encoder_attention_mask": mask.to(torch.int64),
+        "byt5_text_states": glyphs,
+        "byt5_text_mask": glyphs_mask.to(torch.int64),
+        "vision_states": vision.repeat(len(conditions), 1, 1),
+        "freqs_cos": cos,
+        "freqs_sin": sin,
+    }
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype) -> Iterator[None]:
+    """Enters CUDA's autocast as upstream does, where a network computes in half precision."""
+    if dtype == torch.float32:
+        yield
+        return
+    with torch.autocast(device_type="cuda", dtype=dtype):
+        yield
+
+
+def call_transformer(module: torch.nn.Module, settings: Settings, **inputs: Any) -> Any:
+    """Calls the transformer as upstream's loop does."""
+    glyphs = {name: inputs.pop(name) for name in ("byt5_text_states", "byt5_text_mask")}
+    with _autocast(settings.dtypes["transformer"]):
+        return module(**inputs, text_states_2=None, return_dict=False, extra_kwargs=glyphs)
+
+
+def call_decoder(module: torch.nn.Module, settings: Settings, **inputs: Any) -> Any:
+    """Calls the VAE's decoder as upstream's pipeline does."""
+    with _autocast(settings.dtypes["vae"]):
+        return module(inputs["z"])
+
+
+def decode(
+    parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns the video's frames.
+
+    The decoder alone goes through `call`; tiling, which upstream always does, and blending stay its own.
+
+    Args:
+        parts: The VAE.
+        call: Its decoder.
+        settings: Whether to decode in tiles; by default, as upstream does.
+        steps: Progress: one item for each call of the decoder.
+        latents: [1, C, T, H, W], as `denoise` left them.
+
+    Returns:
+        `frames` [1, F, 3, height, width], float32, 0 to 1.
+    """
+    from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline as Upstream
+
+    vae, tiled = parts["vae"], settings.vae_tiling is not False
+    inference = Upstream.get_vae_inference_config()
+    vae.set_tile_sample_min_size(inference["sample_size"], inference["tile_overlap_factor"])
+    count = _tiles(vae, latents) if tiled else 1
+    progress = iter(steps.track(range(count), done=0, total=count))
+    vae.decoder = _Called(call, progress)
+    latents = latents / vae.config.scaling_factor
+    if getattr(vae.config, "shift_factor", None):
+        latents = latents + vae.config.shift_factor
+    with torch.no_grad(), vae.memory_efficient_context() if tiled else contextlib.nullcontext():
+        video = vae.decode(latents, return_dict=False)[0]
+        next(progress, None)
+    return {"frames": (video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)}
+
+
+def _tiles(vae: Any, latents: torch.Tensor) -> int:
+    """Returns how often upstream will call the decoder: its own rule, for the progress bar."""
+    tile, sides = vae.tile_latent_min_size, latents.shape[-2:]
+    if all(side <= tile for side in sides):
+        return 1
+    return math.prod(math.ceil(side / int(tile * (1 - vae.tile_overlap_factor))) for side in sides)
+
+
+class _Called(torch.nn.Module):
+    """Stands where upstream's own decoder stood, and passes its one input on."""
+
+    def __init__(self, call: Call, progress: Iterator[Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.progress = progress
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        next(self.progress, None)
+        return self.call(z=z)
+
+
+def arrange_tiny(make: Callable[[str], Any], folder: Path) -> None:
+    """Saves tiny components in the layout of Tencent's checkpoint.
+
+    Args:
+        make: Returns one component by its name in the card.
+        folder: An empty folder.
+    """
+    make("text_encoder").save_pretrained(folder / "text_encoder" / "llm")
+    make("tokenizer").save_pretrained(folder / "text_encoder" / "llm")
+    make("vision_encoder").save_pretrained(folder / "vision_encoder" / "siglip" / "image_encoder")
+    make("image_processor").save_pretrained(folder / "vision_encoder" / "siglip" / "feature_extractor")
+    for variant in ("480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v"):
+        resolution, _, task = variant.partition("_")
+        transformer = make("transformer")
+        transformer.register_to_config(ideal_resolution=resolution, ideal_task=task)
+        transformer.save_pretrained(folder / "transformer" / variant)
+    make("vae").save_pretrained(folder / "vae")
+    make("scheduler").save_pretrained(folder / "scheduler")
+    _arrange_glyphs(make, folder / "text_encoder")
+
+
+def _arrange_glyphs(make: Callable[[str], Any], folder: Path) -> None:
+    """Saves a tiny ByT5 as upstream reads it: the model, and, over it, an encoder with tokens for fonts and colours."""
+    model, tokenizer = make("text_encoder_2"), make("tokenizer_2")
+    model.save_pretrained(folder / "byt5-small")
+    tokenizer.save_pretrained(folder / "byt5-small")
+    fonts, colours = {"en-Sans": 0, "en-Serif": 1}, {"black": 0, "white": 1, "red": 2}
+    assets, weights = folder / "Glyph-SDXL-v2" / "assets", folder / "Glyph-SDXL-v2" / "checkpoints"
+    assets.mkdir(parents=True)
+    weights.mkdir()
+    (assets / "multilingual_10-lang_idx.json").write_text(json.dumps(fonts))
+    (assets / "color_idx.json").write_text(json.dumps(colours))
+    tokenizer.add_tokens(
+        [*(f"<color-{n}>" for n in colours.values()), *(f"<en-font-{n}>" for n in fonts.values())], special_tokens=True
+    )
+    encoder = model.get_encoder()
+    encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, weights / "byt5_model.pt")
+
+
+STAGES = (
+    Stage("encode", encode, load=load_encoders, meta=("transformer", "vae")),
+    Stage("denoise", denoise, needs=("encode",), network="transformer", meta=("vae",), call=call_transformer),
+    Stage("decode", decode, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder),
+)
