@@ -1,5 +1,6 @@
 """Model cards, jobs, packs: what is shipped reads, and every mistake in one is refused with its place."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -52,14 +53,19 @@ def refused(kind, call):
     return str(caught.value)
 
 
-def test_every_shipped_card_and_config_reads_and_fits_its_card(pack):
+def test_every_shipped_card_and_config_reads_and_each_config_fits_a_card(pack):
     jobs = sorted(file.stem for file in (pack.root / "configs").glob("*.yaml"))
     assert "hunyuan" in pack.models() and {"demo", "720p"} <= set(jobs)
+    fits = set()
     for name in pack.models():
         card, _ = pack.card(name)
         assert card.model == name
         for job in jobs:
-            check_job(*(lambda read: (read[0], card, read[1]))(pack.job(job)))
+            with contextlib.suppress(UnknownKeyError):  # dtypes for another card's components
+                read, document = pack.job(job)
+                check_job(read, card, document)
+                fits.add(job)
+    assert fits == set(jobs)
 
 
 def test_the_real_job_is_the_real_job(pack):

@@ -105,7 +105,7 @@ def test_a_revision_is_passed_on_and_the_commit_is_the_identity(monkeypatch, tmp
 
 def test_a_local_checkpoint_is_found_and_an_absent_one_is_none(tiny_folder, tmp_path):
     assert checkpoint.local(str(tiny_folder)) == tiny_folder
-    assert checkpoint.local(str(tmp_path / "none")) is None
+    assert "There is no such folder" in refusal(CheckpointMissingError, lambda: checkpoint.local(f"{tmp_path}/none"))
     assert checkpoint.local("nobody/nothing@main") is None and checkpoint.local("nobody/no thing") is None
 
 

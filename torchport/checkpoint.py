@@ -36,10 +36,13 @@ def is_folder(name: str) -> bool:
 
 
 def local(name: str) -> Path | None:
-    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network."""
+    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network.
+
+    Raises:
+        CheckpointMissingError: A folder is named that is not there.
+    """
     if is_folder(name):
-        folder = Path(name).expanduser().resolve()
-        return folder if folder.is_dir() else None
+        return _given(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -63,17 +66,22 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
         CheckpointForeignError: Components of other classes than the card's.
     """
     if is_folder(name):
-        folder = Path(name).expanduser().resolve()
-        if not folder.is_dir():
-            raise CheckpointMissingError(
-                f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
-            )
+        folder = _given(name)
         identity = f"folder:{folder.name}"
     else:
         folder = _downloaded(name, card, variant)
         identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
     check_index(folder, card, variant)
     return Checkpoint(folder, identity, digests(folder, card, variant))
+
+
+def _given(name: str) -> Path:
+    folder = Path(name).expanduser().resolve()
+    if not folder.is_dir():
+        raise CheckpointMissingError(
+            f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
+        )
+    return folder
 
 
 def _downloaded(name: str, card: Card, variant: str | None) -> Path:

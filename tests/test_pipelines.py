@@ -1,0 +1,127 @@
+"""Families of models: found by name, as data that every stage of the path can be carried by."""
+
+import inspect
+
+import pytest
+import torch
+
+from torchport import pipelines
+from torchport.card import STAGES
+from torchport.errors import UnknownNameError
+from torchport.pipelines import hunyuan_video15
+
+
+def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        family = pipelines.family(card.family, document.place(["family"]))
+        assert [stage.name for stage in family.STAGES] == list(STAGES)
+        assert family.batch(1.0) == 1 and family.batch(6.0) == 2
+        for stage in family.STAGES:
+            names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
+            assert names <= set(card.components), stage.name
+            assert set(stage.needs) <= set(STAGES[: STAGES.index(stage.name)])
+            assert list(inspect.signature(stage.run).parameters)[:4] == ["parts", "call", "settings", "steps"]
+
+
+def test_every_strategy_has_rules_for_every_network(pack):
+    for name in pack.models():
+        card, _ = pack.card(name)
+        networks = {stage.network for stage in pipelines.family(card.family, "x").STAGES} - {None}
+        for strategy in card.strategies.values():
+            assert networks <= set(strategy.weights) and networks <= set(strategy.inputs)
+
+
+def test_a_family_that_does_not_exist_is_refused():
+    with pytest.raises(UnknownNameError) as caught:
+        pipelines.family("no_such_family", "card.yaml:5")
+    assert str(caught.value) == (
+        "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/pipelines/no_such_family.py. "
+        "Add it, or mend the name."
+    )
+
+
+def test_a_family_whose_own_imports_fail_is_not_taken_for_a_missing_one(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'elsewhere'", name="elsewhere")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="elsewhere"):
+        pipelines.family("some", "card.yaml:5")
+
+
+class Recorded:
+    """A network that adds its conditions up and remembers how it was called."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.placed = []
+        self.called = []
+
+    def place(self, **inputs):
+        self.placed.append({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        return inputs
+
+    def __call__(self, hidden_states, timestep, a, return_dict):
+        self.called.append(tuple(hidden_states.shape))
+        return hidden_states * a.reshape(-1, 1) + timestep.reshape(-1, 1)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(batches):
+    call = Recorded(batches)
+    inputs = {"a": (torch.tensor([2.0]), torch.tensor([3.0]))}
+    conditions = hunyuan_video15._Conditions(call, inputs)
+    x, t = torch.ones(1, 4), torch.tensor([10.0])
+    for used in (2, 2, 1):
+        found = conditions.predict(used, x, t)
+        assert [tensor[0, 0].item() for tensor in found] == [12.0, 13.0][:used]
+        assert all(tensor.shape == (1, 4) for tensor in found)
+    if batches:
+        assert call.called == [(2, 4), (2, 4), (1, 4)] and call.placed == [{"a": (2,)}, {"a": (1,)}]
+    else:
+        assert call.called == [(1, 4)] * 5 and call.placed == [{"a": (1,)}] * 3
+
+
+def settings(**changes):
+    """Settings of a small video."""
+    fields = {"prompt": "A cat", "negative_prompt": "", "seed": 1, "height": 64, "width": 96, "frames": 9, "steps": 2}
+    fields |= {"guidance_scale": 6.0, "dtypes": {"transformer": torch.float32}, "vae_tiling": False}
+    return pipelines.Settings(**{**fields, **changes})
+
+
+def test_rotary_tables_are_computed_once_on_the_host_by_upstreams_own_code(card, tiny_folder):
+    from torchport import checkpoint, load
+
+    parts = {
+        name: load.build(
+            card.components[name].class_, checkpoint.read_json(tiny_folder / name / "config.json"), "float32", name
+        )
+        for name in ("transformer", "vae")
+    }
+    rope = parts["transformer"].rope
+    expected = rope(torch.zeros(1, 1, 3, 4, 6))
+    hunyuan_video15.prepare(parts, settings())
+    assert torch.equal(rope.cos, expected[0]) and torch.equal(rope.sin, expected[1])
+    assert rope.cos.shape[0] == 3 * 4 * 6
+    assert not {"rope.cos", "rope.sin"} & set(parts["transformer"].state_dict())
+
+
+def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
+    from torchport import checkpoint, load
+
+    config = checkpoint.read_json(tiny_folder / "vae" / "config.json")
+    for height, width in ((16, 16), (19, 17), (40, 20)):
+        vae = load.fill(load.build(card.components["vae"].class_, config, "float32", "vae"), tiny_folder / "vae", "vae")
+        latents = torch.zeros(1, 32, 1, height, width)
+        vae.enable_tiling()
+        counted = hunyuan_video15._tiles(vae, latents)
+        calls = []
+        vae.decoder = hunyuan_video15._Called(
+            lambda hidden_states, calls=calls: (
+                calls.append(1) or torch.zeros(1, 3, 1, *(16 * size for size in hidden_states.shape[-2:]))
+            ),
+            iter(()),
+        )
+        vae.decode(latents)
+        assert len(calls) == counted, (height, width)

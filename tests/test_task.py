@@ -1,0 +1,233 @@
+"""Requests: everything that is written is read and checked before anything is loaded; what the machine must carry."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from torchport import checkpoint, machine, task
+from torchport.errors import (
+    BadValueError,
+    CheckpointForeignError,
+    MachineError,
+    MeshError,
+    TorchportError,
+    UnknownNameError,
+    UpstreamError,
+)
+from torchport.task import accept, check_heads, check_machine
+
+GIB = 2**30
+
+
+def refusal(kind, call):
+    """Returns the text of the error, which must be of this kind."""
+    with pytest.raises(TorchportError) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+@pytest.fixture
+def asked(request_for):
+    """Accepts a request for the demo with changes; `sets` are added to its overrides."""
+
+    def ask(sets=(), **changes):
+        request = request_for(**changes)
+        return accept(dataclasses.replace(request, overrides=(*request.overrides, *sets)))
+
+    return ask
+
+
+def test_a_good_request_becomes_a_task_with_everything_read(asked, tmp_path):
+    found = asked()
+    assert found.original and found.checkpoint == "tiny" and found.folder == found.inputs == tmp_path / "out"
+    assert [stage.name for stage in found.stages] == ["encode", "denoise", "decode"]
+    assert (found.settings.height, found.settings.frames, found.settings.steps) == (64, 5, 3)
+    assert found.settings.dtypes["vae"] is torch.float32 and found.dtype("vae") == "float32"
+    assert "scheduler" not in found.settings.dtypes
+
+
+def test_accepting_writes_nothing(asked, tmp_path):
+    asked()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_stage_is_one_stage_and_needs_no_prompt_unless_it_encodes(asked, tmp_path):
+    decode = asked(stage="decode", prompt=None, inputs=tmp_path / "in")
+    assert [stage.name for stage in decode.stages] == ["decode"] and decode.inputs == tmp_path / "in"
+    assert "prompt" not in decode.shown() and "prompt" in asked(stage="encode").shown()
+    for stage in ("encode", "all"):
+        assert refusal(BadValueError, lambda stage=stage: asked(stage=stage, prompt=None)) == (
+            "--prompt: It is missing, and the stage 'encode' needs one. Add --prompt \"...\"."
+        )
+
+
+def test_an_unknown_stage_is_refused_with_the_nearest(asked):
+    assert refusal(UnknownNameError, lambda: asked(stage="denoize")) == (
+        "--stage denoize: There is no such stage. Did you mean 'denoise'? Known: all, decode, denoise, encode."
+    )
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(asked):
+    text = refusal(MeshError, lambda: asked(["mesh={dp: 2, tp: 3}"], backend="torchax"))
+    assert text == (
+        "--set mesh={dp: 2, tp: 3}: The mesh dp=2 x tp=3 takes 6 device(s), and cpu:8 has 8. "
+        "The axes' product must be 8."
+    )
+
+
+def test_a_mesh_that_does_not_fit_the_batch_is_refused(asked):
+    assert refusal(MeshError, lambda: asked(["guidance_scale=1.0"], backend="torchax")).endswith(
+        ": dp=2 does not divide the batch of guidance_scale 1.0, which is 1. dp must be one of 1."
+    )
+    asked(["guidance_scale=1.0", "mesh={tp: 8}"], backend="torchax")
+    text = refusal(MeshError, lambda: asked(["mesh={dp: 8}"], backend="torchax"))
+    assert "dp=8 does not divide the batch of guidance_scale 6.0, which is 2. dp must be one of 1, 2." in text
+
+
+def test_a_mesh_that_does_not_fit_the_heads_is_refused_before_a_download(asked, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    published = asked(["mesh={tp: 32}", "machine=cpu:32", "guidance_scale=1.0"], backend="torchax", checkpoint="a/b@c")
+    assert refusal(MeshError, lambda: check_heads(published)) == (
+        "--set mesh={tp: 32}: tp=32 does not divide transformer.num_attention_heads, which is 16. "
+        "tp must be one of 1, 2, 4, 8, 16."
+    )
+    small = asked(["mesh={tp: 8}", "guidance_scale=1.0"], backend="torchax")
+    assert "transformer.num_attention_heads, which is 4" in refusal(MeshError, lambda: check_heads(small))
+    check_heads(asked(["mesh={tp: 8}", "guidance_scale=1.0"]))  # the original has no mesh
+
+
+def absent(*args, local_files_only=False, **kwargs):
+    """Stands for a hub whose cache is empty; asking its network fails the test."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    assert local_files_only, "a download was asked for"
+    raise LocalEntryNotFoundError("not here")
+
+
+def test_a_head_count_that_the_card_misnames_is_refused(asked):
+    found = asked(backend="torchax")
+    strategy = found.card.strategies["tp"].model_copy(update={"divides": {"tp": "transformer.num_heads"}})
+    wrong = dataclasses.replace(found, card=found.card.model_copy(update={"strategies": {"tp": strategy}}))
+    text = refusal(BadValueError, lambda: check_heads(wrong))
+    assert "'transformer.num_heads' is no number of the checkpoint's. Did you mean 'num_" in text
+    assert text.startswith("configs/models/hunyuan.yaml:")
+
+
+def test_an_image_and_a_checkout_that_nothing_would_read_are_refused(asked, tmp_path):
+    assert refusal(BadValueError, lambda: asked(image=tmp_path / "a.png")) == (
+        f"--image {tmp_path}/a.png: 'hunyuan' makes videos from text alone. Leave the flag out."
+    )
+    assert refusal(UpstreamError, lambda: asked(upstream_path="x")) == (
+        "--upstream-path x: This model's upstreams are installed packages. Leave the flag out."
+    )
+
+
+def test_an_artefact_is_for_its_model_and_size_and_embeddings_for_any_size(asked):
+    found = asked()
+    assert found.identity("denoise") == found.identity("decode")
+    assert {key: found.identity("denoise")[key] for key in ("height", "width", "frames")} == {
+        "height": 64,
+        "width": 64,
+        "frames": 5,
+    }
+    assert found.identity("encode") == {"model": found.card.artefacts, "guidance": True}
+    assert asked(["guidance_scale=1.0"]).identity("encode")["guidance"] is False
+
+
+def test_what_is_shown_can_be_written_as_json(asked):
+    shown = asked().shown()
+    assert json.loads(json.dumps(shown)) == shown
+    assert shown["dtypes"]["transformer"] == "float32" and shown["precision"]["vae"] == "highest"
+
+
+def test_two_runs_in_one_second_get_two_folders(request_for, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first = accept(request_for(out=None)).folder
+    assert first.parent.name == "outputs" and first.name.startswith("hunyuan-demo-")
+
+    class Clock(task.datetime.datetime):
+        @classmethod
+        def now(cls):
+            return cls(2026, 11, 20, 21, 0, 0)
+
+    monkeypatch.setattr(task.datetime, "datetime", Clock)
+    names = []
+    for _ in range(3):
+        folder = accept(request_for(out=None)).folder
+        folder.mkdir(parents=True)
+        names.append(folder.name)
+    stem = "hunyuan-demo-20261120-210000"
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+
+
+def test_the_original_takes_the_plumbing_alone_and_the_port_all_patches(asked):
+    original, port = asked(), asked(backend="torchax")
+    assert all(entry.plumbing for entry in original.patches(original.stages))
+    ids = [entry.id for entry in port.patches(port.stages)]
+    assert len(ids) == len(set(ids)) and any(id.startswith("torchax.") for id in ids)
+    assert any(id.startswith("diffusers.") for id in ids)
+    (encode,) = [stage for stage in port.stages if stage.name == "encode"]
+    assert port.patches([encode]) == [], "encoding does not go through torchax"
+
+
+@pytest.fixture
+def need(monkeypatch):
+    """Records what a task says that it takes, on a machine that has everything."""
+    kept = []
+    monkeypatch.setattr(machine, "prepare", lambda named: None)
+    monkeypatch.setattr(machine, "require", lambda named, need, instead: kept.append((named, need, instead)))
+
+    def ask(found):
+        check_machine(found)
+        return kept.pop()
+
+    return ask
+
+
+def test_the_real_job_takes_what_its_shapes_and_rules_say(asked, need, card, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    real = dataclasses.replace(asked().request, config="configs/720p.yaml", overrides=(), backend="torchax")
+    named, found, instead = need(accept(real))
+    parameters = {name: component.parameters for name, component in card.components.items()}
+    assert named.name == "v6e:2x4" and found.devices == 8 and found.checkpoint == card.checkpoint
+    assert set(found.device_bytes) == {"transformer", "vae"}
+    whole = 2 * parameters["transformer"]
+    assert whole / 4 < found.device_bytes["transformer"] < whole and found.device_bytes["vae"] < 4 * parameters["vae"]
+    assert found.host_bytes == 2 * parameters["text_encoder"] + 4 * parameters["text_encoder_2"]
+    assert instead == 'torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
+
+
+def test_the_original_takes_the_hosts_memory_for_its_networks_too(asked, need, monkeypatch, card):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    named, found, _ = need(asked(stage="denoise", prompt=None, checkpoint="a/b@c"))
+    assert named is machine.HOST and found.devices == 0 and found.device_bytes == {}
+    assert found.host_bytes == 4 * card.components["transformer"].parameters
+
+
+def test_a_checkpoint_that_is_here_is_measured_and_not_assumed(asked, need, tiny_folder):
+    _, found, _ = need(asked(checkpoint=str(tiny_folder)))
+    sizes = {
+        name: checkpoint.parameters(tiny_folder / name) for name in ("text_encoder", "text_encoder_2", "transformer")
+    }
+    assert found.host_bytes == 4 * max(sizes["text_encoder"] + sizes["text_encoder_2"], sizes["transformer"])
+    _, port, _ = need(asked(checkpoint=str(tiny_folder), backend="torchax"))
+    _, tiny, _ = need(asked(backend="torchax"))
+    assert port.device_bytes == tiny.device_bytes and port.device_bytes["transformer"] > 0
+
+
+def test_a_checkpoint_whose_configuration_is_no_network_is_refused(asked, tiny_folder, tmp_path):
+    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
+    (copy / "transformer" / "config.json").write_text('{"num_layers": "two"}')
+    text = refusal(CheckpointForeignError, lambda: check_machine(asked(checkpoint=str(copy), backend="torchax")))
+    assert text.startswith(f"{copy}/transformer/config.json: HunyuanVideo15Transformer3DModel cannot be built from it")
+
+
+def test_a_machine_that_is_too_small_is_refused_before_anything_is_loaded(asked, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
+    monkeypatch.setattr(machine, "host_memory", lambda: GIB)
+    text = refusal(MachineError, lambda: check_machine(asked(checkpoint="a/b@c")))
+    assert "the checkpoint a/b@c" in text and "this machine has 1.0 GiB of free host memory" in text
