@@ -39,11 +39,15 @@ def folder_of(card: Card) -> Path:
     """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], versions], sort_keys=True)
-    return cache_folder() / "tiny" / f"{card.model}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    sha = hashlib.sha256(text.encode())
+    here = Path(__file__).parent
+    for file in (Path(__file__), here / "pipelines" / f"{card.family}.py"):  # the code that makes and arranges it
+        sha.update(file.read_bytes() if file.is_file() else b"")
+    return cache_folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
 
 
-Make = Callable[[str], Any]
-"""Returns one tiny component by its name in the card, drawn and ready to be saved."""
+Make = Callable[..., Any]
+"""Returns one tiny component by its name in the card, drawn and ready to be saved; keywords change its configuration."""
 
 
 def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Path:
@@ -94,12 +98,12 @@ def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Pa
     return folder
 
 
-def _made(card: Card, name: str) -> Any:
+def _made(card: Card, name: str, **changes: Any) -> Any:
     """Returns one tiny component."""
     cls = _class_of(card.components[name].class_)
     if name in card.tiny.tokenizers:
         return _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
-    part = _part(cls, card.tiny.components.get(name, {}))
+    part = _part(cls, {**card.tiny.components.get(name, {}), **changes})
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
     return part

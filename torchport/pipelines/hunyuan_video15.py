@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 
+from torchport.errors import ArtefactForeignError
 from torchport.pipelines import Call, Settings, Stage, Steps
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
@@ -132,6 +133,7 @@ def denoise(
         torch.Generator().manual_seed(settings.seed),
         embeddings.pop("noise", None),
     )
+    _check_embeddings(pipe.transformer.config, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     inputs = _inputs(pipe, embeddings, dtype)
     conditions = _Conditions(call, inputs)
@@ -151,6 +153,21 @@ def denoise(
             latents = scheduler.step(guider(states)[0], t, latents, return_dict=False)[0]
         steps.finished(i + 1, {"latents": latents})
     return {"latents": latents}
+
+
+def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a stage file that this transformer cannot take: of an image, or of encoders with other features."""
+    wanted = {"prompt_embeds": config.text_embed_dim, "prompt_embeds_2": config.text_embed_2_dim}
+    for name, tensor in embeddings.items():
+        if name.removeprefix("negative_") not in EMBEDDINGS:
+            fact = f"It holds '{name}', and this model makes videos from text alone"
+        elif tensor.shape[-1] != wanted.get(name, tensor.shape[-1]):
+            fact = f"'{name}' has {tensor.shape[-1]} features, and this transformer takes {wanted[name]}"
+        else:
+            continue
+        raise ArtefactForeignError(
+            "encode.safetensors", fact, "Run --stage encode with this model and checkpoint", name=name
+        )
 
 
 def _inputs(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchport.errors import ArtefactForeignError
+from torchport.errors import ArtefactForeignError, UnknownNameError, nearest
 from torchport.pipelines import Call, Settings, Stage, Steps
 
 TAKES_IMAGE = True
@@ -28,6 +28,13 @@ EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_
 """Stage files have these, and the same with `negative_` before them; `_2` is ByT5's."""
 
 
+VARIANTS = (
+    "480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v", "480p_t2v_distilled", "480p_i2v_distilled", "720p_t2v_distilled",
+    "720p_i2v_distilled", "480p_i2v_step_distilled",
+)  # fmt: skip
+"""Networks of the published checkpoint; those with sparse attention compute something else, and are refused."""
+
+
 class _NoEncoder:
     """Stands where a text encoder would; upstream's constructor asks for its length even if nothing is encoded."""
 
@@ -35,7 +42,15 @@ class _NoEncoder:
 
 
 def pipeline(settings: Settings, parts: Mapping[str, Any]) -> Any:
-    """Returns upstream's pipeline object around the parts that a stage has, for its variant's flow shift."""
+    """Returns upstream's pipeline object around the parts that a stage has, for its variant's flow shift.
+
+    Raises:
+        UnknownNameError: A variant that upstream has not, or that this family refuses.
+    """
+    if settings.variant not in VARIANTS:
+        raise UnknownNameError(
+            "variant", f"'{settings.variant}' is not carried over", nearest(str(settings.variant), VARIANTS)
+        )
     from hyvideo.commons import PIPELINE_CONFIGS
     from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline
 
@@ -58,11 +73,6 @@ def pipeline(settings: Settings, parts: Mapping[str, Any]) -> Any:
 def batch(guidance_scale: float) -> int:
     """Returns how many conditions go through the transformer at each step."""
     return 1 if guidance_scale == 1.0 else 2
-
-
-def task_type(settings: Settings) -> str:
-    """Returns upstream's name of the task."""
-    return "t2v" if settings.image is None else "i2v"
 
 
 def load_encoders(folder: Path, settings: Settings) -> dict[str, Any]:
@@ -157,8 +167,10 @@ def denoise(
         torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
     )  # fmt: skip
     _check_embeddings(transformer.config, embeddings)
-    mask = pipe.get_task_mask(task_type(settings), size[0])
-    condition = pipe._prepare_cond_latents(task_type(settings), embeddings.get("image_latents"), latents, mask)
+    # The stage file says which task it is: the image itself need not be on this machine.
+    task = "i2v" if "image_latents" in embeddings else "t2v"
+    mask = pipe.get_task_mask(task, size[0])
+    condition = pipe._prepare_cond_latents(task, embeddings.get("image_latents"), latents, mask)
     fixed = call.place(**_inputs(pipe, settings, embeddings, size))
     done = 0
     if steps.resume is not None:
@@ -172,7 +184,7 @@ def denoise(
             if pipe.use_meanflow:
                 later = scheduler.timesteps[i + 1] if i + 1 < settings.steps else torch.tensor(0.0)
                 changing["timestep_r"] = later.repeat(len(model_input))
-            noise = call(**changing, **fixed, mask_type=task_type(settings))
+            noise = call(**changing, **fixed, mask_type=task)
             if batch(settings.guidance_scale) == 2:
                 negative, positive = noise.chunk(2)
                 noise = negative + settings.guidance_scale * (positive - negative)
@@ -302,7 +314,7 @@ class _Called(torch.nn.Module):
         return self.call(z=z)
 
 
-def arrange_tiny(make: Callable[[str], Any], folder: Path) -> None:
+def arrange_tiny(make: Callable[..., Any], folder: Path) -> None:
     """Saves tiny components in the layout of Tencent's checkpoint.
 
     Args:
@@ -313,17 +325,18 @@ def arrange_tiny(make: Callable[[str], Any], folder: Path) -> None:
     make("tokenizer").save_pretrained(folder / "text_encoder" / "llm")
     make("vision_encoder").save_pretrained(folder / "vision_encoder" / "siglip" / "image_encoder")
     make("image_processor").save_pretrained(folder / "vision_encoder" / "siglip" / "feature_extractor")
-    for variant in ("480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v"):
-        resolution, _, task = variant.partition("_")
-        transformer = make("transformer")
-        transformer.register_to_config(ideal_resolution=resolution, ideal_task=task)
+    for variant in VARIANTS:
+        resolution, task, *distilled = variant.split("_")
+        transformer = make(
+            "transformer", ideal_resolution=resolution, ideal_task=task, use_meanflow="step" in distilled
+        )
         transformer.save_pretrained(folder / "transformer" / variant)
     make("vae").save_pretrained(folder / "vae")
     make("scheduler").save_pretrained(folder / "scheduler")
     _arrange_glyphs(make, folder / "text_encoder")
 
 
-def _arrange_glyphs(make: Callable[[str], Any], folder: Path) -> None:
+def _arrange_glyphs(make: Callable[..., Any], folder: Path) -> None:
     """Saves a tiny ByT5 as upstream reads it: the model, and, over it, an encoder with tokens for fonts and colours."""
     model, tokenizer = make("text_encoder_2"), make("tokenizer_2")
     model.save_pretrained(folder / "byt5-small")
