@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -144,11 +145,20 @@ class Task:
         """Returns the settings that decide a video, as manifests keep them."""
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
+        settings["noise"] = _digest(self.request.noise)
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
         settings["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
         if self.request.prompt is None:
             del settings["prompt"], settings["negative_prompt"]
         return settings
+
+
+def _digest(noise: torch.Tensor | None) -> str | None:
+    """Returns what tells given noise from other noise, and from that of the seed, in a manifest."""
+    if noise is None:
+        return None
+    raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def accept(request: Request) -> Task:

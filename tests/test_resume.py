@@ -1,0 +1,269 @@
+"""Ctrl-C: the step in progress is finished and saved, and the same command goes on to the same bits."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+
+from torchport import resume, save
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, StoppedError, TorchportError
+from torchport.run import run
+
+PARTIAL = {"denoise.partial.json", "denoise.partial.safetensors"}
+
+
+def names(folder):
+    """The names of the files in a folder."""
+    return {file.name for file in folder.iterdir()}
+
+
+def bits(folder, name="denoise"):
+    """The bytes of an artefact."""
+    return (folder / f"{name}.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory, root):
+    """Embeddings that every test here denoises, made once."""
+    from torchport.task import Request
+
+    folder = tmp_path_factory.mktemp("encoded")
+    small = ("height=64", "width=64", "frames=5", "steps=3")
+    run(
+        Request(
+            "hunyuan",
+            "configs/demo.yaml",
+            "A cat",
+            "dark",
+            out=folder,
+            stage="encode",
+            backend="original",
+            overrides=small,
+            path=str(root),
+        )
+    )
+    return folder
+
+
+@pytest.fixture
+def denoise(request_for, encoded):
+    """Requests the denoising of those embeddings."""
+    return lambda **changes: request_for(stage="denoise", prompt=None, inputs=encoded, **changes)
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Sends this process SIGINT when a step begins, as Ctrl-C does."""
+    track = resume.track
+
+    def at(step, times=1):
+        def sending(items, what, unit, total=None, done=0):
+            for number, item in enumerate(track(items, what, unit, total, done), done + 1):
+                if number == step and what == "denoise":
+                    for _ in range(times):
+                        os.kill(os.getpid(), signal.SIGINT)
+                yield item
+
+        monkeypatch.setattr(resume, "track", sending)
+
+    return at
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, encoded, root):
+    """The latents of a run that nobody stopped, by backend."""
+    from torchport.task import Request
+
+    def make(backend):
+        folder = tmp_path_factory.mktemp(backend)
+        small = ("height=64", "width=64", "frames=5", "steps=3")
+        request = Request("hunyuan", "configs/demo.yaml", out=folder, inputs=encoded, stage="denoise", backend=backend)
+        run(dataclasses.replace(request, overrides=small, path=str(root)))
+        return bits(folder)
+
+    made = {}
+    return lambda backend: made.setdefault(backend, None) or made.update({backend: make(backend)}) or made[backend]
+
+
+@pytest.mark.parametrize("backend", ["original", "torchax"])
+def test_a_stopped_run_goes_on_to_the_same_bits(denoise, interrupted, whole, tmp_path, backend, monkeypatch):
+    out = tmp_path / "out"
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context():
+        interrupted(2)
+        with pytest.raises(StoppedError) as stopped:
+            run(denoise(backend=backend))
+    assert str(stopped.value) == (
+        f"Ctrl-C: Stopped after step 2 of 3; what was finished is in {out}. "
+        f"Go on with the same command and --out {out}."
+    )
+    assert stopped.value.exit_code == 130 and names(out) == PARTIAL
+    assert signal.getsignal(signal.SIGINT) is before, "the handler of before is back"
+    monkeypatch.undo()
+    summary = run(denoise(backend=backend))
+    assert summary.steps == 1, "only the last step was taken"
+    assert bits(out) == whole(backend)
+    assert not PARTIAL & names(out), "the unfinished latents are gone"
+
+
+ONE_STEP = ("height=64", "width=64", "frames=5", "steps=1")
+
+
+def test_a_stop_during_the_last_step_lets_the_stage_finish(denoise, interrupted, tmp_path):
+    interrupted(1)
+    assert run(denoise(overrides=ONE_STEP)).steps == 1
+    assert names(tmp_path / "out") == {"denoise.json", "denoise.safetensors", "manifest.json"}
+
+
+def test_a_stop_during_the_last_step_of_all_stages_comes_before_the_next_stage(request_for, interrupted, tmp_path):
+    interrupted(1)
+    with pytest.raises(StoppedError, match="Stopped before 'decode'; what was finished is in"):
+        run(request_for(overrides=ONE_STEP))
+    assert names(tmp_path / "out") == {"encode.json", "encode.safetensors", "denoise.json", "denoise.safetensors"}
+
+
+def test_a_run_that_is_killed_goes_on_after_the_last_saving(denoise, whole, tmp_path, monkeypatch):
+    """No Ctrl-C but a power cut: what `save_every` left is where it goes on."""
+    track = resume.track
+
+    def dying(items, what, unit, total=None, done=0):
+        for number, item in enumerate(track(items, what, unit, total, done), done + 1):
+            if number == 3:
+                raise MemoryError
+            yield item
+
+    request = denoise(overrides=("height=64", "width=64", "frames=5", "steps=3", "save_every=2"))
+    with monkeypatch.context() as context:
+        context.setattr(resume, "track", dying)
+        with pytest.raises(MemoryError):
+            run(request)
+    assert names(tmp_path / "out") == PARTIAL
+    assert run(request).steps == 1 and bits(tmp_path / "out") == whole("original")
+
+
+def test_a_second_ctrl_c_stops_at_once(denoise, interrupted, tmp_path):
+    interrupted(1, times=2)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(denoise())
+    assert not (tmp_path / "out").exists(), "nothing was finished, and no empty folder is left"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def work():
+        with resume.Stopping().listening() as stopping:
+            seen.append((stopping.asked, signal.getsignal(signal.SIGINT) is before))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]
+
+
+def test_the_command_line_ends_with_130_and_one_line(
+    torchport, capsys, interrupted, encoded, tmp_path, root, request_for
+):
+    small = [part for override in request_for().overrides for part in ("--set", override)]
+    command = ["run", "--model", "hunyuan", "--config", "demo", "--stage", "denoise", "--backend", "original", *small]
+    command += ["--path", root, "--inputs", encoded, "--out", "made", "--quiet"]
+    interrupted(1)
+    code, out, err = torchport(*command, capsys=capsys)
+    assert (code, out) == (130, []) and err[-1] == (
+        "error[TP701] Ctrl-C: Stopped after step 1 of 3; what was finished is in made. "
+        "Go on with the same command and --out made."
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory, encoded, root):
+    """The folder of a run that was stopped after its first step."""
+    from torchport.task import Request
+
+    folder = tmp_path_factory.mktemp("stopped")
+    small = ("height=64", "width=64", "frames=5", "steps=3")
+    request = Request("hunyuan", "configs/demo.yaml", out=folder, inputs=encoded, stage="denoise", backend="original")
+    with pytest.MonkeyPatch.context() as context, pytest.raises(StoppedError):
+        context.setattr(resume.Stopping, "__init__", lambda self: setattr(self, "asked", True))
+        context.setattr(resume.Stopping, "check", checked_after_a_step(resume.Stopping.check))
+        run(dataclasses.replace(request, overrides=small, path=str(root)))
+    return folder
+
+
+def checked_after_a_step(check):
+    """Returns a check that lets the beginning of a stage pass."""
+    return lambda self, task, when: check(self, task, when) if when.startswith("after") else None
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    """A copy of that folder, where these tests' requests would go on."""
+    return shutil.copytree(stopped_once, tmp_path / "out")
+
+
+def test_the_partial_says_how_far_it_came(stopped):
+    manifest = save.read_manifest(stopped / "denoise.partial.json")
+    assert manifest.settings["done"] == 1 and manifest.stage == "denoise" and manifest.backend == "original"
+
+
+def refusal(request):
+    """Returns the text of the refusal to go on."""
+    with pytest.raises(TorchportError) as caught:
+        run(request)
+    assert type(caught.value) is ArtefactForeignError
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"seed": 7}, "A run with seed 42 was stopped here, and this one has 7"),
+        ({"sets": ("steps=4",)}, "A run with steps 3 was stopped here, and this one has 4"),
+        ({"sets": ("guidance_scale=5.0",)}, "A run with guidance_scale 6.0 was stopped here, and this one has 5.0"),
+        ({"sets": ("dtypes.transformer=bfloat16",)}, "A run with dtypes {"),
+        ({"backend": "torchax"}, "A run with backend 'original' was stopped here, and this one has 'torchax'"),
+        ({"sets": ("frames=9",)}, "'denoise.partial' was made for frames 5, and this run is for 9"),
+    ],
+)
+def test_unfinished_latents_of_other_settings_are_refused_and_left_as_they_are(
+    stopped, denoise, changes, fact, unchanged
+):
+    sets = changes.pop("sets", ())
+    request = denoise(**changes)
+    before = unchanged(stopped)
+    text = refusal(dataclasses.replace(request, overrides=(*request.overrides, *sets)))
+    assert text.startswith(f"{stopped}/denoise.partial.json: {fact}")
+    assert unchanged(stopped) == before
+
+
+def test_the_remedy_names_all_three_ways_out(stopped, denoise):
+    assert refusal(denoise(seed=7)).endswith(
+        "Finish that run, or remove the two files denoise.partial.*, or choose another --out."
+    )
+
+
+def test_unfinished_latents_of_other_noise_are_refused(stopped, denoise):
+    noise = torch.zeros(1, 32, 2, 4, 4)
+    assert "A run with noise " in refusal(denoise(noise=noise))
+
+
+def test_unfinished_latents_of_other_embeddings_are_refused(stopped, denoise, request_for, tmp_path):
+    other = tmp_path / "other"
+    run(request_for(stage="encode", prompt="A dog", out=other))
+    assert "The run that was stopped here had other embeddings. Finish that run" in refusal(
+        dataclasses.replace(denoise(), inputs=other)
+    )
+
+
+def test_unfinished_latents_that_are_damaged_are_refused(stopped, denoise):
+    file = stopped / "denoise.partial.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ArtefactBrokenError, match=r"Its sha256 is not the one in denoise\.partial\.json"):
+        run(denoise())
