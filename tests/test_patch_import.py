@@ -76,7 +76,7 @@ def test_a_lazy_package_is_not_woken(world):
 
     with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
         assert up.other.f(1) == "new"
-        assert "rebound up.other.f (up/other.py:1)" in ledger.rows()[0]["detail"]
+        assert "rebound up.other.f" in ledger.rows()[0]["detail"]
     del sys.modules["up.other"]
     assert [name for name in up.woken if not name.startswith("__")] == []
 

@@ -144,7 +144,7 @@ def _treated(pair: _Pair, found: list[Holder], unseen: int) -> list[Undo]:
         raise _refused(record, _shown(fixed[0], entry))
     if unseen > 0:
         raise _refused(record, capture.local_variable(pair.old) or f"{unseen} unknown (a local variable, or C)")
-    record.detail = "; ".join(f"rebound {_shown(holder, entry)}" for holder in found)
+    record.detail = "; ".join(f"rebound {holder.where}" for holder in found)
     return [holder.rebind(pair.new) for holder in found if holder.rebind is not None]
 
 

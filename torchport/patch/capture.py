@@ -69,7 +69,8 @@ def source_of_module(module: str, needle: str | None = None) -> Source | None:
         text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
         if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
-        return Source(module, file, text, ast.parse(text)) if module == "__main__" else read_source(module)
+        source = Source(module, file, text) if module == "__main__" else read_source(module)
+        return source if source is None or source.tree else None
     except (OSError, ImportError, SyntaxError, ValueError):
         return None  # only a message is poorer for it
 

@@ -10,7 +10,7 @@ from torchport.errors import AliasError, RewriteError, ScopeError, SignatureErro
 from torchport.patch import rewrite, scope, signature
 from torchport.patch.entry import Entry
 from torchport.patch.flow import Function
-from torchport.patch.source import Found, Source, at_import, found, shown, source_of
+from torchport.patch.source import Found, Source, at_import, shown, source_of
 
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     source = source_of(entry)
     if source is None:
         return
-    where = found(source.tree, entry.path)
+    where = _where(entry, source)
     if where.node is None and not where.open:
         raise _no_such_name(entry, source, where)
     scope.check_written(entry, where)
@@ -48,10 +48,18 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         _check_shape(entry, source, where.node, loaded)
 
 
+def _where(entry: Entry, source: Source) -> Found:
+    try:
+        return source.where(entry.path)
+    except (SyntaxError, ValueError) as error:
+        fact = f"{entry.module} is not the Python of this interpreter: {error}"
+        raise TargetError(entry.place, fact, "Install an upstream for it", id=entry.id) from error
+
+
 def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
     body: Sequence[ast.stmt] = source.tree.body
     if where.depth:
-        holder = found(source.tree, entry.path[: where.depth]).node
+        holder = source.where(entry.path[: where.depth]).node
         body = getattr(holder, "body", [])
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     known = [node.name for node in at_import(body) if isinstance(node, kinds)]

@@ -15,7 +15,7 @@ from torchport.patch.entry import Entry, TargetName
 from torchport.patch.fingerprint import changes, statement_hashes, tree_hash
 from torchport.patch.reading import LOCK, upstreams
 from torchport.patch.signature import written_signature
-from torchport.patch.source import Source, found, read_source, source_of
+from torchport.patch.source import Source, read_source, source_of
 from torchport.patch.versions import installed
 
 
@@ -70,7 +70,7 @@ def read_lock(folder: Path) -> dict[str, Locked]:
 def seen(entry: Entry) -> Row | None:
     """Returns what upstream's source is now under an entry's target; None if it has no source there."""
     source = source_of(entry)
-    node = found(source.tree, entry.path).node if source else None
+    node = source.where(entry.path).node if source else None
     if node is None:
         return None
     versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
@@ -97,7 +97,7 @@ def _callee(entry: Entry, target: str) -> str:
         source = read_source(module)
     except (ModuleNotFoundError, SyntaxError, ValueError):
         return "gone"
-    node = found(source.tree, path.split(".")).node if source else None
+    node = source.where(path.split(".")).node if source else None
     return "gone" if node is None else tree_hash(node)
 
 
@@ -139,7 +139,7 @@ def _told(entry: Entry, row: Row, now: Row) -> list[str]:
             told.append(f"{target}, which it relies on, {what}")
     source = source_of(entry)
     if row.tree != now.tree and isinstance(source, Source):
-        node = found(source.tree, entry.path).node
+        node = source.where(entry.path).node
         lines = changes(row.statements.split(), node, source.text) if node is not None else []
         told += lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
     return told

@@ -19,7 +19,7 @@ from torchport.patch.ledger import Ledger, Record
 from torchport.patch.replacement import load_all
 from torchport.patch.source import is_imported
 from torchport.patch.trace import digest, in_force
-from torchport.patch.versions import outcome
+from torchport.patch.versions import installed, outcome
 
 _lock = threading.Lock()
 _groups: list[_Group] = []
@@ -124,12 +124,12 @@ class _Group:
         changes = [*self.gone, *(record.change for record in self.done if record.change is not None)]
         for undo in reversed(self.rebound):
             undo()
+        self.rebound.clear()
         for change in reversed(changes):
             change.undo()
         placed = [change for change in changes if isinstance(change, Placed)]
         literals.give_back(placed)
         aliases.give_back(placed)
-        self.rebound.clear()
         self.gone.clear()
         self.done.clear()
 
@@ -206,6 +206,7 @@ def _enter_thread() -> None:
 
 def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledger]:
     running = {record.entry.id: record for group in _groups for record in group.records}
+    installed.cache_clear()
     fresh = [entry for entry in entries if not (entry.id in running and running[entry.id].entry == entry)]
     check_claims([record.entry for record in running.values()], fresh)
     outcomes = {entry.id: outcome(entry) for entry in fresh}

@@ -35,13 +35,14 @@ def repair(records: Sequence[Record]) -> list[Callable[[], None]]:
 
 def _repaired(record: Record, change: Placed, held: list[tuple[dict[str, Any], str, str]]) -> list[Callable[[], None]]:
     entry = record.entry
-    shown = [f"{where} ({line_of(where.rpartition('.')[0], name, entry.path[-1])})" for _, name, where in held]
-    if shown and entry.aliases == "fail":
-        fact = f"{entry.target} is still held by {shown[0]}"
+    if held and entry.aliases == "fail":
+        _, name, where = held[0]
+        line = line_of(where.rpartition(".")[0], name, entry.path[-1])
+        fact = f"{entry.target} is still held by {where} ({line})"
         remedy = "Patch that holder instead, or write 'aliases: report'"
         raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
     word = "still held by" if entry.aliases == "report" else "rebound"
-    record.detail = "; ".join(f"{word} {one}" for one in shown)
+    record.detail = "; ".join(f"{word} {where}" for _, _, where in held)
     return [] if entry.aliases == "report" else [_put(names, name, change.value) for names, name, _ in held]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +16,12 @@ from pathlib import Path
 
 from torchport.errors import TargetError
 from torchport.patch.entry import Entry
+from torchport.patch.slice import definition
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """The text and syntax tree of one module.
 
@@ -27,13 +29,30 @@ class Source:
         module: The module's name.
         file: Its file.
         text: Its text, with newlines as Python reads them.
-        tree: Its syntax tree. It is shared: never change it.
     """
 
     module: str
     file: str
     text: str
-    tree: ast.Module
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax tree. It is shared: never change it.
+
+        Raises:
+            SyntaxError, ValueError: The text is not Python.
+        """
+        return ast.parse(self.text)
+
+    @functools.cached_property
+    def _definitions(self) -> dict[str, ast.Module]:
+        return {}
+
+    def where(self, path: Sequence[str]) -> Found:
+        """Returns where an attribute path leads."""
+        if path[0] not in self._definitions:
+            self._definitions[path[0]] = definition(self.text, path[0]) or self.tree
+        return found(self._definitions[path[0]], path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +78,13 @@ def source_of(entry: Entry) -> Source | None:
     """Returns the source of an entry's target module; None if it has none, as a module in C has not.
 
     Raises:
-        TargetError: There is no such module, or its source is no Python.
+        TargetError: There is no such module.
     """
     try:
         return read_source(entry.module)
     except ModuleNotFoundError as error:
         fact = f"'{entry.id}' finds no module {entry.module}: {error}"
         raise TargetError(entry.place, fact, "Install the upstream, or give its path", id=entry.id) from error
-    except (SyntaxError, ValueError) as error:
-        fact = f"{entry.module} is not the Python of this interpreter: {error}"
-        raise TargetError(entry.place, fact, "Install an upstream for it", id=entry.id) from error
 
 
 def read_source(module: str) -> Source | None:
@@ -76,7 +92,6 @@ def read_source(module: str) -> Source | None:
 
     Raises:
         ModuleNotFoundError: No such module.
-        SyntaxError, ValueError: The text is not Python.
     """
     spec = spec_of(module)
     origin = spec.origin
@@ -92,7 +107,7 @@ def read_source(module: str) -> Source | None:
         text = spec.loader.get_source(module) if hasattr(spec.loader, "get_source") else None  # type: ignore[union-attr]
         if text is None:
             return None
-        _read[key] = Source(module, origin, text, ast.parse(text))
+        _read[key] = Source(module, origin, text)
     return _read[key]
 
 
@@ -159,7 +174,7 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
 def is_imported(entry: Entry) -> bool | None:
     """Returns whether a target is a name that its module imports from another; None if the source does not say."""
     source = source_of(entry)
-    node = found(source.tree, entry.path).node if source else None
+    node = source.where(entry.path).node if source else None
     return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
 
 

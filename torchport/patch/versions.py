@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ from torchport.patch.entry import Entry
 from torchport.patch.replacement import Explained, load
 
 
+@functools.lru_cache
 def installed(distribution: str) -> str | None:
     """Returns the version of an installed distribution, or None."""
     try:
