@@ -8,6 +8,7 @@ import stat
 import imageio.v3
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -426,3 +427,24 @@ def test_a_video_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypa
             OutputError, lambda: save.write_contact_sheet(tmp_path / "sheet.png", FRAMES)
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_denoises_what_a_hand_written_port_encoded(request_for, tmp_path):
+    """The same embeddings under the hand-written ports' names give the same latents, without a manifest."""
+    from torchport.run import run
+
+    steps = ("height=64", "width=64", "frames=5", "steps=1")
+    run(request_for(stage="encode", overrides=steps))
+    seeds = tmp_path / "stage_outputs"
+    seeds.mkdir()
+    tensors = safetensors.torch.load_file(tmp_path / "out" / "encode.safetensors")
+    noted = {"dtype_info": json.dumps(dict.fromkeys(tensors, "torch.float32"))}
+    save_file(tensors, seeds / "stage1_embeddings.safetensors", noted)
+    (seeds / "generation_config.json").write_text(
+        json.dumps({"prompt": "A cat", "negative_prompt": "", "model_id": "x"})
+    )
+    run(request_for(stage="denoise", prompt=None, overrides=steps))
+    run(request_for(stage="denoise", prompt=None, overrides=steps, inputs=seeds, out=tmp_path / "other"))
+    made = [tmp_path / folder / "denoise.safetensors" for folder in ("out", "other")]
+    assert made[0].read_bytes() == made[1].read_bytes()
+    assert json.loads((tmp_path / "other" / "denoise.json").read_text())["inputs"] == {}
