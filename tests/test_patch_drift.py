@@ -73,7 +73,9 @@ def test_a_changed_callee_is_named(world):
     with pytest.raises(DriftError, match=r"\(up unknown\): up.m:helper, which it relies on, changed. Review the patch"):
         _apply(entries)
     world.write("up/m.py", UP.replace("helper", "assistant"))
-    with pytest.raises(DriftError, match=r"up.m:helper, which it relies on, is gone; line 6 is new: c = assistant\(a\)"):
+    with pytest.raises(
+        DriftError, match=r"up.m:helper, which it relies on, is gone; line 6 is new: c = assistant\(a\)"
+    ):
         _apply(entries)
 
 
@@ -148,7 +150,9 @@ def test_classes_and_constants_are_locked_too(world):
     entries = world.yaml("id: up.a\n  target: up.m:SIZE\n  value: 8\n- id: up.b\n  target: up.m:C\n  replace: p.py:New")
     drift.lock(world.patches, entries)
     world.write("up/m.py", "SIZE = 5\n\nclass C:\n    def f(self):\n        return 2\n")
-    with pytest.raises(DriftError, match=r"up.m:SIZE is not what 'up.a' was reviewed against .*line 1 is new: SIZE = 5"):
+    with pytest.raises(
+        DriftError, match=r"up.m:SIZE is not what 'up.a' was reviewed against .*line 1 is new: SIZE = 5"
+    ):
         _apply(entries[:1])
     with pytest.raises(DriftError, match=r"line 5 is new: return 2"):
         _apply(entries[1:])

@@ -68,11 +68,21 @@ def test_an_entry_is_read_with_its_place(world):
         ("p.py:new", "/etc/p.py:new", WrongTypeError, "'replace' is '/etc/p.py:new'"),
         ("p.py:new", "os:system", WrongTypeError, "'replace' is 'os:system'"),
         ("id: up.one", "id: Up One", WrongTypeError, "p.yaml:1: 'id' is 'Up One'"),
-        ("equivalence: bitwise", "equivalence: exact", WrongTypeError, "It must be bitwise, or one of {algebraic: why}"),
+        (
+            "equivalence: bitwise",
+            "equivalence: exact",
+            WrongTypeError,
+            "It must be bitwise, or one of {algebraic: why}",
+        ),
         ("equivalence: bitwise", "equivalence: {close: {bound: 0}}", WrongTypeError, "'equivalence.close.bound' is 0"),
         ("equivalence: bitwise", "equivalence: {close: {bond: 1}}", UnknownKeyError, "'equivalence.close.bond'"),
         ("equivalence: bitwise", "equivalence: {lossy: a, algebraic: b}", WrongTypeError, "It must be bitwise, or one"),
-        ("replace: p.py:new", "replace:", BadValueError, "p.yaml:3: 'replace' is empty. Name a function as file.py:name"),
+        (
+            "replace: p.py:new",
+            "replace:",
+            BadValueError,
+            "p.yaml:3: 'replace' is empty. Name a function as file.py:name",
+        ),
         ("  replace: p.py:new\n", "", BadValueError, "'up.one' has 0 kinds (none). Give exactly one of replace, wrap"),
         ("replace: p.py:new", "replace: p.py:new\n  wrap: p.py:new", BadValueError, "has 2 kinds (replace, wrap)"),
         ('{up: "*"}', '{up: "two"}', BadValueError, "p.yaml:7: 'fits.up' is 'two'. Write a PEP 440 range"),
@@ -81,8 +91,18 @@ def test_an_entry_is_read_with_its_place(world):
         ("up.m:f", "torch.nn:Linear.forward", BadValueError, "'torch.nn:Linear.forward' is shared by everybody"),
         ("until: never", "until: never\n  lifetime: {while_importing: up}", BadValueError, "for targets shared by"),
         ("until: never", "until: never\n  lifetime: always", WrongTypeError, "It must be run, or {while_importing"),
-        ("until: never", "until: never\n  must_be_called: [denoize]", WrongTypeError, "'must_be_called.0' is 'denoize'"),
-        ("until: never", "until: never\n  counted: false\n  must_be_called: [denoise]", BadValueError, "'counted' is fal"),
+        (
+            "until: never",
+            "until: never\n  must_be_called: [denoize]",
+            WrongTypeError,
+            "'must_be_called.0' is 'denoize'",
+        ),
+        (
+            "until: never",
+            "until: never\n  counted: false\n  must_be_called: [denoise]",
+            BadValueError,
+            "'counted' is fal",
+        ),
         ("replace: p.py:new", "value: 3\n  must_be_called: [decode]", BadValueError, "A value is never called. Remove"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a}\n  counted: false", BadValueError, "always counted"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a, times: 0}", WrongTypeError, "'rewrite.times' is 0"),
@@ -144,9 +164,7 @@ def test_links_that_lead_out_of_the_folder_are_refused(world, tmp_path):
     os.symlink(tmp_path / "outside.yaml", world.patches / "up" / "p.yaml")
     with pytest.raises(BadValueError) as caught:
         patch.read(world.patches, ["up"])
-    assert str(caught.value) == (
-        "patches/up/p.yaml: 'p.yaml' is a link out of 'patches'. Put the file itself there."
-    )
+    assert str(caught.value) == ("patches/up/p.yaml: 'p.yaml' is a link out of 'patches'. Put the file itself there.")
     (world.patches / "up" / "p.yaml").unlink()
     os.symlink(tmp_path / "outside.py", world.patches / "up" / "p.py")
     with pytest.raises(ReplacementError, match=r"'p.py' is a link out of the patches. Put the file itself there"):

@@ -26,7 +26,10 @@ from torchport.errors import (
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     world = World(tmp_path, monkeypatch)
-    world.write("up/m.py", "def f(a):\n    b = a\n    return b\n\ndef g(a):\n    return 'g'\n\nclass C:\n    def f(self): pass\n")
+    world.write(
+        "up/m.py",
+        "def f(a):\n    b = a\n    return b\n\ndef g(a):\n    return 'g'\n\nclass C:\n    def f(self): pass\n",
+    )
     world.python("def new(a): return 'new'\ndef newer(a): return 'newer'\ndef method(self): return 1\n")
     yield world
     world.close()
@@ -128,9 +131,7 @@ def test_two_patches_on_one_target_conflict(world):
 def test_a_target_and_what_contains_it_conflict(world):
     world.python("class New: pass\ndef method(self): pass\n")
     with pytest.raises(ConflictError, match=r"'up.two' claims up.m:C.f, and 'up.one' at .* up.m:C"):
-        patch.applied(
-            _two(world, "replace: p.py:New", "replace: p.py:method", ("up.m:C", "up.m:C.f"))
-        ).__enter__()
+        patch.applied(_two(world, "replace: p.py:New", "replace: p.py:method", ("up.m:C", "up.m:C.f"))).__enter__()
 
 
 def test_a_nested_set_conflicts_with_what_is_in_force(world):

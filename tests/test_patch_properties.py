@@ -23,7 +23,7 @@ _FUNCTIONS = {
     "closure": "def make_{name}(k):\n    def {name}(x, y=1):\n        z = x + y\n        return ('{name}', z, k)\n"
     "    return {name}\n{name} = make_{name}(7)\n",
 }
-_CLASS = '''\
+_CLASS = """\
 class {name}(Root):
     SIZE = 3
 
@@ -45,8 +45,8 @@ class {name}(Root):
     def prop(self):
         z = 5
         return ("prop", z)
-'''
-_HEAD = '''\
+"""
+_HEAD = """\
 import contextlib
 import functools
 
@@ -59,7 +59,7 @@ def twice(f):
 class Root:
     def root(self):
         return "root"
-'''
+"""
 _HOLDERS = (
     "alias{i} = {it}\n",
     "list{i} = [{it}, 1]\n",

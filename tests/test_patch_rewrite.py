@@ -223,7 +223,7 @@ def test_rewrites_whose_runs_overlap_are_refused(world):
     world.python("def one(a, offset): return a + offset\ndef two(a, offset): return a + offset\n")
     entries = world.yaml(
         "id: up.one\n  target: up.m:added\n  rewrite: {match: b = a + offset, put: p.py:one}\n"
-        "- id: up.two\n  target: up.m:added\n  rewrite: {match: \"b = $x\\nc = b * 2\", put: p.py:two, gives: [c]}\n"
+        '- id: up.two\n  target: up.m:added\n  rewrite: {match: "b = $x\\nc = b * 2", put: p.py:two, gives: [c]}\n'
     )
     with pytest.raises(ConflictError, match=r"'up.two' matches what another patch put in up.m:added"):
         with patch.applied(entries):
@@ -323,7 +323,13 @@ def test_a_match_that_is_no_pattern_is_refused(world, match, text):
 @pytest.mark.parametrize(
     ("body", "match", "new", "more", "text"),
     [
-        ("b = a\n    c = b\n    return b + c", "b = a\nc = b", "def new(a): return 0", {}, "binds b, c. Say in 'gives'"),
+        (
+            "b = a\n    c = b\n    return b + c",
+            "b = a\nc = b",
+            "def new(a): return 0",
+            {},
+            "binds b, c. Say in 'gives'",
+        ),
         (
             "b = a\n    c = b\n    return b + c",
             "b = a\nc = b",
@@ -349,8 +355,20 @@ def test_a_match_that_is_no_pattern_is_refused(world, match, text):
             {},
             "has a break on line 3. Match less: a call cannot do that",
         ),
-        ("if a:\n        return 1\n    b = 2\n    return b", "if a:\n    return 1", "def new(a): return 0", {}, "a return"),
-        ("b = a\n    return b", "return b", "def new(b): return 0", {"gives": "[b]"}, "has 'gives', and its run returns"),
+        (
+            "if a:\n        return 1\n    b = 2\n    return b",
+            "if a:\n    return 1",
+            "def new(a): return 0",
+            {},
+            "a return",
+        ),
+        (
+            "b = a\n    return b",
+            "return b",
+            "def new(b): return 0",
+            {"gives": "[b]"},
+            "has 'gives', and its run returns",
+        ),
         ("global g\n    g = a", "global g\ng = a", "def new(a): return 0", {}, "has a global on line 2"),
         ("b = a\n    del b", "del b", "def new(b): return 0", {}, "has a delete on line 3"),
     ],

@@ -174,7 +174,9 @@ def test_without_the_patch_torchax_does_not_import_beside_this_torch():
     state = "import json; from torchport import patch; from torchport.patch.versions import outcome; "
     state += f"print(json.dumps(outcome(patch.read({str(PATCHES)!r}, ['torchax'])[0])))"
     needed = subprocess.run([sys.executable, "-c", state], capture_output=True, text=True, cwd=ROOT, check=True)
-    done = subprocess.run([sys.executable, "-c", "import torchax"], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "import torchax"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert (done.returncode != 0) is (json.loads(needed.stdout) is None)
 
 

@@ -158,8 +158,8 @@ def _refused(record: Record, holder: str) -> PatchError:
     fact = f"{entry.target} is still held by {holder}"
     if not record.late:
         remedy = "Patch that holder instead, or write 'aliases: report'"
-        return AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+        return AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
     importer = capture.importer(entry.module)
     fact = f"{entry.module} was imported before its patch{f' ({importer})' if importer else ''}, and {fact}"
     remedy = "Import it inside 'with patch.applied(...)'"
-    return TooLateError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return TooLateError(entry.place, fact, remedy, patch=entry.id, target=entry.target)

@@ -110,7 +110,7 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
         slot.put(change.value)
     except TypeError as error:
         fact = f"{entry.target} cannot be set: {error}"
-        raise TargetError(entry.place, fact, "Patch the name that its caller looks up", id=entry.id) from error
+        raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error
     return change
 
 
@@ -120,12 +120,12 @@ def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
-        raise TargetError(entry.place, fact, "Use value", id=entry.id)
+        raise TargetError(entry.place, fact, "Use value", patch=entry.id)
     if entry.kind == "wrap":
         return _wrap(entry, slot, original, loaded, calls)
     if isinstance(original, type) is not isinstance(loaded, type):
         fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
-        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", id=entry.id)
+        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
     _check_signature(entry, slot, original, loaded)
     if isinstance(loaded, type):
         return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
@@ -138,7 +138,7 @@ def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
 def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
     if isinstance(original, type):
         fact = f"{entry.target} is a class, and a wrapper takes a function"
-        raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", id=entry.id)
+        raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
     _check_signature(entry, slot, original, wrapper)
     call, retire = wrapped(wrapper, original, calls)
     return Placed(slot, shaped_as(slot.raw, call), retire)
@@ -163,7 +163,7 @@ def _literal(entry: Entry, original: Any) -> Any:
     if value is None or original is None or type(value) is type(original):
         return value
     fact = f"{entry.target} is a {type(original).__name__}, and 'value' a {type(value).__name__}"
-    raise SignatureError(entry.place, fact, f"Write a {type(original).__name__}", id=entry.id)
+    raise SignatureError(entry.place, fact, f"Write a {type(original).__name__}", patch=entry.id)
 
 
 def _fresh(value: Any) -> Any:
@@ -178,7 +178,7 @@ def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Call
     if function is None or not slot.own:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
-        raise RewriteError(entry.place, fact, "Name the function that has the statements", id=entry.id)
+        raise RewriteError(entry.place, fact, "Name the function that has the statements", patch=entry.id)
     scope.check_live(entry, slot)
     scope.check_function(entry, function)
     old = function.__code__
@@ -213,4 +213,4 @@ def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edi
     for name in sorted(edit.reads):
         if name not in known and name not in names and name not in function.__code__.co_freevars:
             fact = f"'{entry.reference}' takes '{name}', which {entry.target} cannot see"
-            raise RewriteError(entry.place, fact, "Take names that are bound before the run", id=entry.id)
+            raise RewriteError(entry.place, fact, "Take names that are bound before the run", patch=entry.id)

@@ -53,7 +53,7 @@ def _where(entry: Entry, source: Source) -> Found:
         return source.where(entry.path)
     except (SyntaxError, ValueError) as error:
         fact = f"{entry.module} is not the Python of this interpreter: {error}"
-        raise TargetError(entry.place, fact, "Install an upstream for it", id=entry.id) from error
+        raise TargetError(entry.place, fact, "Install an upstream for it", patch=entry.id) from error
 
 
 def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
@@ -68,7 +68,7 @@ def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
     remedy = nearest(name, known)
     if len(remedy) > 300:
         remedy = f"Look '{name}' up in the upstream that is installed"
-    return TargetError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> None:
@@ -76,13 +76,13 @@ def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> N
     if isinstance(node, ast.ClassDef):
         if entry.kind == "replace" and not isinstance(loaded, type):
             fact = f"{entry.target} is a class, and '{entry.reference}' is none"
-            raise SignatureError(entry.place, fact, "Write a class", id=entry.id, target=entry.target)
+            raise SignatureError(entry.place, fact, "Write a class", patch=entry.id, target=entry.target)
         return
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     if not callable(loaded) or (entry.kind == "replace" and isinstance(loaded, type)):
         fact = f"{entry.target} ({shown(source.file)}:{node.lineno}) is a function, and '{entry.reference}' is none"
-        raise SignatureError(entry.place, fact, "Write a function", id=entry.id, target=entry.target)
+        raise SignatureError(entry.place, fact, "Write a function", patch=entry.id, target=entry.target)
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
     method = len(entry.path) > 1 and not static
     signature.check(entry, signature.written_signature(node), loaded, method)
@@ -91,10 +91,10 @@ def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> N
 def _check_rewrite(entry: Entry, source: Source, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         fact = f"{entry.target} is imported ({shown(source.file)}:{node.lineno})"
-        raise ScopeError(entry.place, fact, "Name the module that defines it", id=entry.id, target=entry.target)
+        raise ScopeError(entry.place, fact, "Name the module that defines it", patch=entry.id, target=entry.target)
     if isinstance(node, ast.ClassDef):
         fact = f"{entry.target} is a class"
-        raise RewriteError(entry.place, fact, "Name one of its methods", id=entry.id, target=entry.target)
+        raise RewriteError(entry.place, fact, "Name one of its methods", patch=entry.id, target=entry.target)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     text = texts.get(entry.module, source.text)
@@ -123,7 +123,7 @@ def _check_not_read(entry: Entry, source: Source, node: ast.stmt) -> None:
             line = f"{shown(source.file)}:{getattr(read, 'lineno', 0)}"
             fact = f"{entry.target} is read at {line}, while its module executes and before a patch can come"
             remedy = "Patch what is made of it there, or write 'aliases: report'"
-            raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+            raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def _evaluated_at_import(body: Sequence[ast.stmt]) -> list[ast.AST]:

@@ -21,10 +21,10 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
         for other in claimed:
             if entry.id == other.id:
                 fact = f"The id '{entry.id}' is in force with another content, from {other.place}"
-                raise ConflictError(entry.place, fact, "Rename one of the two", ids=[entry.id])
+                raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
             if _meet(entry, other):
                 fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} {other.target}"
-                raise ConflictError(entry.place, fact, "Keep one of the two", ids=[entry.id, other.id])
+                raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
         claimed.append(entry)
 
 

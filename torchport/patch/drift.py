@@ -149,7 +149,7 @@ def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
     versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
     remedy = f"Review the patch, then run: torchport patches lock {entry.upstream}"
-    return DriftError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> list[str]:

@@ -153,7 +153,7 @@ def _is_applied(record: Record) -> bool:
 
 
 @contextlib.contextmanager
-def applied(entries: Sequence[Entry], stage: str | None = None) -> Iterator[Ledger]:
+def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift: bool = False) -> Iterator[Ledger]:
     """Puts patches in force for the length of a `with`, and gives their ledger.
 
     Each is applied as its module is imported; all of them or none. Sets nest, and what is in force already is not
@@ -162,6 +162,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None) -> Iterator[Ledg
     Args:
         entries: As `read` returns them.
         stage: encode, denoise or decode, whose `must_be_called` is checked by the ledger; None for all.
+        accept_drift: For `torchport check`, which tells of drift itself and goes on to look further.
 
     Raises:
         PatchError: A patch cannot be applied as declared.
@@ -170,7 +171,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None) -> Iterator[Ledg
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
     with _lock:
         _enter_thread()
-        group, ledger = _prepared(entries, stage)
+        group, ledger = _prepared(entries, stage, accept_drift)
         group.enter()
         _groups.append(group)
     try:
@@ -204,7 +205,7 @@ def _enter_thread() -> None:
     _owner[:] = [me]
 
 
-def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledger]:
+def _prepared(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> tuple[_Group, Ledger]:
     running = {record.entry.id: record for group in _groups for record in group.records}
     installed.cache_clear()
     fresh = [entry for entry in entries if not (entry.id in running and running[entry.id].entry == entry)]
@@ -220,7 +221,7 @@ def _prepared(entries: Sequence[Entry], stage: str | None) -> tuple[_Group, Ledg
     for entry in chosen:
         if entry.kind != "op":
             records[entry.id].imported = is_imported(entry)
-            records[entry.id].drift = drift.check(entry)
+            records[entry.id].drift = "accepted" if accept_drift else drift.check(entry)
     ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
     group = _Group(list(records.values()))
     group.ledgers.append(ledger)

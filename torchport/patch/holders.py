@@ -325,6 +325,6 @@ def _in_container(container: Any, thing: Any) -> Iterator[Rebind]:
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     if isinstance(names, dict):
         for key in [k for k, value in list(names.items()) if value is thing]:
-                yield functools.partial(_set_key, names, key)
+            yield functools.partial(_set_key, names, key)
         if any(key is thing for key in list(names)):
             yield functools.partial(_set_key_itself, names, thing)

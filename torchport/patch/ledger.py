@@ -163,4 +163,4 @@ class Ledger:
         stage = self.stage or ", ".join(entry.must_be_called)
         fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
         remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
-        return NotCalledError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+        return NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)

@@ -40,7 +40,7 @@ def _repaired(record: Record, change: Placed, held: list[tuple[dict[str, Any], s
         line = line_of(where.rpartition(".")[0], name, entry.path[-1])
         fact = f"{entry.target} is still held by {where} ({line})"
         remedy = "Patch that holder instead, or write 'aliases: report'"
-        raise AliasError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+        raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
     word = "still held by" if entry.aliases == "report" else "rebound"
     record.detail = "; ".join(f"{word} {where}" for _, _, where in held)
     return [] if entry.aliases == "report" else [_put(names, name, change.value) for names, name, _ in held]

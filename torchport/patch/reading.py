@@ -34,7 +34,7 @@ def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
     for entry in entries:
         if entry.id in seen:
             fact = f"The id '{entry.id}' is also at {seen[entry.id].place}"
-            raise ConflictError(entry.place, fact, "Rename one of the two", ids=[entry.id])
+            raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
         seen[entry.id] = entry
     return entries
 
@@ -103,7 +103,7 @@ def _entry(document: Document, folder: Path) -> Entry:
     wrong = mistake(entry) or _range_mistake(entry)
     if wrong:
         location, fact, remedy = wrong
-        raise BadValueError(document.place(location), fact, remedy, id=entry.id)
+        raise BadValueError(document.place(location), fact, remedy, patch=entry.id)
     entry._place = document.place()
     entry._folder = folder
     return entry

@@ -35,7 +35,7 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
     lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
     if not lines:
         fact = f"The source of {entry.target} cannot be read ({function.__code__.co_filename})"
-        raise RewriteError(entry.place, fact, "Install the upstream with its sources", id=entry.id)
+        raise RewriteError(entry.place, fact, "Install the upstream with its sources", patch=entry.id)
     return "".join(lines)
 
 
@@ -61,7 +61,7 @@ def _chain(entry: Entry, tree: ast.Module, code: types.CodeType) -> list[Scope]:
         pending += [(child, chain) for child in ast.iter_child_nodes(node)]
     fact = f"{entry.target} has no definition of its own in {code.co_filename}"
     remedy = "Only a function written with def can be rewritten; use replace or wrap"
-    raise RewriteError(entry.place, fact, remedy, id=entry.id)
+    raise RewriteError(entry.place, fact, remedy, patch=entry.id)
 
 
 def compiled(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
@@ -80,7 +80,7 @@ def compiled(entry: Entry, text: str, old: types.CodeType, filename: str) -> typ
     if code.co_freevars != old.co_freevars:
         changed = sorted(set(code.co_freevars) ^ set(old.co_freevars))
         fact = f"'{entry.id}' drops or adds the use of '{changed[0]}', a variable of an enclosing scope"
-        raise RewriteError(entry.place, fact, "Match less, or take it as a parameter of 'put'", id=entry.id)
+        raise RewriteError(entry.place, fact, "Match less, or take it as a parameter of 'put'", patch=entry.id)
     return code
 
 

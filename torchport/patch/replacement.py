@@ -39,10 +39,10 @@ def file_of(entry: Entry, reference: str) -> Path:
     if not path.is_file():
         known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]
         fact = f"No file '{path.name}' beside it for '{entry.id}'"
-        raise ReplacementError(entry.place, fact, nearest(path.name, known), id=entry.id)
+        raise ReplacementError(entry.place, fact, nearest(path.name, known), patch=entry.id)
     if not path.resolve().is_relative_to(entry.folder.parent.resolve()):
         fact = f"'{path.name}' is a link out of the patches"
-        raise ReplacementError(entry.place, fact, "Put the file itself there", id=entry.id)
+        raise ReplacementError(entry.place, fact, "Put the file itself there", patch=entry.id)
     return path.resolve()
 
 
@@ -59,14 +59,14 @@ def load(entry: Entry, reference: str) -> Any:
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
-        raise ReplacementError(entry.place, fact, nearest(name, known), id=entry.id)
+        raise ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
     return vars(module)[name]
 
 
 def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
     text = " ".join(str(error).split()).rstrip(".") or "no message"
     fact = f"'{path.name}' does not load for '{entry.id}': {type(error).__name__}: {text}"
-    return ReplacementError(entry.place, fact, "Mend the file", id=entry.id)
+    return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 
 
 def _module(path: Path, name: str) -> types.ModuleType:
@@ -115,5 +115,5 @@ def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
         woken = sorted(name for name in homes if name in sys.modules and name not in before)
         if woken:
             fact = f"Loading '{entry.reference}' imports '{woken[0]}', the target of '{homes[woken[0]].id}'"
-            raise ReplacementError(entry.place, fact, "Import it inside the function", id=entry.id)
+            raise ReplacementError(entry.place, fact, "Import it inside the function", patch=entry.id)
     return loaded

@@ -53,7 +53,7 @@ def parameters(entry: Entry, function: Callable[..., Any]) -> list[str]:
     for parameter in taken:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             fact = f"'{entry.reference}' takes '{parameter}' for '{entry.id}'"
-            raise SignatureError(entry.place, fact, "Name each value it needs as a parameter", id=entry.id)
+            raise SignatureError(entry.place, fact, "Name each value it needs as a parameter", patch=entry.id)
     return [parameter.name for parameter in taken]
 
 
@@ -92,7 +92,7 @@ def _rewrite(entry: Entry) -> Rewrite:
 
 
 def _refused(entry: Entry, fact: str, remedy: str) -> RewriteError:
-    return RewriteError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return RewriteError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def _found(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
@@ -105,7 +105,7 @@ def _found(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
         for node in (node for statement in run.statements for node in ast.walk(statement)):
             if isinstance(node, ast.Name) and node.id.startswith(_RESERVED):
                 fact = f"'{entry.id}' matches what another patch put in {entry.target} ({node.id})"
-                raise ConflictError(entry.place, fact, "Let one of the two match less", ids=[entry.id])
+                raise ConflictError(entry.place, fact, "Let one of the two match less", patches=[entry.id])
     if len(found) != rewrite.times:
         lines = ", ".join(str(run.statements[0].lineno) for run in found) or "no line"
         fact = f"'{entry.id}' matches {len(found)} times in {entry.target} (at {lines}), not {rewrite.times}"

@@ -55,7 +55,7 @@ def check_function(entry: Entry, function: types.FunctionType) -> None:
     if _package(home) != _package(entry.module) and entry.scope != "global":
         raise _walks_out(entry, function.__qualname__, home)
     fact = f"{entry.target} is a function of {home}"
-    raise TargetError(entry.place, fact, f"Write {home}:{function.__qualname__}", id=entry.id, target=entry.target)
+    raise TargetError(entry.place, fact, f"Write {home}:{function.__qualname__}", patch=entry.id, target=entry.target)
 
 
 def _package(module: str) -> str:
@@ -65,4 +65,4 @@ def _package(module: str) -> str:
 def _walks_out(entry: Entry, name: str, home: str) -> ScopeError:
     fact = f"{entry.target} walks out of {_package(entry.module)}: '{name}' belongs to {home}"
     remedy = "Patch the name that its module looks up, or declare 'scope: global' with 'scope_reason'"
-    return ScopeError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return ScopeError(entry.place, fact, remedy, patch=entry.id, target=entry.target)

@@ -77,14 +77,14 @@ def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], me
     if lacking:
         fact = f"'{entry.reference}' {lacking}, unlike {entry.target}{_plain(target)}"
         remedy = "Give it the target's parameters, in its order and with defaults where it has them"
-        raise SignatureError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+        raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def _without_original(entry: Entry, given: Signature) -> Signature:
     parameters = list(given.parameters.values())
     if not parameters or parameters[0].kind not in (*_POSITIONAL, Parameter.VAR_POSITIONAL):
         fact = f"The wrapper '{entry.reference}' of '{entry.id}' has no parameter for the original"
-        raise SignatureError(entry.place, fact, "Take the original as its first parameter", id=entry.id)
+        raise SignatureError(entry.place, fact, "Take the original as its first parameter", patch=entry.id)
     return given if parameters[0].kind is Parameter.VAR_POSITIONAL else given.replace(parameters=parameters[1:])
 
 

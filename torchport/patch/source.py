@@ -84,7 +84,7 @@ def source_of(entry: Entry) -> Source | None:
         return read_source(entry.module)
     except ModuleNotFoundError as error:
         fact = f"'{entry.id}' finds no module {entry.module}: {error}"
-        raise TargetError(entry.place, fact, "Install the upstream, or give its path", id=entry.id) from error
+        raise TargetError(entry.place, fact, "Install the upstream, or give its path", patch=entry.id) from error
 
 
 def read_source(module: str) -> Source | None:

@@ -92,7 +92,7 @@ def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
     if len(remedy) > 200:
         remedy = "Look the target up in the upstream that is installed"
     fact = f"'{entry.id}' finds no '{entry.path[depth]}' in {walked}"
-    return TargetError(entry.place, fact, remedy, id=entry.id, target=entry.target)
+    return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def function_in(raw: Any) -> Any:

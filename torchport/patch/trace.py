@@ -48,7 +48,7 @@ class Trace:
                 what = "is not in force" if now is None else "was not in force then" if then is None else "has changed"
                 fact = f"A program is traced again, and '{key}' {what}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
-                raise StaleTraceError("trace", fact, remedy, id=key)
+                raise StaleTraceError("trace", fact, remedy, patch=key)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the trace as plain data."""

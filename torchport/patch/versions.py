@@ -33,7 +33,7 @@ def outcome(entry: Entry) -> tuple[str, str] | None:
     if misfit and entry.optional is None:
         fact = f"'{entry.id}' does not fit: {misfit}"
         remedy = "Review it against that version and widen 'fits', or give the reason in 'optional'"
-        raise UnsupportedError(entry.place, fact, remedy, id=entry.id)
+        raise UnsupportedError(entry.place, fact, remedy, patch=entry.id)
     if misfit:
         return "unsupported", f"{misfit}; optional: {entry.optional}"
     fine = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
@@ -69,11 +69,11 @@ def _probed(entry: Entry, reference: str) -> bool:
 
     def failed(error: BaseException) -> ReplacementError:
         fact = f"The probe '{reference}' of '{entry.id}' fails: {type(error).__name__}: {error}".rstrip(".")
-        return ReplacementError(entry.place, fact, "Mend the probe", id=entry.id)
+        return ReplacementError(entry.place, fact, "Mend the probe", patch=entry.id)
 
     with Explained(failed):
         answer = probe()
     if not isinstance(answer, bool):
         fact = f"The probe '{reference}' of '{entry.id}' answers {answer!r}"
-        raise ReplacementError(entry.place, fact, "Return True where the patch is needed, else False", id=entry.id)
+        raise ReplacementError(entry.place, fact, "Return True where the patch is needed, else False", patch=entry.id)
     return answer

@@ -1,0 +1,115 @@
+"""`torchport check` and `torchport patches`: all findings of all patches, from fresh processes, as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fakes.patch_world import World
+
+from torchport import check, patches_command
+from torchport.check import Finding
+from torchport.errors import UnknownNameError
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef g(a):\n    return 2\n\ndef h(a):\n    return 3\n")
+    world.python("def new(a): return 'new'\ndef other(b): return 'other'\n")
+    yield world
+    world.close()
+
+
+def _entries(world, *targets, put="new"):
+    parts = [f"id: up.{name}\n  target: up.m:{name}\n  replace: p.py:{put}" for name in targets]
+    return world.yaml("\n- ".join(parts))
+
+
+def _check(world):
+    return check.check(world.patches, ["up"], upstream_path=world.site)
+
+
+def test_a_locked_pack_is_clean(world):
+    _entries(world, "f", "g")
+    assert patches_command.locked(world.patches, ["up"], check=True) == ["up.m:f: new", "up.m:g: new"]
+    assert patches_command.locked(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
+    assert _check(world) == []
+    assert check.exit_code([]) == 0
+    assert check.as_text([]) == "clean"
+
+
+def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
+    _entries(world, "f", "absent", "h")
+    findings = _check(world)
+    told = sorted((finding.id, finding.patch, finding.step) for finding in findings)
+    assert told == [
+        ("TP201", "up.absent", "targets"),
+        ("TP203", "up.h", "apply"),
+        ("TP204", "up.h", "apply"),
+        ("TP207", "up.f", "drift"),
+        ("TP207", "up.h", "drift"),
+    ]
+    assert check.exit_code(findings) == 3
+    assert check.exit_code([f for f in findings if f.id != "TP207"]) == 4
+    assert check.exit_code([f for f in findings if f.id == "TP201"]) == 1
+
+
+def test_drift_is_found_and_the_patch_is_tried_all_the_same(world):
+    _entries(world, "f")
+    patches_command.locked(world.patches)
+    world.write("up/m.py", "def f(a):\n    return 10\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.place, finding.step) == ("TP207", "patches/up/p.yaml:1", "drift")
+    assert "line 2 is new: return 10" in finding.text
+
+
+def test_a_file_that_cannot_be_read_is_one_finding(world):
+    (world.patches / "up").mkdir(exist_ok=True)
+    (world.patches / "up" / "p.yaml").write_text("- id: [\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.step) == ("TP101", "schema")
+
+
+def test_an_upstream_that_ends_the_process_is_a_finding(world):
+    world.write("up/m.py", "import os\ndef f(a):\n    return 1\nos._exit(7)\n")
+    _entries(world, "f")
+    findings = _check(world)
+    assert [finding.text for finding in findings] == ["The process that checks 'up' ended with 7: no output."]
+
+
+def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
+    row = {"id": "up.one", "state": "applied", "calls": 0}
+    (finding,) = check.not_called([row], entries, "denoise")
+    assert finding.text == "'up.one' was not called in denoise (it is applied). Find what is called instead of up.m:f."
+    assert check.exit_code([finding]) == 5
+    assert check.not_called([row], entries, "decode") == []
+    assert check.not_called([{**row, "calls": 2}], entries, "denoise") == []
+    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == []
+    assert "not in the ledger" in check.not_called([], entries, "denoise")[0].text
+    assert check.check(world.patches, ["up"], world.site, called=lambda: [finding])[-1] == finding
+
+
+def test_findings_are_written_in_four_formats():
+    found = [Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")]
+    assert check.as_text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 findings"
+    assert check.as_github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
+    assert json.loads(check.as_json(found))[0]["patch"] == "up.one"
+    (result,) = json.loads(check.as_sarif(found))["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
+    assert set(check.FORMATS) == {"text", "json", "sarif", "github"}
+
+
+def test_patches_are_listed_and_shown_as_data(world):
+    _entries(world, "f")
+    (row,) = patches_command.listed(world.patches)
+    assert (row["id"], row["kind"], row["locked"], row["place"]) == ("up.f", "replace", False, "patches/up/p.yaml:1")
+    patches_command.locked(world.patches)
+    shown = patches_command.shown(world.patches, "up.f")
+    assert (shown["why"], shown["locked_at"], shown["installed"]) == ("A test.", [{"up": "unknown"}], {"up": None})
+    json.dumps(shown)
+    with pytest.raises(UnknownNameError, match=r"No patch 'up.g'. Did you mean 'up.f'"):
+        patches_command.shown(world.patches, "up.g")
+    assert patches_command.schema()["type"] == "array"

@@ -1,0 +1,258 @@
+"""`torchport check`: every patch tried against the upstreams that are installed, in fresh processes.
+
+It needs no accelerator and no weights, goes on after a finding, and gathers all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchport import patch
+from torchport.errors import PatchError, TorchportError
+from torchport.patch import checks, drift, replacement, versions
+
+# Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
+_CODES = {"TP207": 3, "TP203": 4, "TP204": 4, "TP206": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        id: The diagnostic id, as TP207.
+        place: `file:line`.
+        text: What is wrong and what to do, without the place.
+        patch: The entry's id, or empty for a whole file.
+        step: schema, targets, drift, apply, undo or called.
+    """
+
+    id: str
+    place: str
+    text: str
+    patch: str
+    step: str
+
+
+def check(
+    folder: Path,
+    names: Sequence[str] = (),
+    upstream_path: Path | None = None,
+    called: Callable[[], Iterable[Finding]] | None = None,
+) -> list[Finding]:
+    """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
+
+    Args:
+        folder: The folder of patches.
+        names: `upstream` or `upstream/file`.
+        upstream_path: Where the upstream stands, if it is not installed.
+        called: Runs a model's tiny weights and returns `not_called` of its manifests.
+    """
+    findings: list[Finding] = []
+    for name in names or patch.upstreams(folder):
+        for mode in ("armed", "late"):
+            found = _in_fresh_process(folder, name, mode, upstream_path)
+            findings += [finding for finding in found if finding not in findings]
+    return findings + list(called() if called else ())
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Returns 0 if there are none, else the lowest of 3 drift, 4 late or aliased, 5 not called; 1 for any other."""
+    codes = {_CODES.get(finding.id, 1) for finding in findings}
+    return min(codes - {1}, default=1) if codes else 0
+
+
+def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> list[Finding]:
+    """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
+    calls = {row["id"]: row for row in rows}
+    result = []
+    for entry in entries:
+        row = calls.get(entry.id)
+        skipped = row is not None and row["state"] in ("not needed", "unsupported")
+        if stage in entry.must_be_called and not skipped and not (row and row["calls"]):
+            state = row["state"] if row else "not in the ledger"
+            text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
+            result.append(Finding("TP206", entry.place, f"{text} of {entry.target}.", entry.id, "called"))
+    return result
+
+
+def _in_fresh_process(folder: Path, name: str, mode: str, upstream_path: Path | None) -> list[Finding]:
+    roots = [str(upstream_path)] if upstream_path else []
+    roots += [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "torchport.check", str(folder), name, mode]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('[{"') or line == "[]"]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        text = f"The process that checks '{name}' ended with {done.returncode}: {last}."
+        return [Finding("TP200", name, text, "", "apply")]
+    return [Finding(**one) for one in json.loads(lines[-1])]
+
+
+def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
+    return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", key, step)
+
+
+def walked(folder: Path, name: str, mode: str) -> list[Finding]:
+    """Returns the findings of one upstream or file in this process, which has to be fresh.
+
+    Args:
+        folder: The folder of patches.
+        name: `upstream` or `upstream/file`.
+        mode: "armed" imports the targets under the patches, "late" before them.
+    """
+    try:
+        entries = patch.read(folder, [name])
+    except TorchportError as error:
+        return [_finding(error, "schema")]
+    findings: list[Finding] = []
+    good = [entry for entry in entries if _is_sound(entry, findings)]
+    while good:
+        try:
+            _tried(good, mode, findings)
+            break
+        except PatchError as error:
+            culprit = str(vars(error).get("patch", ""))
+            findings.append(_finding(error, "apply", culprit))
+            rest = [entry for entry in good if entry.id != culprit]
+            if len(rest) == len(good):
+                break
+            good = rest
+    return findings
+
+
+def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
+    """Checks what needs no import of upstream; returns whether the entry can be tried."""
+    try:
+        if versions.outcome(entry) is not None:
+            return False
+        loaded = replacement.load(entry, entry.reference) if entry.reference else None
+        if entry.kind == "op":
+            return True
+        checks.check_source(entry, loaded)
+        if drift.check(entry) == "unlocked":
+            text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}."
+            findings.append(Finding("TP207", entry.place, text, entry.id, "drift"))
+    except TorchportError as error:
+        step = "drift" if error.id == "TP207" else "targets"
+        findings.append(_finding(error, step, entry.id))
+        return error.id == "TP207"
+    return True
+
+
+def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -> None:
+    """Applies, applies twice, undoes, and compares the namespaces."""
+    modules = sorted({entry.module for entry in entries if entry.kind != "op"})
+    if mode == "late":
+        _import_all(modules)
+    before = _identities(modules)
+    with patch.applied(entries, accept_drift=True) as ledger:
+        _import_all(modules)
+        findings += _unapplied(ledger.rows(), entries)
+        inside = _identities(modules)
+        with patch.applied(entries, accept_drift=True):
+            pass
+        if _identities(modules) != inside:
+            findings.append(Finding("TP200", "patch.applied", "A second application changed something.", "", "apply"))
+    after = _identities(modules)
+    for key in sorted(before.keys() & after.keys()):
+        if before[key] != after[key]:
+            text = "The namespace is not what it was before the patches were applied and undone."
+            findings.append(Finding("TP200", key, text, "", "undo"))
+
+
+def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:
+    waiting = {entry.id for entry in entries if entry.kind == "op" or entry.lifetime.while_importing}
+    result = []
+    for row in rows:
+        if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
+            text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
+            result.append(Finding("TP200", row["place"], text, row["id"], "apply"))
+    return result
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
+    """Returns, for each module and each of its classes, the names with the identity of what they are."""
+    result: dict[str, list[tuple[str, int]]] = {}
+    for name in modules:
+        module = sys.modules.get(name)
+        if isinstance(module, types.ModuleType):
+            names = dict(vars(module))
+            result[name] = [(key, id(value)) for key, value in names.items() if key != "__warningregistry__"]
+            for value in names.values():
+                if isinstance(value, type) and value.__module__ == name:
+                    result[f"{name}:{value.__qualname__}"] = [(k, id(v)) for k, v in vars(value).items()]
+    return result
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Returns the findings as a JSON list."""
+    return json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """Returns one line per finding, and a last line that counts them."""
+    lines = [f"{finding.place}: {finding.id} {finding.text}" for finding in findings]
+    return "\n".join([*lines, f"{len(findings)} findings" if findings else "clean"])
+
+
+def as_github(findings: Sequence[Finding]) -> str:
+    """Returns workflow commands that put each finding on its line of a pull request."""
+    lines = []
+    for finding in findings:
+        file, _, line = finding.place.rpartition(":")
+        at = f" file={file},line={line}," if line.isdigit() else " "
+        text = finding.text.replace("%", "%25").replace("\n", "%0A")
+        lines.append(f"::error{at}title={finding.id}::{text}")
+    return "\n".join(lines)
+
+
+def as_sarif(findings: Sequence[Finding]) -> str:
+    """Returns the findings as SARIF 2.1.0."""
+    results = []
+    for finding in findings:
+        file, _, line = finding.place.rpartition(":")
+        uri, start = (file, int(line)) if line.isdigit() else (finding.place, 1)
+        region = {"artifactLocation": {"uri": uri}, "region": {"startLine": start}}
+        results.append(
+            {
+                "ruleId": finding.id,
+                "level": "error",
+                "message": {"text": finding.text},
+                "locations": [{"physicalLocation": region}],
+            }
+        )
+    rules = [{"id": key} for key in sorted({finding.id for finding in findings})]
+    run = {"tool": {"driver": {"name": "torchport", "rules": rules}}, "results": results}
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+FORMATS = {"text": as_text, "json": as_json, "sarif": as_sarif, "github": as_github}
+
+
+def _main(folder: str, name: str, mode: str) -> None:
+    """What the fresh process does; upstream may write to stdout, so that the findings are its last line."""
+    with contextlib.redirect_stdout(sys.stderr):
+        findings = walked(Path(folder), name, mode)
+    sys.stdout.write(json.dumps([dataclasses.asdict(finding) for finding in findings]) + "\n")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
