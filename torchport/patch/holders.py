@@ -203,7 +203,7 @@ class Deep:
         self._modules = {id(_namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
         self._owners: dict[int, list[Any]] = {}
-        self._climb([r for r in self._first if not isinstance(r, _REBOUND_ALONE)])
+        self._climb([r for r in self._first if not isinstance(r, _REBOUND_ALONE) and not own(r)])
 
     def _climb(self, referrers: list[Any]) -> None:
         """Finds the owners of the referrers, and theirs: a cell is a tuple's, and that a function's."""

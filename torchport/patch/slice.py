@@ -6,9 +6,9 @@ It answers only where it is sure; elsewhere the whole file is parsed.
 from __future__ import annotations
 
 import ast
-import re
+from collections.abc import Iterator
 
-_START = re.compile(r"[^\s#)\]}]")
+_HEADS = ("def ", "class ", "async def ")
 
 
 def definition(text: str, name: str) -> ast.Module | None:
@@ -16,34 +16,66 @@ def definition(text: str, name: str) -> ast.Module | None:
 
     None where the name may be bound in another way as well, or where the definition cannot be cut out by its lines.
     """
-    heads = list(re.finditer(rf"^[ \t]*(?:async def|def|class)[ \t]+{name}\b", text, re.MULTILINE))
-    if len(heads) != 1 or text[heads[0].start()] in " \t" or _bound_otherwise(text, name):
+    occurrences = list(_lines_with(text, name))
+    heads = [(at, line) for at, line in occurrences if _is_head(line, name)]
+    if len(heads) != 1 or heads[0][1][0] in " \t":
         return None
-    lines = text.split("\n")
-    first = last = text.count("\n", 0, heads[0].start())
-    while first > 0 and (lines[first - 1].startswith("@") or _continues(lines[first - 1])):
-        first -= 1
-    last += 1
-    while last < len(lines) and not _START.match(lines[last]):
-        last += 1
+    if any(_may_bind(line, name) for at, line in occurrences if at != heads[0][0]):
+        return None
+    tree = _cut(text, heads[0][0])
+    single = tree is not None and len(tree.body) == 1
+    return tree if single and tree is not None and getattr(tree.body[0], "name", None) == name else None
+
+
+def _lines_with(text: str, name: str) -> Iterator[tuple[int, str]]:
+    """Yields the start of each line that has a name as a word, and the line."""
+    at = text.find(name)
+    while at >= 0:
+        start = text.rfind("\n", 0, at) + 1
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        before, after = text[at - 1 : at], text[at + len(name) : at + len(name) + 1]
+        if not (before.isalnum() or before == "_" or after.isalnum() or after == "_"):
+            yield start, text[start:end]
+            at = text.find(name, end)
+        else:
+            at = text.find(name, at + len(name))
+
+
+def _is_head(line: str, name: str) -> bool:
+    words = line.strip()
+    return any(words.startswith(head) and words[len(head) :].lstrip().startswith(name) for head in _HEADS)
+
+
+def _may_bind(line: str, name: str) -> bool:
+    """Returns whether a line may bind a name; in doubt it may, and the whole file is parsed."""
+    words = line.strip()
+    if words.startswith(("from ", "import ", "del ", "global ")) or words.rstrip(",").endswith(f" as {name}"):
+        return True
+    if words.rstrip(",") == name or f"for {name}" in line or f"as {name}" in line or f"{name} :=" in line:
+        return True
+    left, equals, _ = words.partition("=")
+    return bool(equals) and "(" not in left and name in left.partition(":")[0]
+
+
+def _cut(text: str, start: int) -> ast.Module | None:
+    """Returns the tree of the statement that a line heads, with the decorators above it."""
+    first = start
+    while first > 0:
+        above = text.rfind("\n", 0, first - 1) + 1
+        line = text[above : first - 1]
+        if not line.startswith("@") and not (line.strip() and line[0] in " \t)]}#"):
+            break
+        first = above
+    end = start
+    while True:
+        end = text.find("\n", end) + 1
+        if end == 0 or end >= len(text):
+            end = len(text)
+            break
+        if text[end] not in " \t\n\r#)]}":
+            break
     try:
-        tree = ast.parse("\n" * first + "\n".join(lines[first:last]))
+        return ast.parse("\n" * text.count("\n", 0, first) + text[first:end])
     except SyntaxError:
         return None
-    single = len(tree.body) == 1 and isinstance(tree.body[0], (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    return tree if single and getattr(tree.body[0], "name", None) == name else None
-
-
-def _continues(line: str) -> bool:
-    """Returns whether a line is inside, or ends, a decorator of several lines; a blank line ends the search."""
-    return bool(line.strip()) and not _START.match(line)
-
-
-def _bound_otherwise(text: str, name: str) -> bool:
-    """Returns whether anything but the definition looks as if it bound the name; strings and comments count too."""
-    other = (
-        rf"^[ \t]*{name}[ \t]*(?::[^=\n]*)?=(?!=)"  # assigned
-        rf"|^[ \t]*(?:from|import)\b[^\n]*\b{name}\b|^[ \t]+(?:\w+ as )?{name}[ \t]*,?[ \t]*$"  # imported
-        rf"|\bas {name}\b|\bfor {name}\b|\bglobal [^\n]*\b{name}\b|^[ \t]*del [^\n]*\b{name}\b"
-    )
-    return re.search(other, text, re.MULTILINE) is not None
