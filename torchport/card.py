@@ -151,6 +151,8 @@ class Card(Frozen):
     variant: str | None = None
     """Which of several networks in the checkpoint, where a config names none."""
     patches: dict[StageName, list[str]]
+    original: list[str] = []
+    """Patches that the original needs too, beside all plumbing: it cannot run here without them."""
     components: dict[str, Component]
     frames: FrameRule
     size_multiple_of: pydantic.PositiveInt

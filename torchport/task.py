@@ -112,15 +112,18 @@ class Task:
     def patches(self, stages: Sequence[pipelines.Stage]) -> list[patch.Entry]:
         """Returns the patches of some stages.
 
-        Those of torchax come with every stage that goes through it. For the original, only the plumbing is returned
-        that upstream cannot start without.
+        Those of torchax come with every stage that goes through it. For the original, only those are returned that
+        upstream cannot start without: plumbing, and what the card names.
         """
         names: dict[str, None] = {}
         for stage in stages:
             through_torchax = stage.network is not None and not self.original
             names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *self.card.patches.get(stage.name, [])])
         entries = patch.read(self.pack.patches, list(names))
-        return [entry for entry in entries if entry.plumbing or not self.original]
+        if not self.original:
+            return entries
+        needed = {entry.id for entry in patch.read(self.pack.patches, self.card.original)}
+        return [entry for entry in entries if entry.plumbing or entry.id in needed]
 
     def component_folder(self, weights: Path, component: str) -> Path:
         """Returns where a component lies in the checkpoint."""
