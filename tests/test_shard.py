@@ -32,10 +32,11 @@ def refusal(kind, rules, shapes, mesh=MESH):
 
 def test_the_first_rule_that_matches_the_whole_name_wins():
     first, second, third = rule(r"a\.weight", ["tp"]), rule(r"a\..*", [None]), rule(r".*")
-    shapes = {"a.weight": (8, 4), "a.bias": (8,), "ba.weight": (3,)}
+    shapes = {"a.weight": (8, 4), "a.weight_scale": (3,), "a.bias": (8,), "ba.weight": (3,)}
     found = shard.match([first, second, third], shapes, MESH, "x")
     assert {name: one.match for name, one in found.items()} == {
         "a.weight": r"a\.weight",
+        "a.weight_scale": r"a\..*",
         "a.bias": r"a\..*",
         "ba.weight": ".*",
     }
