@@ -127,7 +127,8 @@ def test_applied_and_undone_leaves_the_namespaces_of_a_process_that_never_applie
     assert [(n, k, there[n][k], bare[n][k]) for n, k in sorted(different - random)] == []
     assert len(random) < 60
     assert {row["state"] for row in rows} <= {"applied", "used", "not needed", "armed"}
-    assert all(row["state"] in ("applied", "used", "not needed") for row in rows if row["kind"] != "op")
+    imported = [r for r in rows if r["kind"] != "op" and not r["target"].startswith("torchax")]
+    assert all(row["state"] in ("applied", "used", "not needed") for row in imported)
     assert all(state in ("applied", "used", "armed", "not needed") for state in again)
 
 

@@ -120,7 +120,8 @@ def walked(folder: Path, name: str, mode: str) -> list[Finding]:
     good = [entry for entry in entries if _is_sound(entry, findings)]
     while good:
         try:
-            _tried(good, mode, findings)
+            with patch.applied(_import_aids(folder, good)):
+                _tried(good, mode, findings)
             break
         except PatchError as error:
             culprit = str(vars(error).get("patch", ""))
@@ -130,6 +131,14 @@ def walked(folder: Path, name: str, mode: str) -> list[Finding]:
                 break
             good = rest
     return findings
+
+
+def _import_aids(folder: Path, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
+    """Returns the shipped entries without which the targets' packages would not import at all."""
+    packages = {entry.module.partition(".")[0] for entry in entries}
+    chosen = {entry.id for entry in entries}
+    every = patch.read(folder, patch.upstreams(folder))
+    return [e for e in every if e.lifetime.while_importing in packages and e.id not in chosen]
 
 
 def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
