@@ -185,7 +185,7 @@ def test_cuda_calls_are_answered_where_there_is_no_cuda():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is CUDA here")
-    entries = patch.read(PATCHES, ["torch"])
+    entries = patch.read(PATCHES, ["torch/cuda"])
     assert all(entry.plumbing for entry in entries)
     with pytest.raises(AssertionError, match="not compiled with CUDA"):
         torch.cuda.current_device()

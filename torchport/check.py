@@ -176,9 +176,16 @@ def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -
             findings.append(Finding("TP200", "patch.applied", "A second application changed something.", "", "apply"))
     after = _identities(modules)
     for key in sorted(before.keys() & after.keys()):
-        if before[key] != after[key]:
+        if not _is_left_alone(before[key], after[key]):
             text = "The namespace is not what it was before the patches were applied and undone."
             findings.append(Finding("TP200", key, text, "", "undo"))
+
+
+def _is_left_alone(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> bool:
+    """Returns whether all names are what and where they were; a submodule that was imported meanwhile may be new."""
+    known = {name for name, _ in before}
+    modules = {id(module) for module in list(sys.modules.values())}
+    return [pair for pair in after if pair[0] in known or pair[1] not in modules] == before
 
 
 def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:

@@ -29,7 +29,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
         "equivalence": entry.equivalence.written(),
         "plumbing": entry.plumbing,
         "must_be_called": list(entry.must_be_called),
-        "locked": entry.kind == "op" or entry.target in drift.read_lock(entry.folder),
+        "locked": entry.target in drift.read_lock(entry.folder),
         "place": entry.place,
     }
 

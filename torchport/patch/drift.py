@@ -67,10 +67,15 @@ def read_lock(folder: Path) -> dict[str, Locked]:
     return _read[key]
 
 
+def under(entry: Entry) -> ast.stmt | None:
+    """Returns the statement under an entry's target; None if it is in C, or made where its module does not show it."""
+    source = source_of(entry)
+    return source.where(entry.path).node if source else None
+
+
 def seen(entry: Entry) -> Row | None:
     """Returns what upstream's source is now under an entry's target; None if it has no source there."""
-    source = source_of(entry)
-    node = source.where(entry.path).node if source else None
+    node = under(entry)
     if node is None:
         return None
     versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
@@ -102,15 +107,15 @@ def _callee(entry: Entry, target: str) -> str:
 
 
 def check(entry: Entry) -> str:
-    """Returns "locked" or "unlocked", where no lock has the target.
+    """Returns "locked"; "unlocked" where no lock has the target; "no source" where there is nothing to lock.
 
     Raises:
         DriftError: The source is none that the lock knows; it says what changed.
     """
     locked = read_lock(entry.folder).get(entry.target)
-    now = seen(entry) if locked is not None else None
     if locked is None:
-        return "unlocked"
+        return "unlocked" if under(entry) else "no source"
+    now = seen(entry)
     if now is None:
         raise _drifted(entry, locked, "the source is gone")
     if any(_same(row, now) for row in locked.rows):

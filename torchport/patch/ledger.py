@@ -25,7 +25,7 @@ class Record:
         outcome: "not needed", "unsupported" or, after a run, the last state; None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
         late: Whether its module had been imported before.
-        drift: "locked", "unlocked", or empty where it was not looked at.
+        drift: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
         imported: Whether the target is a name that its module imported: then that name alone is changed. None
             where the source does not say.
     """
