@@ -13,7 +13,6 @@ from torchport.errors import ConflictError, ThreadError, TorchportError, Unknown
 from torchport.patch import aliases, drift, hook, literals
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
-from torchport.patch.claims import check_claims
 from torchport.patch.entry import STAGES, Entry
 from torchport.patch.ledger import Ledger, Record
 from torchport.patch.replacement import load_all
@@ -209,7 +208,7 @@ def _prepared(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -
     running = {record.entry.id: record for group in _groups for record in group.records}
     installed.cache_clear()
     fresh = [entry for entry in entries if not (entry.id in running and running[entry.id].entry == entry)]
-    check_claims([record.entry for record in running.values()], fresh)
+    _check_claims([record.entry for record in running.values()], fresh)
     outcomes = {entry.id: outcome(entry) for entry in fresh}
     chosen = [entry for entry in fresh if outcomes[entry.id] is None]
     loaded = load_all(chosen)
@@ -226,3 +225,32 @@ def _prepared(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -
     group = _Group(list(records.values()))
     group.ledgers.append(ledger)
     return group, ledger
+
+
+def _check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
+    """Checks new entries against each other and against those in force.
+
+    Rewrites of one function may stand beside each other: whether their runs overlap is seen when they are matched.
+
+    Raises:
+        ConflictError: Two claims meet; both are named.
+    """
+    claimed = list(running)
+    for entry in fresh:
+        for other in claimed:
+            if entry.id == other.id:
+                fact = f"The id '{entry.id}' is in force with another content, from {other.place}"
+                raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
+            if _meet(entry, other):
+                fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} {other.target}"
+                raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
+        claimed.append(entry)
+
+
+def _meet(one: Entry, other: Entry) -> bool:
+    if one.module != other.module or (one.kind == "op") != (other.kind == "op"):
+        return False
+    if one.kind == other.kind == "rewrite" and one.path == other.path:
+        return False
+    shorter = min(len(one.path), len(other.path))
+    return one.path[:shorter] == other.path[:shorter]
