@@ -122,14 +122,22 @@ def test_applied_and_undone_leaves_the_namespaces_of_a_process_that_never_applie
     bare, other = _answer(first)[0], _answer(second)[0]
     assert sorted(there) == sorted(bare)
     assert [name for name in bare if list(there[name]) != list(bare[name])] == []
-    different = {(n, k) for n in bare for k in bare[n] if there[n][k] != bare[n][k]}
-    random = {(n, k) for n in bare for k in bare[n] if other[n].get(k) != bare[n][k]}  # addresses, session ids
+    different = _differences(there, bare)
+    random = _differences(other, bare)  # addresses, session ids, lists made of sets
+    for _ in range(5):
+        if different <= random:
+            break
+        random |= _differences(_answer(_started(_BARE, upstreams, targets))[0], bare)
     assert [(n, k, there[n][k], bare[n][k]) for n, k in sorted(different - random)] == []
     assert len(random) < 60
     assert {row["state"] for row in rows} <= {"applied", "used", "not needed", "armed"}
     imported = [r for r in rows if r["kind"] != "op" and not r["target"].startswith("torchax")]
     assert all(row["state"] in ("applied", "used", "not needed") for row in imported)
     assert all(state in ("applied", "used", "armed", "not needed") for state in again)
+
+
+def _differences(one, other):
+    return {(name, key) for name in other for key in other[name] if one[name].get(key) != other[name][key]}
 
 
 def test_torchax_is_imported_and_computes_beside_a_torch_it_does_not_know_and_torch_is_left_as_it_was():
