@@ -60,7 +60,7 @@ def test_an_entry_is_read_with_its_place(world):
         ("until: never", "unitl: never", UnknownKeyError, "p.yaml:6: Unknown key 'unitl'. Did you mean 'until'?"),
         ("why: A test.", "why: A test.\n  why: Again.", SyntaxYamlError, "'why' stands here and on line 4"),
         ("why: A test.", "why: ''", WrongTypeError, "p.yaml:4: 'why' is ''"),
-        ("why: A test.", "why: 3", WrongTypeError, "'why' is 3 (int). It must be a valid string"),
+        ("why: A test.", "why: 3", WrongTypeError, "p.yaml:4: 'why' is 3"),
         ("up.m:f", "up.m.f", WrongTypeError, "p.yaml:2: 'target' is 'up.m.f'"),
         ("up.m:f", "up.m:f()", WrongTypeError, "'target' is 'up.m:f()'"),
         ("up.m:f", "up.m:f; import os", WrongTypeError, "'target' is"),
@@ -104,7 +104,7 @@ def test_an_entry_is_read_with_its_place(world):
             "'counted' is fal",
         ),
         ("replace: p.py:new", "value: 3\n  must_be_called: [decode]", BadValueError, "A value is never called. Remove"),
-        ("replace: p.py:new", "rewrite: {match: x, put: p.py:a}\n  counted: false", BadValueError, "always counted"),
+        ("replace: p.py:new", "wrap: p.py:a\n  counted: false", BadValueError, "A wrap is always counted. Remove"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a, times: 0}", WrongTypeError, "'rewrite.times' is 0"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a, gives: [a, a]}", BadValueError, "repeats a name"),
         ("replace: p.py:new", "rewrite: {match: x}", MissingKeyError, "'rewrite.put' is missing"),
@@ -161,15 +161,15 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(world, name):
 def test_links_that_lead_out_of_the_folder_are_refused(world, tmp_path):
     (tmp_path / "outside.yaml").write_text(GOOD)
     (tmp_path / "outside.py").write_text("raise SystemExit('ran')\n")
-    os.symlink(tmp_path / "outside.yaml", world.patches / "up" / "p.yaml")
+    (world.patches / "up" / "p.yaml").symlink_to(tmp_path / "outside.yaml")
     with pytest.raises(BadValueError) as caught:
         patch.read(world.patches, ["up"])
     assert str(caught.value) == ("patches/up/p.yaml: 'p.yaml' is a link out of 'patches'. Put the file itself there.")
     (world.patches / "up" / "p.yaml").unlink()
-    os.symlink(tmp_path / "outside.py", world.patches / "up" / "p.py")
+    (world.patches / "up" / "p.py").symlink_to(tmp_path / "outside.py")
     with pytest.raises(ReplacementError, match=r"'p.py' is a link out of the patches. Put the file itself there"):
         patch.applied(_read(world, GOOD)).__enter__()
-    os.symlink(tmp_path, world.patches / "linked")
+    (world.patches / "linked").symlink_to(tmp_path)
     (tmp_path / "x.yaml").write_text(GOOD)
     with pytest.raises(BadValueError, match=r"is a link out of 'patches'"):
         patch.read(world.patches, ["linked"])
@@ -199,8 +199,9 @@ def test_the_schema_is_a_closed_json_schema_of_what_is_read(world):
 _WORDS = st.one_of(
     st.sampled_from(
         [
-            *"id target replace wrap value rewrite op why reported until fits equivalence match put gives times scope "
-            "lifetime needed optional aliases relies_on counted plumbing must_be_called bitwise global run null ~".split(),
+            "id", "target", "replace", "wrap", "value", "rewrite", "op", "why", "reported", "until", "fits", "run", "~",
+            "equivalence", "match", "put", "gives", "times", "scope", "lifetime", "needed", "optional", "aliases",
+            "null", "relies_on", "counted", "plumbing", "must_be_called", "bitwise", "global",
             "up.m:f", "p.py:new", "!!python/object/apply:os.system", "!!python/name:os.system", "&a", "*a", "<<", "---",
             "{", "}", "[", "]", "- ", ": ", "\n", "  ", "|\n", ">-\n", '"', "'", "#", "? ", "%TAG ! x", "\t", "\x00",
             "1e400", "0x", "2026-01-01", "!!binary aGk=", "!!timestamp x", ".inf", "1_000", "012", "=", "!!set {a}", "@",

@@ -54,13 +54,13 @@ def test_all_of_a_set_applies_or_none_when_a_module_is_late(world):
 
 def test_a_failure_at_an_import_takes_back_what_was_applied_before(world):
     world.write("up/late.py", "h = 3\n")
-    with pytest.raises(TargetError, match="up.late:h is a int"):
+    with pytest.raises(TargetError, match=r"up.late:h is a int"):
         with patch.applied(_two(world, targets=("up.m:f", "up.late:h"))) as ledger:
             import up.m
 
             assert up.m.f(1) == "new"
             with pytest.raises(TargetError):
-                import up.late  # noqa: F401
+                import up.late
             assert up.m.f(1) == 1
             import up.m
 
@@ -271,7 +271,7 @@ def test_a_program_traced_under_a_set_is_not_traced_again_without_it(world):
         trace.check()
         again = patch.Trace.from_json(json.loads(json.dumps(trace.as_json())))
         again.check()
-        with patch.applied(entries[1:]), pytest.raises(StaleTraceError, match="'up.two' was not in force then"):
+        with patch.applied(entries[1:]), pytest.raises(StaleTraceError, match=r"'up.two' was not in force then"):
             trace.check()
     with pytest.raises(StaleTraceError) as caught:
         trace.check()
@@ -282,7 +282,7 @@ def test_a_program_traced_under_a_set_is_not_traced_again_without_it(world):
     with patch.applied(entries[:1]):
         trace.check()
     world.python("def new(a): return 'another'\ndef newer(a): pass\n")
-    with patch.applied(entries[:1]), pytest.raises(StaleTraceError, match="'up.one' has changed"):
+    with patch.applied(entries[:1]), pytest.raises(StaleTraceError, match=r"'up.one' has changed"):
         trace.check()
 
 

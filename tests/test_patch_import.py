@@ -72,7 +72,7 @@ def test_a_lazy_package_is_not_woken(world):
     )
     world.write("up/other.py", "from up.m import f\n")
     import up
-    import up.other  # noqa: F401
+    import up.other
 
     with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
         assert up.other.f(1) == "new"

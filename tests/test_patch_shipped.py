@@ -54,7 +54,8 @@ def namespaces(roots):
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] in roots and isinstance(module, types.ModuleType):
             names = types.ModuleType.__dict__["__dict__"].__get__(module)
-            kept = {k: v for k, v in list(names.items()) if k not in ("__builtins__", "__cached__", "__warningregistry__")}
+            own = ("__builtins__", "__cached__", "__warningregistry__")
+            kept = {k: v for k, v in list(names.items()) if k not in own}
             result[name] = {k: shape(v) for k, v in kept.items()}
             for value in kept.values():
                 if issubclass(type(value), type) and value.__module__ == name:
