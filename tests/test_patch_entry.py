@@ -104,7 +104,7 @@ def test_an_entry_is_read_with_its_place(world):
             "'counted' is fal",
         ),
         ("replace: p.py:new", "value: 3\n  must_be_called: [decode]", BadValueError, "A value is never called. Remove"),
-        ("replace: p.py:new", "wrap: p.py:a\n  counted: false", BadValueError, "A wrap is always counted. Remove"),
+        ("replace: p.py:new", "op: p.py:a\n  counted: false", BadValueError, "'op' is always counted. Remove"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a, times: 0}", WrongTypeError, "'rewrite.times' is 0"),
         ("replace: p.py:new", "rewrite: {match: x, put: p.py:a, gives: [a, a]}", BadValueError, "repeats a name"),
         ("replace: p.py:new", "rewrite: {match: x}", MissingKeyError, "'rewrite.put' is missing"),
@@ -204,7 +204,8 @@ _WORDS = st.one_of(
             "null", "relies_on", "counted", "plumbing", "must_be_called", "bitwise", "global",
             "up.m:f", "p.py:new", "!!python/object/apply:os.system", "!!python/name:os.system", "&a", "*a", "<<", "---",
             "{", "}", "[", "]", "- ", ": ", "\n", "  ", "|\n", ">-\n", '"', "'", "#", "? ", "%TAG ! x", "\t", "\x00",
-            "1e400", "0x", "2026-01-01", "!!binary aGk=", "!!timestamp x", ".inf", "1_000", "012", "=", "!!set {a}", "@",
+            "1e400", "0x", "2026-01-01", "!!binary aGk=", "!!timestamp x", ".inf", "1_000", "012", "=", "@",
+            "!!set {a}",
         ]
     ),
     st.text(string.printable, max_size=6),

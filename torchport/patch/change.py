@@ -140,7 +140,7 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
     _check_signature(entry, slot, original, wrapper)
-    call, retire = wrapped(wrapper, original, calls)
+    call, retire = wrapped(wrapper, original, calls if entry.counted else Calls())
     return Placed(slot, shaped_as(slot.raw, call), retire)
 
 

@@ -134,7 +134,7 @@ class Entry(Frozen):
         scope_reason: Why that is safe; required with `scope: global`.
         lifetime: `run`, or `{while_importing: package}`.
         relies_on: Callees, as targets, whose change is drift as well.
-        counted: False for a replacement so hot that counting its calls would show.
+        counted: False for a replacement or wrapper so hot that counting its calls would show.
     """
 
     id: str = pydantic.Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$", max_length=120)
@@ -233,8 +233,8 @@ def _counting_mistake(entry: Entry) -> Mistake | None:
         return ("must_be_called",), "A value is never called", "Remove 'must_be_called'"
     if entry.must_be_called and not entry.counted:
         return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
-    if not entry.counted and entry.kind != "replace":
-        return ("counted",), f"A {entry.kind} is always counted", "Remove 'counted'"
+    if not entry.counted and entry.kind not in ("replace", "wrap"):
+        return ("counted",), f"'{entry.kind}' is always counted", "Remove 'counted'"
     return None
 
 
