@@ -23,6 +23,7 @@ FLOORS = {
     "pipelines": 3,
     "attention": 3,
     "load": 4,
+    "video": 4,
     "compile": 4,
     "task": 5,
     "resume": 6,
@@ -31,7 +32,7 @@ FLOORS = {
 }
 COMMAND = 8
 """The floor of every command: what the command line may choose."""
-COMMANDS = {"doctor", "plan", "check", "verify", "scan", "tune", "exec", "bench", "patches", "serve", "profile"}
+COMMANDS = {"doctor", "plan", "check", "verify", "scan", "tune", "exec", "bench", "patches_command", "serve", "profile"}
 LIGHT = {"errors", "config", "progress", "patch", "scan", "__main__"}
 HEAVY = {"torch", "jax", "jaxlib", "torchax"}
 AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "ruamel", "click", "packaging", "torchport"}
