@@ -260,6 +260,7 @@ _FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "database
 @given(_documents())
 @example("- !!python/object/apply:os.system [id]")
 @example("- id: [" * 2000)
+@example("- &a x\n- &a y\n")
 @example("- 1e400\n- .inf\n- 2026-13-45\n")
 @settings(max_examples=400, **_FUZZ)
 def test_fuzzed_yaml_gives_an_entry_or_a_project_error(tmp_path_factory, text):
