@@ -14,8 +14,7 @@ class OneDevice:
         return 0
 
     def get_group(self):
-        """Returns no process group: there is none to talk to."""
-        return None
+        """Returns None: there is no process group to talk to."""
 
     def size(self):
         """Returns the number of processes."""
@@ -35,8 +34,12 @@ def one_device(self, device_type):
     self.dp_replicate = 1
     self.world_mesh = OneDevice()
     self.fsdp_mesh = OneDevice()
-    self.sp_rank = 0
-    self.sp_group = None
+    rank = {"sp_rank": 0, "sp_group": None}
+    if hasattr(type(self), "sp_rank"):
+        # Until January 2026 both were properties without setters, and asked torch.distributed for the rank.
+        self.__class__ = type(type(self).__name__, (type(self),), rank)
+    else:
+        vars(self).update(rank)
     return self.world_mesh
 
 

@@ -4,7 +4,7 @@ Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D featur
 """
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from torchport.errors import BadValueError
 
@@ -70,7 +70,7 @@ def _attention(query, key, value, valid, causal=False):
     """Returns the attention [B, S, H * D] of tokens [B, S, H, D] over the valid ones; 0 where a query is not valid."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     mask = None if valid is None else valid[:, None, None, :]
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
     if valid is not None:
         output = torch.where(valid[:, None, :, None], output, torch.zeros_like(output))
     return output.transpose(1, 2).flatten(2)

@@ -45,7 +45,8 @@ def _blend(a, b, extent, dim):
     shape = [1] * b.dim()
     shape[dim] = extent
     new, old = (weights.to(wide).to(b.device).view(shape) for weights in (steps, 1 - steps))
-    overlap = b.narrow(dim, 0, extent)
+    overlap, rest = b.split([extent, b.shape[dim] - extent], dim=dim)
     above = a.narrow(dim, a.shape[dim] - extent, extent)
-    overlap.copy_((above.to(wide) * old).to(b.dtype) + (overlap.to(wide) * new).to(b.dtype))
-    return b
+    overlap = (above.to(wide) * old).to(b.dtype) + (overlap.to(wide) * new).to(b.dtype)
+    # The whole tile is written, not a view of its edge: of a traced tensor, a view is a copy, and would be lost.
+    return b.copy_(torch.cat([overlap, rest], dim=dim))
