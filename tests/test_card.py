@@ -104,27 +104,33 @@ def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch)
     ("name", "old", "new", "kind", "fact"),
     [
         ("demo", "frames: 17", "frame: 17", UnknownKeyError, "Unknown key 'frame'. Did you mean 'frames'? Known: "),
-        ("demo", "frames: 17", "frames: '17'", WrongTypeError, "'frames' is '17' (str). It must be a valid integer."),
+        ("demo", "frames: 17", "frames: '17'", WrongTypeError, "'frames' is '17' (text). It must be a whole number."),
         ("demo", "frames: 17", "steps: 17", DuplicateKeyError, "'steps' stands here and on line"),
-        ("demo", "steps: 8", "steps: 0", WrongTypeError, "'steps' is 0 (int). It must be greater than 0."),
-        ("demo", "guidance_scale: 6.0", "guidance_scale: 0.5", WrongTypeError, "'guidance_scale' is 0.5 (float). It"),
-        ("demo", "dp: 2", "pp: 2", WrongTypeError, "'mesh.pp' is 'pp' (str). It must be 'dp', 'sp' or 'tp'."),
+        ("demo", "steps: 8", "steps: 0", WrongTypeError, "'steps' is 0 (a number). It must be greater than 0."),
+        (
+            "demo",
+            "guidance_scale: 6.0",
+            "guidance_scale: 0.5",
+            WrongTypeError,
+            "'guidance_scale' is 0.5 (a number). It",
+        ),
+        ("demo", "dp: 2", "pp: 2", WrongTypeError, "'mesh.pp' is 'pp' (text). It must be 'dp', 'sp' or 'tp'."),
         (
             "demo",
             "vae: float32",
             "vae: float64",
             WrongTypeError,
-            "'dtypes.vae' is 'float64' (str). It must be 'float32",
+            "'dtypes.vae' is 'float64' (text). It must be 'float32",
         ),
         (
             "models/hunyuan",
             "spec: [tp]",
             "spec: [pt]",
             WrongTypeError,
-            "weights.transformer.0.spec.0' is 'pt' (str). It must be 'dp', 'sp' or 'tp'.",
+            "weights.transformer.0.spec.0' is 'pt' (text). It must be 'dp', 'sp' or 'tp'.",
         ),
         ("models/hunyuan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
-        ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (str). It must be"),
+        ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (text). It must be"),
         (
             "models/hunyuan",
             r"match: '(norm_out",
@@ -166,7 +172,7 @@ def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
     assert (job.frames, job.mesh, job.dtypes, job.checkpoint) == (5, {"dp": 2, "tp": 2}, {"vae": "bfloat16"}, "a/b@c")
     assert document.place(["frames"]) == "--set frames=5" and document.place(["height"]).startswith("configs/demo")
     assert refused(WrongTypeError, lambda: pack.job("demo", ["frames=five"])) == (
-        "--set frames=five: 'frames' is 'five' (str). It must be a valid integer."
+        "--set frames=five: 'frames' is 'five' (text). It must be a whole number."
     )
     assert refused(UnknownKeyError, lambda: pack.job("demo", ["frame=5"])).startswith(
         "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: checkpoint, dtypes, fps"

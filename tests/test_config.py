@@ -100,12 +100,12 @@ def test_a_missing_key_is_refused():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("count: '1'", "a.yaml:1: 'count' is '1' (str). It must be a valid integer."),
-        ("count: true", "a.yaml:1: 'count' is True (bool). It must be a valid integer."),
-        ("count: 1.0", "a.yaml:1: 'count' is 1.0 (float). It must be a valid integer."),
-        ("count:", "a.yaml:1: 'count' is None (empty). It must be a valid integer."),
-        ("count: 0", "a.yaml:1: 'count' is 0 (int). It must be greater than 0."),
-        ("count: [1]", "a.yaml:1: 'count' is [1] (list). It must be a valid integer."),
+        ("count: '1'", "a.yaml:1: 'count' is '1' (text). It must be a whole number."),
+        ("count: true", "a.yaml:1: 'count' is True (true or false). It must be a whole number."),
+        ("count: 1.0", "a.yaml:1: 'count' is 1.0 (a number). It must be a whole number."),
+        ("count:", "a.yaml:1: 'count' is empty. It must be a whole number."),
+        ("count: 0", "a.yaml:1: 'count' is 0 (a number). It must be greater than 0."),
+        ("count: [1]", "a.yaml:1: 'count' is [1] (a list). It must be a whole number."),
     ],
 )
 def test_a_value_of_another_type_is_refused_and_nothing_is_coerced(text, error):
@@ -119,9 +119,9 @@ def test_a_validators_own_words_are_the_remedy():
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        ("[1, b]", "'either.1' is 'b' (str). It must be a valid integer."),
-        ("{a: {name: 1}}", "'either.a.name' is 1 (int). It must be a valid string."),
-        ("some", "'either' is 'some' (str). It must be 'none'."),
+        ("[1, b]", "'either.1' is 'b' (text). It must be a whole number."),
+        ("{a: {name: 1}}", "'either.a.name' is 1 (a number). It must be text."),
+        ("some", "'either' is 'some' (text). It must be 'none'."),
     ],
 )
 def test_of_alternatives_the_one_that_was_meant_is_named_and_no_name_that_nobody_wrote(value, error):
@@ -129,7 +129,7 @@ def test_of_alternatives_the_one_that_was_meant_is_named_and_no_name_that_nobody
 
 
 def test_an_empty_file_is_refused():
-    assert refusal(WrongTypeError, "").startswith("a.yaml:1: 'the file' is None (empty). It must be ")
+    assert refusal(WrongTypeError, "").startswith("a.yaml:1: 'the file' is empty. It must be ")
 
 
 def test_a_long_value_is_cut_in_the_error():

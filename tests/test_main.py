@@ -45,7 +45,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
         (
             errors.WrongTypeError,
             ("--set", "steps=many"),
-            "--set steps=many: 'steps' is 'many' (str). It must be a valid",
+            "--set steps=many: 'steps' is 'many' (text). It must be a whole",
         ),
         (errors.WrongTypeError, ("--set", "steps"), "--set steps: This is not path.to.field=value."),
         (errors.SyntaxYamlError, ("--set", "steps=[1"), "--set steps=[1: Not YAML: "),

@@ -13,6 +13,7 @@ from torchport import resume, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, StoppedError, TorchportError
 from torchport.run import run
 
+STOPPED = resume.STOPPED
 PARTIAL = {"denoise.partial.json", "denoise.partial.safetensors"}
 
 
@@ -123,7 +124,43 @@ def test_a_stop_during_the_last_step_of_all_stages_comes_before_the_next_stage(r
     interrupted(1)
     with pytest.raises(StoppedError, match="Stopped before 'decode'; what was finished is in"):
         run(request_for(overrides=ONE_STEP))
-    assert names(tmp_path / "out") == {"encode.json", "encode.safetensors", "denoise.json", "denoise.safetensors"}
+    left = {"encode.json", "encode.safetensors", "denoise.json", "denoise.safetensors", STOPPED}
+    assert names(tmp_path / "out") == left
+
+    made = (tmp_path / "out" / "denoise.safetensors").stat().st_mtime_ns
+    summary = run(request_for(overrides=ONE_STEP))
+    assert summary.steps == 0 and summary.video.is_file(), "the same command does only what was left to do"
+    assert (tmp_path / "out" / "denoise.safetensors").stat().st_mtime_ns == made
+    assert STOPPED not in names(tmp_path / "out")
+
+
+def test_another_job_in_the_folder_of_a_stopped_one_begins_anew(request_for, interrupted, tmp_path):
+    interrupted(1)
+    with pytest.raises(StoppedError):
+        run(request_for(overrides=ONE_STEP))
+    made = (tmp_path / "out" / "denoise.safetensors").read_bytes()
+    with pytest.raises(StoppedError, match="Stopped before 'decode'"):  # after its own only step
+        run(request_for(overrides=ONE_STEP, seed=5))
+    assert (tmp_path / "out" / "denoise.safetensors").read_bytes() != made
+
+
+def test_a_stop_between_two_tiles_comes_before_the_next(request_for, monkeypatch, tmp_path):
+    """Decoding a large video takes minutes; Ctrl-C does not wait for all of its tiles."""
+    tiled = ("height=320", "width=320", "frames=1", "steps=1", "vae_tiling=true")
+    run(request_for(stage="encode", overrides=tiled))
+    run(request_for(stage="denoise", prompt=None, overrides=tiled))
+    called = []
+
+    def once(self, **inputs):
+        called.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        with torch.no_grad():
+            return self.module(**inputs)
+
+    monkeypatch.setattr("torchport.compile.Eager.__call__", once)
+    with pytest.raises(StoppedError, match="Stopped in 'decode'"):
+        run(request_for(stage="decode", prompt=None, overrides=tiled))
+    assert len(called) == 1 and "decode.json" not in names(tmp_path / "out")
 
 
 def test_a_run_that_is_killed_goes_on_after_the_last_saving(denoise, whole, tmp_path, monkeypatch):

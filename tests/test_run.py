@@ -133,7 +133,7 @@ def test_the_port_agrees_after_the_first_step(request_small, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("torchport.save.write", keep)
             run(dataclasses.replace(changed, stage="encode"))
-            run(dataclasses.replace(changed, stage="denoise", prompt=None, negative_prompt=""))
+            run(dataclasses.replace(changed, stage="denoise", prompt=None, negative_prompt=None))
         first[backend] = stages[0]
     assert difference(first["torchax"], first["original"]) <= 1e-5
 
@@ -237,7 +237,7 @@ def test_stages_on_three_machines_make_the_same_video(request_small, runs, tmp_p
     """Three processes' worth of folders, only the artefacts carried from one to the next."""
     folders = [tmp_path / name for name in ("one", "two", "three")]
     run(dataclasses.replace(request_small, stage="encode", out=folders[0]))
-    asked = dataclasses.replace(request_small, prompt=None, negative_prompt="")
+    asked = dataclasses.replace(request_small, prompt=None, negative_prompt=None)
     run(dataclasses.replace(asked, stage="denoise", inputs=folders[0], out=folders[1]))
     run(dataclasses.replace(asked, stage="decode", inputs=folders[1], out=folders[2]))
     assert torch.equal(frames_of(folders[2]), frames_of(runs["torchax"]))

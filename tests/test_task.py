@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchport.errors import (
     TorchportError,
     UnknownNameError,
     UpstreamError,
+    WrongTypeError,
 )
 from torchport.task import accept, check_heads, check_machine
 
@@ -58,7 +60,9 @@ def test_accepting_writes_nothing(asked, tmp_path):
 def test_one_stage_is_one_stage_and_needs_no_prompt_unless_it_encodes(asked, tmp_path):
     decode = asked(stage="decode", prompt=None, inputs=tmp_path / "in")
     assert [stage.name for stage in decode.stages] == ["decode"] and decode.inputs == tmp_path / "in"
-    assert "prompt" not in decode.shown() and "prompt" in asked(stage="encode").shown()
+    assert "prompt" not in decode.shown(decode.stages[0])
+    encode = asked(stage="encode")
+    assert "prompt" in encode.shown(encode.stages[0])
     for stage in ("encode", "all"):
         assert refusal(BadValueError, lambda stage=stage: asked(stage=stage, prompt=None)) == (
             "--prompt: It is missing, and the stage 'encode' needs one. Add --prompt \"...\"."
@@ -138,10 +142,47 @@ def test_an_artefact_is_for_its_model_and_size_and_embeddings_for_any_size(asked
     assert asked(["guidance_scale=1.0"]).identity("encode")["guidance"] is False
 
 
-def test_what_is_shown_can_be_written_as_json(asked):
-    shown = asked().shown()
+def test_what_is_shown_is_what_a_stage_uses_and_can_be_written_as_json(asked):
+    found = asked()
+    shown = {stage.name: found.shown(stage) for stage in found.stages}
     assert json.loads(json.dumps(shown)) == shown
-    assert shown["dtypes"]["transformer"] == "float32" and shown["precision"]["vae"] == "highest"
+    assert shown["denoise"]["dtypes"]["transformer"] == "float32" and shown["decode"]["precision"]["vae"] == "highest"
+    assert "steps" in shown["denoise"] and "steps" not in shown["decode"] and "seed" not in shown["encode"]
+
+
+def test_an_axis_that_no_rule_names_is_refused(asked):
+    text = refusal(MeshError, lambda: asked(["mesh={sp: 8}", "guidance_scale=1.0"], backend="torchax"))
+    assert text == (
+        "--set mesh={sp: 8}: sp=8 splits nothing: no rule of the strategy 'tp' names it. Use the axes dp, tp."
+    )
+
+
+def test_a_guidance_scale_that_is_no_number_of_use_is_refused(asked):
+    for value in (".inf", ".nan"):
+        assert "'guidance_scale' is" in refusal(WrongTypeError, lambda value=value: asked([f"guidance_scale={value}"]))
+
+
+def test_a_prompt_that_is_not_unicode_is_refused(asked):
+    text = refusal(BadValueError, lambda: asked(prompt="bad\udcff"))
+    assert text == "--prompt: Character 4 is not Unicode text. Write it as UTF-8."
+
+
+def test_inputs_of_a_run_of_all_stages_are_refused(asked, tmp_path):
+    text = refusal(BadValueError, lambda: asked(inputs=tmp_path))
+    assert text == (f"--inputs {tmp_path}: All stages are run here, and none is read. Leave it out, or name a --stage.")
+
+
+def test_an_empty_output_folder_is_refused(asked):
+    assert refusal(BadValueError, lambda: asked(out=Path())).startswith("--out: It is empty, or the current folder.")
+
+
+def test_a_remedys_command_repeats_what_was_asked_for(asked, tmp_path):
+    found = asked(["steps=3"], prompt='A "cat"', checkpoint="tiny", backend="original", path=None)
+    sizes = "--set height=64 --set width=64 --set frames=5"
+    assert found.command("encode", tmp_path) == (
+        "torchport run --model hunyuan --config configs/demo.yaml --stage encode --prompt 'A \"cat\"' "
+        f"--checkpoint tiny --backend original {sizes} --set steps=3 --set steps=3 --out {tmp_path}"
+    )
 
 
 def test_two_runs_in_one_second_get_two_folders(request_for, monkeypatch, tmp_path):

@@ -31,8 +31,8 @@ def cli() -> None:
 @click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
 @click.option("--config", required=True, metavar="FILE", help="What to make and on which machine: configs/demo.yaml.")
 @click.option("--prompt", metavar="TEXT", help="What to show. Needed by the stage that encodes it.")
-@click.option("--negative-prompt", default="", metavar="TEXT", help="What to avoid.")
-@click.option("--seed", default=42, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
+@click.option("--negative-prompt", metavar="TEXT", help="What to avoid.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the noise [42].")
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="Weights in the diffusers format, or `tiny`.")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="The first frame, for image-to-video.")
 @click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
@@ -134,10 +134,16 @@ def _print_summary(summary: Summary, quiet: bool) -> None:
 def main() -> None:
     """Runs the command line; every refusal is one line and an exit code, never a traceback."""
     try:
-        cli(prog_name="torchport")
+        sys.exit(cli(prog_name="torchport", standalone_mode=False) or 0)
     except errors.TorchportError as error:
         click.echo(f"error[{error.id}] {error}", err=True)
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Stopped at once; what was being written is not kept.", err=True)
+        sys.exit(errors.StoppedError.exit_code)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class Job(Frozen):
     frames: pydantic.PositiveInt
     fps: pydantic.PositiveInt
     steps: pydantic.PositiveInt
-    guidance_scale: Annotated[float, pydantic.Field(ge=1.0)]
+    guidance_scale: Annotated[float, pydantic.Field(ge=1.0, allow_inf_nan=False)]
     machine: str
     mesh: dict[Axis, pydantic.PositiveInt]
     strategy: str
@@ -241,7 +241,9 @@ class Pack:
 
     def _job_file(self, name: str) -> Path:
         here = Path(name)
-        for file in (here, self.root / here, self.root / "configs" / f"{here.stem}.yaml"):
+        # A bare name means one of the pack's configs; a path means that file, or nothing.
+        named = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
+        for file in (here, self.root / here, *named):
             if file.is_file():
                 return file
         known = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
@@ -289,7 +291,7 @@ def find_pack(path: str | None) -> Pack:
         DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.
     """
     package = Path(__file__).resolve().parent
-    for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH"))):
+    for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
         if named is not None:
             if not _is_pack(Path(named)):
                 raise DataFolderError(

@@ -35,6 +35,20 @@ def is_folder(name: str) -> bool:
     return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
 
 
+def check_name(name: str) -> None:
+    """Refuses a name that is neither `tiny`, nor a folder that is there, nor `owner/repo[@revision]`.
+
+    Raises:
+        CheckpointMissingError: It is none of them.
+    """
+    if name == "tiny" or (is_folder(name) and Path(name).expanduser().is_dir()):
+        return
+    repo, _, revision = name.partition("@")
+    if is_folder(name) or repo.count("/") != 1 or "@" in revision:
+        remedy = "Name a folder, or owner/repo@revision"
+        raise CheckpointMissingError(f"--checkpoint {name}", "There is no such folder", remedy)
+
+
 def local(name: str) -> Path | None:
     """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network.
 
@@ -114,7 +128,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointBrokenError(str(file), f"Not JSON: {error}", "Download the file again") from error
     if not isinstance(data, dict):
         raise CheckpointBrokenError(str(file), "Not a JSON object", "Download the file again")

@@ -7,6 +7,7 @@ unplaced, and none becomes a constant.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from torchport import shard
 from torchport.card import Rule
-from torchport.errors import MeshError, UnmatchedError
+from torchport.errors import MachineError, MeshError, UnmatchedError
 from torchport.progress import log, waiting
 
 Static = tuple[tuple[str, object], ...]
@@ -125,8 +126,9 @@ class Compiled:
             if isinstance(value, torch.Tensor | jax.Array)
         }
         static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
-        program = self._program(arrays, static)
-        return shard.to_torch(program(self.weights, arrays))
+        with _memory(self.what):
+            program = self._program(arrays, static)
+            return shard.to_torch(program(self.weights, arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
         """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s."""
@@ -181,6 +183,23 @@ class Compiled:
         except MeshError as error:
             raise MeshError(self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name) from error
         return shard.to_jax(tensor, shard.sharding(found[name], self.mesh))
+
+
+@contextlib.contextmanager
+def _memory(what: str) -> Iterator[None]:
+    """Turns XLA's word for too little memory into a refusal with the bytes it asked for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
+        shown = f" ({asked[1] or asked[2]} bytes at once)" if asked else ""
+        raise MachineError(
+            what,
+            f"Its activations do not fit into a device's memory{shown}",
+            "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
+        ) from error
 
 
 @contextlib.contextmanager

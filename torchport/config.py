@@ -85,6 +85,7 @@ def read_document(file: Path, shown: str | None = None) -> Document:
 def parse_document(text: str, file: str) -> Document:
     """Returns YAML text as data with its lines; see `read_document`."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.composer.warn_double_anchors = False  # an alias is refused anyhow, and a warning is no answer
     try:
         nodes = list(yaml.compose_all(text))
     except MarkedYAMLError as error:
@@ -197,11 +198,31 @@ def _mistake(model: type[Frozen], document: Document, location: Location, error:
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
     if error["type"] == "value_error":
         return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
-    wanted = str(error["msg"]).removeprefix("Input should be ").rstrip(".")
-    shown = repr(error["input"])
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    kind = {"NoneType": "empty"}.get(type(error["input"]).__name__, type(error["input"]).__name__)
-    return WrongTypeError(place, f"'{name}' is {shown} ({kind})", f"It must be {wanted}", key=name)
+    wanted = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
+    value, kind = error["input"], type(error["input"]).__name__
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    fact = f"'{name}' is empty" if value is None else f"'{name}' is {shown} ({_KINDS.get(kind, kind)})"
+    return WrongTypeError(place, fact, f"It must be {wanted}", key=name)
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "model_type": "a mapping of keys to values",
+    "dict_type": "a mapping of keys to values",
+    "list_type": "a list",
+}
+_KINDS = {
+    "str": "text",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "dict": "a mapping",
+    "list": "a list",
+}
 
 
 def fields_at(model: type[Frozen], location: Sequence[str | int]) -> list[str]:

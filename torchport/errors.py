@@ -40,7 +40,8 @@ TorchportError
 │   ├── ArtefactMissingError   TP601  a stage's input is not there
 │   ├── ArtefactBrokenError    TP602  an artefact that differs from its manifest
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
-│   └── OutputError            TP604  the output folder cannot be written
+│   ├── OutputError            TP604  the output folder cannot be written
+│   └── NotFiniteError         TP605  a stage computed NaN or infinity
 └── StoppedError               TP701  stopped by Ctrl-C, with everything finished so far saved
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
@@ -346,6 +347,12 @@ class OutputError(SaveError):
     """The output folder cannot be written, or is full."""
 
     id = "TP604"
+
+
+class NotFiniteError(SaveError):
+    """A stage computed NaN or infinity; nothing of it is kept, since every later stage would be wrong."""
+
+    id = "TP605"
 
 
 class StoppedError(TorchportError):

@@ -96,8 +96,7 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
     from safetensors import safe_open
 
     wanted = module.state_dict()
-    files = checkpoint.weight_files(folder)
-    _account(wanted, files, folder)
+    files = account(module, folder)
     for name, buffer in module.named_buffers():
         if name not in wanted:
             yield name, _filled(name, buffer, folder)
@@ -110,8 +109,14 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
         yield name, tensor.to(wanted[name].dtype)
 
 
-def _account(wanted: Mapping[str, torch.Tensor], files: Mapping[str, Path], folder: Path) -> None:
-    """Refuses a component whose keys and shapes are not exactly the module's."""
+def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a module, all keys and shapes accounted for, either way round.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys or shapes that are not exactly the module's.
+    """
+    wanted, files = module.state_dict(), checkpoint.weight_files(folder)
     missing = sorted(set(wanted) - set(files))
     foreign = sorted(set(files) - set(wanted))
     if missing or foreign:
@@ -133,6 +138,7 @@ def _account(wanted: Mapping[str, torch.Tensor], files: Mapping[str, Path], fold
                     f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
                     name=name,
                 )
+    return files
 
 
 def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
@@ -231,6 +237,20 @@ def part(class_path: str, folder: Path) -> Any:
         CheckpointMissingError: The folder, or a file in it, is not there.
         CheckpointBrokenError: Its files cannot be read.
     """
+    check_part(class_path, folder)
+    try:
+        return class_of(class_path).from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointBrokenError(str(folder), f"It cannot be read: {_brief(error)}", "Download it again") from error
+
+
+def check_part(class_path: str, folder: Path) -> None:
+    """Refuses a part without weights whose files are not there, before it is needed.
+
+    Raises:
+        CheckpointMissingError: The folder, or a file in it, is not there.
+        CheckpointBrokenError: A file is not JSON.
+    """
     if not folder.is_dir():
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))
@@ -240,10 +260,6 @@ def part(class_path: str, folder: Path) -> Any:
         raise CheckpointMissingError(
             str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
         )
-    try:
-        return cls.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointBrokenError(str(folder), f"It cannot be read: {_brief(error)}", "Download it again") from error
 
 
 def _has_vocabulary(cls: Any, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torchport.task import Task
 
 PARTIAL = "denoise.partial"
 """The unfinished latents' artefact."""
+STOPPED = ".stopped.json"
+"""Written when a run of all stages is stopped: which of them are finished."""
 
 
 class Stopping:
@@ -91,7 +93,13 @@ def steps(
 
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name != "denoise":
-        return pipelines.Steps(bar)
+
+        def watched(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+            for item in bar(items, done=done, total=total):
+                stopping.check(task, f"in '{stage.name}'")
+                yield item
+
+        return pipelines.Steps(watched)
     return pipelines.Steps(bar, finished, _unfinished(task, weights, shas))
 
 
@@ -108,8 +116,12 @@ def _unfinished(
     assert manifest is not None
     remedy = f"Finish that run, or remove the two files {PARTIAL}.*, or choose another --out"
     found = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config["mesh"]}
-    for key, value in {**task.shown(), "backend": task.request.backend, "mesh": dict(task.job.mesh)}.items():
-        if key not in ("prompt", "negative_prompt") and found.get(key) != value:
+    for key, value in {
+        **task.shown(_denoise(task)),
+        "backend": task.request.backend,
+        "mesh": dict(task.job.mesh),
+    }.items():
+        if found.get(key) != value:
             fact = f"A run with {key} {found.get(key)!r} was stopped here, and this one has {value!r}"
             raise ArtefactForeignError(str(file), fact, remedy, key=key)
     if manifest.inputs != dict(shas):
@@ -119,6 +131,49 @@ def _unfinished(
     return done, tensors
 
 
+def _denoise(task: Task) -> pipelines.Stage:
+    return next(stage for stage in task.family.STAGES if stage.name == "denoise")  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def noting(task: Task, made: Sequence[str]) -> Iterator[None]:
+    """Writes down, if a run of all stages is stopped inside the context, which of them are finished."""
+    try:
+        yield
+    except StoppedError:
+        if task.request.stage == "all" and made:
+            shas = {name: save.read_manifest(task.folder / f"{name}.json").sha256 for name in made}
+            save.write_json(task.folder / STOPPED, shas)
+        raise
+
+
+def finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
+    """Returns the stages that a stopped run of this very job finished, with their verified manifests.
+
+    Args:
+        task: The run; another one than the stopped one finds nothing finished.
+        weights: The checkpoint in use.
+    """
+    file = task.folder / STOPPED
+    if task.request.stage != "all" or not file.is_file():
+        return {}
+    shas = checkpoint.read_json(file)
+    found: dict[str, save.Manifest] = {}
+    for stage in task.stages:
+        manifest_file = task.folder / f"{stage.name}.json"
+        if stage.name not in shas or not manifest_file.is_file():
+            break
+        manifest = save.read_manifest(manifest_file)
+        asked = {**task.shown(stage), "backend": task.request.backend, "mesh": dict(task.job.mesh)}
+        made = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config["mesh"]}
+        if manifest.sha256 != shas[stage.name] or any(made.get(key) != value for key, value in asked.items()):
+            break
+        save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, "the stage again")
+        found[stage.name] = manifest
+    return found
+
+
 def forget(task: Task) -> None:
-    """Removes the unfinished latents: the finished ones have been written."""
+    """Removes what a stopped run left for going on: this one has finished."""
     save.remove(task.folder, PARTIAL)
+    (task.folder / STOPPED).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny, upstream
+from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny, upstream, video
 from torchport.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.progress import log, track
@@ -49,6 +49,8 @@ class Journey:
         self.stopping = stopping
         self.seconds: dict[str, float] = {}
         self.shas: dict[str, str] = {}  # of artefacts read or written, by stage
+        self.made: list[str] = []  # the stages whose artefacts this run has written, or found finished
+        self.settings: dict[str, Any] = {}  # with which everything so far was made, here or elsewhere
         self.steps = 0
 
 
@@ -66,10 +68,45 @@ def run(request: Request) -> Summary:
             check_machine(task)
             check_heads(task)
             journey = Journey(task, _weights(task), stopping)
+            _check_parts(journey)
+            finished = resume.finished(task, journey.weights)
             for stage in task.stages:
-                stopping.check(task, f"before '{stage.name}'")
-                _travel(journey, stage)
+                if stage.name in finished:
+                    log.info("%s was finished before the stop", stage.name)
+                    _note_made(journey, stage, finished[stage.name])
+                    continue
+                with resume.noting(task, journey.made):
+                    stopping.check(task, f"before '{stage.name}'")
+                    _travel(journey, stage)
+            resume.forget(task)
     return _arrive(journey)
+
+
+def _note_made(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+    journey.made.append(stage.name)
+    journey.shas[stage.name] = manifest.sha256
+    journey.settings |= manifest.settings
+
+
+def _check_parts(journey: Journey) -> None:
+    """Refuses a checkpoint that lacks a part, or holds another model's, before the first stage spends hours."""
+    task = journey.task
+    for stage in task.stages:
+        for name in stage.parts:
+            component, folder = task.card.components[name], task.component_folder(journey.weights.folder, name)
+            if component.dtype is None:
+                load.check_part(component.class_, folder)
+            else:
+                checkpoint.weight_files(folder)
+        if stage.network is not None:
+            load.account(_built(journey, stage.network), task.component_folder(journey.weights.folder, stage.network))
+
+
+def _built(journey: Journey, name: str) -> torch.nn.Module:
+    """Returns a network without storage, as the checkpoint configures it."""
+    task, folder = journey.task, journey.task.component_folder(journey.weights.folder, name)
+    config = checkpoint.read_json(folder / "config.json")
+    return load.build(task.card.components[name].class_, config, task.dtype(name), str(folder))
 
 
 @contextlib.contextmanager
@@ -111,17 +148,22 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
             outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
             clock.append(time.perf_counter())
         ledger.check_called()
-        for row in ledger.rows():
-            log.info("patch %s: %s%s", row["id"], row["state"], f", {row['calls']} calls" if row["calls"] else "")
+        _log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
         _note_times(journey, stage, call, clock)
         if stage.name == "denoise":
             journey.steps = task.settings.steps - (steps.resume[0] if steps.resume else 0)
-        journey.shas[stage.name] = save.write(task.folder, stage.name, outputs, facts()).sha256  # save
-    if stage.name == "denoise":
-        resume.forget(task)
+        _note_made(journey, stage, save.write(task.folder, stage.name, outputs, facts()))  # save
+    later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
+    save.discard_stale(task.folder, stage.name, journey.shas[stage.name], later)
     if "frames" in outputs:
         _save_pictures(task, outputs["frames"][0])
     journey.seconds[f"{stage.name} save"] = time.perf_counter() - clock[-1]
+
+
+def _log_patches(ledger: patch.Ledger, when: str) -> None:
+    for row in ledger.rows():
+        calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
+        log.info("patch %s: %s%s", row["id"], row["state"], calls)
 
 
 def _note_times(journey: Journey, stage: pipelines.Stage, call: Any, clock: list[float]) -> None:
@@ -137,30 +179,31 @@ def _read(journey: Journey, stage: pipelines.Stage) -> dict[str, torch.Tensor]:
     task = journey.task
     inputs: dict[str, torch.Tensor] = {}
     for name in stage.needs:
-        command = f"torchport run --model {task.card.model} --config {task.request.config} --stage {name}"
+        folder = task.folder if name in journey.made else task.inputs
         tensors, manifest = save.read(
-            task.inputs, name, task.identity(name), journey.weights.digests, f"{command} --out {task.inputs}"
+            folder, name, task.identity(name), journey.weights.digests, task.command(name, task.folder)
         )
         inputs |= tensors
         if manifest is not None:
-            save.check_lineage(task.inputs, name, manifest)
-            _check_prompt(task, name, manifest)
+            save.check_lineage(folder, name, manifest)
+            _check_asked(task, stage, folder / f"{name}.json", manifest)
             journey.shas[name] = manifest.sha256
+            journey.settings = {**manifest.settings, **journey.settings}
     if stage.name == "denoise" and task.request.noise is not None:
         inputs["noise"] = task.request.noise
     return inputs
 
 
-def _check_prompt(task: Task, name: str, manifest: save.Manifest) -> None:
-    """Refuses a --prompt that is not the one whose artefact is read: it would have no effect."""
-    for flag, asked in (("prompt", task.request.prompt), ("negative_prompt", task.request.negative_prompt or None)):
-        made_for = manifest.settings.get(flag, asked)
-        if asked is not None and made_for != asked:
+def _check_asked(task: Task, stage: pipelines.Stage, file: Path, manifest: save.Manifest) -> None:
+    """Refuses a flag for what an earlier stage has settled otherwise: it would have no effect."""
+    for key, asked in task.asked().items():
+        settled = manifest.settings.get(key, asked)
+        if key not in stage.uses and settled != asked:
             raise ArtefactForeignError(
-                str(task.inputs / f"{name}.json"),
-                f"'{name}' was made for the {flag} {made_for!r}",
-                f"Leave --{flag.replace('_', '-')} out, or run --stage encode with {asked!r} first",
-                key=flag,
+                str(file),
+                f"'{manifest.stage}' was made with {key} {settled!r}, and '{stage.name}' is asked for with {asked!r}",
+                "Leave the flag out: it has no effect here; or make the earlier stage again with it",
+                key=key,
             )
 
 
@@ -177,9 +220,7 @@ def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name in parts:
             continue  # loaded whole already
-        folder = task.component_folder(journey.weights.folder, name)
-        config = checkpoint.read_json(folder / "config.json")
-        parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(folder))
+        parts[name] = _built(journey, name)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
@@ -217,8 +258,8 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
 
 def _save_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
     every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
-    save.write_video(task.folder / "video.mp4", frames_FCHW, task.job.fps, every)
-    save.write_contact_sheet(task.folder / "contact_sheet.png", frames_FCHW)
+    video.write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
+    video.write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
 
 
 def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> dict[str, Any]:
@@ -231,7 +272,7 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
         "checkpoint": journey.weights.identity,
         "components": journey.weights.digests,
         "inputs": {name: journey.shas[name] for name in stage.needs if name in journey.shas},
-        "settings": task.shown(),
+        "settings": {**journey.settings, **task.shown(stage)},
         "config": task.job.model_dump(),
         "backend": task.request.backend,
         "patches": ledger.rows(),
@@ -256,14 +297,14 @@ def _arrive(journey: Journey) -> Summary:
     files = {name: task.folder / f"{name}.json" for name in STAGES}
     stages = {name: save.read_manifest(file).model_dump() for name, file in files.items() if file.is_file()}
     rows = [row for stage in stages.values() for row in stage["patches"]]
-    video = task.folder / "video.mp4" if any(stage.name == "decode" for stage in task.stages) else None
+    made = task.folder / save.VIDEO if any(stage.name == "decode" for stage in task.stages) else None
     manifest = {
         "schema_version": save.SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
-        "video": video.name if video else None,
+        "video": made.name if made else None,
         "deviations": [row for row in rows if row["equivalence"] != "bitwise"],
         "stages": stages,
     }
     save.write_json(task.folder / "manifest.json", manifest)
-    return Summary(task.folder, video, journey.seconds, journey.steps)
+    return Summary(task.folder, made, journey.seconds, journey.steps)

@@ -9,27 +9,29 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pydantic
 import torch
 
+from torchport.card import StageName
 from torchport.errors import (
     ArtefactBrokenError,
     ArtefactForeignError,
     ArtefactMissingError,
+    NotFiniteError,
     OutputError,
 )
 from torchport.progress import log
 
 SCHEMA = 1
 """Version of the manifest's schema; a reader refuses any other."""
+
+VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
 
 SEED_FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
 """Names of the stage files of the hand-written ports that torchport replaces; read, never written."""
@@ -65,7 +67,7 @@ class Manifest(pydantic.BaseModel):
     identity: dict[str, Any]
     checkpoint: str
     components: dict[str, str]
-    inputs: dict[str, str]
+    inputs: dict[StageName, str]
     settings: dict[str, Any]
     config: dict[str, Any]
     backend: str
@@ -110,6 +112,8 @@ def _umask() -> int:
 def _unwritable(file: Path, error: OSError) -> OutputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
+    if error.errno == errno.EEXIST or (file.is_file() and error.errno == errno.ENOTDIR):
+        return OutputError(str(file), "It is a file, not a folder", "Choose another folder with --out")
     reason = error.strerror or " ".join(str(error).split())
     return OutputError(str(file), f"It cannot be written: {reason}", "Choose another folder with --out")
 
@@ -148,6 +152,8 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
     """
     from safetensors.torch import save
 
+    for key, tensor in tensors.items():
+        _check_finite(folder, name, key, tensor)
     data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
     manifest = Manifest(
         schema_version=SCHEMA,
@@ -161,6 +167,41 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         temporary.write_bytes(data)
     write_json(folder / f"{name}.json", manifest.model_dump())
     return manifest
+
+
+def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NotFiniteError(
+            str(folder / f"{name}.safetensors"),
+            f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite",
+            "Nothing was written. Compare with --backend original: if that is finite, a patch or a precision is wrong",
+            key=key,
+        )
+
+
+def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
+    """Removes what later stages once made from another artefact of this name: beside the new one it would be a lie.
+
+    Args:
+        folder: The run's.
+        name: The stage whose artefact has just been written.
+        sha256: Of that artefact.
+        later: The stages after it, in order.
+    """
+    changed: dict[StageName, str] = {name: sha256}
+    for stage in later:
+        beside = folder / f"{stage}.json"
+        if not beside.is_file():
+            continue
+        inputs = read_manifest(beside).inputs
+        if any(inputs.get(made) not in (None, sha) for made, sha in changed.items()):
+            log.warning("removed %s: it was made from another '%s'", beside.with_suffix(".safetensors"), name)
+            remove(folder, stage)
+            changed[stage] = ""
+            if stage == later[-1]:
+                for picture in (VIDEO, CONTACT_SHEET):
+                    (folder / picture).unlink(missing_ok=True)
 
 
 def remove(folder: Path, name: str, manifest_only: bool = False) -> None:
@@ -212,6 +253,10 @@ def read(
                 str(needed), f"The other half of '{name}' is there, and this is not", f"Make both again with: {made_by}"
             )
     manifest = read_manifest(beside)
+    if manifest.stage != name.partition(".")[0]:
+        raise ArtefactForeignError(
+            str(beside), f"It is the manifest of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
+        )
     data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise ArtefactBrokenError(
@@ -249,7 +294,7 @@ def read_manifest(file: Path) -> Manifest:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         version = data["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtefactBrokenError(str(file), "It is not a manifest", "Make the artefact again") from error
     if version != SCHEMA:
         raise ArtefactForeignError(
@@ -347,51 +392,3 @@ def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor
                 key=key,
             )
     return tensors
-
-
-def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
-    """Writes an H.264 video.
-
-    Args:
-        file: `*.mp4`.
-        frames_FCHW: [F, 3, height, width], 0 to 1; height and width even.
-        fps: Frames per second.
-        track: Iterates the frames under a progress bar.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    import imageio.v3
-
-    with writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
-        video.init_video_stream("libx264", fps=fps)
-        for frame in track(frames_FCHW):
-            video.write_frame(_pixels(frame))
-
-
-def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> None:
-    """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    from PIL import Image
-
-    count, _, height, width = frames_FCHW.shape
-    shown = min(count, columns * rows)
-    columns = min(columns, shown)
-    scale = min(1.0, 1600 / (columns * width))
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    sheet = Image.new("RGB", (columns * size[0], math.ceil(shown / columns) * size[1]))
-    for position in range(shown):
-        frame = frames_FCHW[round(position * (count - 1) / max(1, shown - 1))]
-        image = Image.fromarray(_pixels(frame)).resize(size)
-        sheet.paste(image, (position % columns * size[0], position // columns * size[1]))
-    with writing(file) as temporary:
-        sheet.save(temporary, format="PNG")
-
-
-def _pixels(frame_CHW: torch.Tensor) -> numpy.ndarray[Any, Any]:
-    """Returns a frame as bytes [height, width, 3], rounded to the nearest of 256 levels."""
-    levels = (frame_CHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
-    return numpy.ascontiguousarray(levels.permute(1, 2, 0).numpy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +16,10 @@ import torch
 from torchport import checkpoint, load, machine, patch, pipelines, shard, upstream
 from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
 from torchport.config import Document
-from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
 
 Backend = Literal["torchax", "original"]
+DEFAULT_SEED = 42
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Request:
         model: Name of a model card.
         config: A config: a path, or a name in `configs/`.
         prompt: What to show; may be left out where no prompt is encoded.
-        negative_prompt: What to avoid.
-        seed: Of the noise.
+        negative_prompt: What to avoid; by default nothing.
+        seed: Of the noise; by default 42.
         checkpoint: A folder, `repo@revision`, or `tiny`; by default the config's, else the card's.
         out: The output folder; by default a new one under `outputs/`.
         inputs: Where earlier stages' artefacts are read; by default `out`.
@@ -45,8 +47,8 @@ class Request:
     model: str
     config: str
     prompt: str | None = None
-    negative_prompt: str = ""
-    seed: int = 42
+    negative_prompt: str | None = None
+    seed: int | None = None
     checkpoint: str | None = None
     out: Path | None = None
     inputs: Path | None = None
@@ -144,16 +146,38 @@ class Task:
             return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
-    def shown(self) -> dict[str, Any]:
-        """Returns the settings that decide a video, as manifests keep them."""
+    def shown(self, stage: pipelines.Stage) -> dict[str, Any]:
+        """Returns the settings that a stage uses, as its manifest keeps them."""
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
-        settings["noise"] = _digest(self.request.noise)
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
-        settings["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
-        if self.request.prompt is None:
-            del settings["prompt"], settings["negative_prompt"]
-        return settings
+        shown = {key: settings[key] for key in stage.uses}
+        if "dtypes" in shown:
+            shown["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
+        if "seed" in shown:
+            shown["noise"] = _digest(self.request.noise)
+        return shown
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the settings that were asked for by a flag, not by a config or a default."""
+        keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
+        asked = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
+        flags = ("prompt", "negative_prompt", "seed")
+        return asked | {key: getattr(self.request, key) for key in flags if getattr(self.request, key) is not None}
+
+    def command(self, stage: StageName, folder: Path) -> str:
+        """Returns the command that makes a stage's artefact in a folder, for this task."""
+        request = self.request
+        words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
+        if stage == "encode":
+            words += ["--prompt", request.prompt or "..."]
+        named = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
+        for flag, value in named.items():
+            words += [flag, value] if value is not None else []
+        words += ["--backend", "original"] if self.original else []
+        for override in request.overrides:
+            words += ["--set", override]
+        return shlex.join([*words, "--out", str(folder)])
 
 
 def _digest(noise: torch.Tensor | None) -> str | None:
@@ -187,11 +211,30 @@ def accept(request: Request) -> Task:
             family.batch(job.guidance_scale),
             job_document.place(["mesh", "dp"]),
         )
+        _check_axes(card, job, family, request.stage, job_document)
+    checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     checkout = upstream.find(card.checkout, request.upstream_path)
     _check_image(request, family)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
+
+
+def _check_axes(card: Card, job: Job, family: ModuleType, stage: str, document: Document) -> None:
+    """Refuses an axis of the mesh that no rule of the stages to run names: it would only repeat the work."""
+    networks = [s.network for s in family.STAGES if s.network and stage in (s.name, "all")]
+    strategy = card.strategies[job.strategy]
+    rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
+    used = {axis for rule in rules for spec in (rule.spec, *rule.otherwise) if spec != "replicate" for axis in spec}
+    for axis, size in job.mesh.items():
+        if networks and size > 1 and axis not in used:
+            shown = ", ".join(sorted(str(name) for name in used if name))
+            raise MeshError(
+                document.place(["mesh", axis]),
+                f"{axis}={size} splits nothing: no rule of the strategy '{job.strategy}' names it",
+                f"Use the axes {shown}",
+                axis=axis,
+            )
 
 
 def _check_request(request: Request) -> None:
@@ -201,6 +244,19 @@ def _check_request(request: Request) -> None:
         )
     if request.prompt is None and request.stage in ("encode", "all"):
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
+    for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
+        try:
+            (text or "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadValueError(
+                flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8"
+            ) from error
+    if request.out is not None and request.out == Path():
+        raise BadValueError("--out", "It is empty, or the current folder", "Name a folder of its own")
+    if request.stage == "all" and request.inputs is not None:
+        raise BadValueError(
+            f"--inputs {request.inputs}", "All stages are run here, and none is read", "Leave it out, or name a --stage"
+        )
 
 
 def _check_image(request: Request, family: ModuleType) -> None:
@@ -224,8 +280,8 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
     dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
     return pipelines.Settings(
         prompt=request.prompt or "",
-        negative_prompt=request.negative_prompt,
-        seed=request.seed,
+        negative_prompt=request.negative_prompt or "",
+        seed=DEFAULT_SEED if request.seed is None else request.seed,
         height=job.height,
         width=job.width,
         frames=job.frames,
@@ -254,8 +310,8 @@ def check_machine(task: Task) -> None:
         if stage.network and not task.original:
             devices[stage.network] = _device_bytes(task, stage, stage.network)
     machine.require(
-        machine.HOST if task.original else task.machine,
-        machine.Need(0 if task.original else task.job.devices, devices, max(host), task.checkpoint),
+        task.machine if devices else machine.HOST,
+        machine.Need(task.job.devices if devices else 0, devices, max(host), task.checkpoint),
         f'torchport run --model {task.card.model} --config configs/demo.yaml --prompt "..."',
     )
 

@@ -47,7 +47,7 @@ def folder_of(card: Card) -> Path:
 
 
 Make = Callable[..., Any]
-"""Returns one tiny component by its name in the card, drawn and ready to be saved; keywords change its configuration."""
+"""Returns one tiny component by its name in the card, drawn; keywords change its configuration."""
 
 
 def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Path:

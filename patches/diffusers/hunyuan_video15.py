@@ -6,6 +6,8 @@ Shapes: B batch, S tokens, H heads, D features.
 import torch
 import torch.nn.functional as F
 
+from torchport.errors import BadValueError
+
 
 def image_condition(image_embeds, encoder_hidden_states_3, encoder_attention_mask):
     """Returns the image tokens and their mask: zeros and masked out if all image embeddings are zero.
@@ -79,5 +81,9 @@ def rotary_tables(original, self, hidden_states):
         return original(self, hidden_states)
     tokens = hidden_states.shape[2:].numel() // (self.patch_size_t * self.patch_size**2)
     if self.cos.shape[0] != tokens:
-        raise ValueError(f"rotary tables for {self.cos.shape[0]} tokens, and latents with {tokens}")
+        raise BadValueError(
+            "rotary tables",
+            f"They are for {self.cos.shape[0]} tokens, and the latents have {tokens}",
+            "Prepare the transformer for the size that it is called with",
+        )
     return self.cos, self.sin

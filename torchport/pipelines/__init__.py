@@ -83,6 +83,7 @@ class Stage:
     Attributes:
         name: encode, denoise or decode.
         run: The verb: `run(parts, call, settings, steps, **inputs)` returns the artefact's tensors.
+        uses: The settings that change what it makes; its manifest has these, and a flag for another has no effect.
         needs: The stages whose artefacts are its inputs.
         parts: The components it uses whole, on the host.
         network: The component that goes through torchax, or None.
@@ -95,6 +96,7 @@ class Stage:
 
     name: StageName
     run: Callable[..., dict[str, torch.Tensor]]
+    uses: tuple[str, ...]
     needs: tuple[StageName, ...] = ()
     parts: tuple[str, ...] = ()
     network: str | None = None

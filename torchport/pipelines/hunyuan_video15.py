@@ -133,7 +133,7 @@ def denoise(
         torch.Generator().manual_seed(settings.seed),
         embeddings.pop("noise", None),
     )
-    _check_embeddings(pipe.transformer.config, embeddings)
+    _check_embeddings(pipe.transformer.config, settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     inputs = _inputs(pipe, embeddings, dtype)
     conditions = _Conditions(call, inputs)
@@ -155,8 +155,17 @@ def denoise(
     return {"latents": latents}
 
 
-def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> None:
+def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
     """Refuses a stage file that this transformer cannot take: of an image, or of encoders with other features."""
+    prefixes = ["", "negative_"][: batch(settings.guidance_scale)]
+    missing = [prefix + name for prefix in prefixes for name in EMBEDDINGS if prefix + name not in embeddings]
+    if missing:
+        raise ArtefactForeignError(
+            "encode.safetensors",
+            f"It lacks '{missing[0]}', and the guidance scale is {settings.guidance_scale}",
+            "Run --stage encode with this model and guidance scale",
+            name=missing[0],
+        )
     wanted = {"prompt_embeds": config.text_embed_dim, "prompt_embeds_2": config.text_embed_2_dim}
     for name, tensor in embeddings.items():
         if name.removeprefix("negative_") not in EMBEDDINGS:
@@ -271,16 +280,27 @@ class _Called(torch.nn.Module):
         return self.call(hidden_states=hidden_states)
 
 
+ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes")
+DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
+
 STAGES = (
-    Stage("encode", encode, parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"), meta=("vae",)),
+    Stage(
+        "encode",
+        encode,
+        ENCODE_USES,
+        parts=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        meta=("vae",),
+    ),
     Stage(
         "denoise",
         denoise,
+        DENOISE_USES,
         needs=("encode",),
         parts=("scheduler", "guider"),
         network="transformer",
         meta=("vae",),
         prepare=prepare,
     ),
-    Stage("decode", decode, needs=("denoise",), network="vae", submodule="decoder"),
+    Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder"),
 )

@@ -355,8 +355,14 @@ def _arrange_glyphs(make: Callable[..., Any], folder: Path) -> None:
     torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, weights / "byt5_model.pt")
 
 
+ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "height", "width", "dtypes", "variant", "image")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "variant")
+DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
+
 STAGES = (
-    Stage("encode", encode, load=load_encoders, meta=("transformer", "vae")),
-    Stage("denoise", denoise, needs=("encode",), network="transformer", meta=("vae",), call=call_transformer),
-    Stage("decode", decode, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder),
+    Stage("encode", encode, ENCODE_USES, load=load_encoders, meta=("transformer", "vae")),
+    Stage(
+        "denoise", denoise, DENOISE_USES, needs=("encode",), network="transformer", meta=("vae",), call=call_transformer
+    ),
+    Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder),
 )

@@ -1,0 +1,62 @@
+"""Writes the final video and its contact sheet, whole or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from torchport.save import writing
+
+
+def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
+    """Writes an H.264 video.
+
+    Args:
+        file: `*.mp4`.
+        frames_FCHW: [F, 3, height, width], 0 to 1; height and width even.
+        fps: Frames per second.
+        track: Iterates the frames under a progress bar.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    import imageio.v3
+
+    with writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
+        video.init_video_stream("libx264", fps=fps)
+        for frame in track(frames_FCHW):
+            video.write_frame(_pixels(frame))
+
+
+def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> None:
+    """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    from PIL import Image
+
+    count, _, height, width = frames_FCHW.shape
+    shown, gap = min(count, columns * rows), 4
+    columns = min(columns, shown)
+    scale = min(1.0, 1600 / (columns * width))
+    wide, high = max(1, round(width * scale)), max(1, round(height * scale))
+    lines = math.ceil(shown / columns)
+    sheet = Image.new("RGB", (columns * (wide + gap) - gap, lines * (high + gap) - gap), "white")
+    for position in range(shown):
+        frame = frames_FCHW[round(position * (count - 1) / max(1, shown - 1))]
+        image = Image.fromarray(_pixels(frame)).resize((wide, high))
+        sheet.paste(image, (position % columns * (wide + gap), position // columns * (high + gap)))
+    with writing(file) as temporary:
+        sheet.save(temporary, format="PNG")
+
+
+def _pixels(frame_CHW: torch.Tensor) -> numpy.ndarray[Any, Any]:
+    """Returns a frame as bytes [height, width, 3], rounded to the nearest of 256 levels."""
+    levels = (frame_CHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return numpy.ascontiguousarray(levels.permute(1, 2, 0).numpy())
