@@ -7,7 +7,7 @@ Source: PyTorch 2.13, docs/source/amp.md and ATen/autocast_mode.h.
 """
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 B, S, H, D = torch.bfloat16, torch.float32, torch.float16, torch.float64
 aten = torch.ops.aten

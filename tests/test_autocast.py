@@ -13,7 +13,7 @@ import warnings
 import jax
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from autocast_rows import FLOAT64, INTEGERS, LOWER, ROWS, B, H, Maker, S
 from torch._subclasses.fake_tensor import FakeTensorMode
 
