@@ -108,6 +108,96 @@ def explain(id: str | None, everything: bool) -> None:
         click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
 
 
+@cli.group()
+def patches() -> None:
+    """Lists, shows and locks patches."""
+
+
+@patches.command("list")
+@click.argument("names", nargs=-1)
+@path_option
+def list_patches(names: tuple[str, ...], path: str | None) -> None:
+    """Lists the patches of some upstreams or files; all of them if none is named."""
+    from torchport.card import find_pack
+    from torchport.patches_command import listed
+
+    for row in listed(find_pack(path).patches, names):
+        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
+        noted = f"  ({', '.join(notes)})" if notes else ""
+        click.echo(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}")
+
+
+@patches.command("show")
+@click.argument("id")
+@path_option
+def show_patch(id: str, path: str | None) -> None:
+    """Shows everything about one patch, as YAML."""
+    from ruamel.yaml import YAML
+
+    from torchport.card import find_pack
+    from torchport.patches_command import shown
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.dump(shown(find_pack(path).patches, id), sys.stdout)
+
+
+@patches.command("lock")
+@click.argument("names", nargs=-1)
+@click.option("--check", "only_check", is_flag=True, help="Only tell what would change, and exit 3 if anything would.")
+@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
+@path_option
+def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
+    """Records the sources under the targets as reviewed; of all upstreams if none is named."""
+    from torchport.card import find_pack
+    from torchport.patches_command import locked
+
+    if upstream_path:
+        sys.path.insert(0, upstream_path)
+    lines = locked(find_pack(path).patches, names, check=only_check)
+    for line in lines:
+        click.echo(line)
+    click.echo(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")
+    if only_check and lines:
+        sys.exit(errors.DRIFT_EXIT_CODE)
+
+
+@patches.command("schema")
+def patch_schema() -> None:
+    """Prints the JSON Schema of a patch file, for editors."""
+    import json
+
+    from torchport.patches_command import schema
+
+    click.echo(json.dumps(schema(), indent=2))
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@click.option("--model", metavar="NAME", help="Check a card's patches, and run its tiny weights to see them called.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "sarif", "github"]), default="text")
+@path_option
+def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, path: str | None) -> None:
+    """Tries every patch against the upstreams that are installed; exit code 0 clean, 3 drift, 4 late or aliased,
+    5 not called, 1 anything else."""
+    from torchport import check as command
+    from torchport.card import find_pack
+
+    pack, called = find_pack(path), None
+    if model is not None:
+        card, _ = pack.card(model)
+        names = (*names, *dict.fromkeys(["torchax", *(name for stage in card.patches.values() for name in stage)]))
+
+        def called() -> list[command.Finding]:
+            return command.demo_called(pack, model, upstream_path)
+
+    findings = command.check(pack.patches, names, upstream_path, called)
+    click.echo(command.FORMATS[form](findings))
+    sys.exit(command.exit_code(findings))
+
+
 def _log_to_stderr(quiet: bool, verbose: bool) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO if verbose else logging.ERROR)
     if not verbose:

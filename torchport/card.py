@@ -148,6 +148,8 @@ class Card(Frozen):
     upstream: dict[str, str]
     checkout: Checkout | None = None
     checkpoint: str
+    demo: str = "configs/demo.yaml"
+    """The config that runs the tiny checkpoint on a machine without an accelerator."""
     variant: str | None = None
     """Which of several networks in the checkpoint, where a config names none."""
     patches: dict[StageName, list[str]]

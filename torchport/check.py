@@ -10,14 +10,17 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchport import patch
+from torchport.card import Pack
 from torchport.errors import PatchError, TorchportError
 from torchport.patch import checks, drift, replacement, versions
 
@@ -84,6 +87,42 @@ def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry]
             text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
             result.append(Finding("TP206", entry.place, f"{text} of {entry.target}.", entry.id, "called"))
     return result
+
+
+SMALL = ("height=64", "width=64", "frames=5", "steps=1")
+"""The demo at a size of seconds: every stage runs, and every patch has its chance to be called."""
+
+
+def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Finding]:
+    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
+
+    Args:
+        pack: Where the card lies.
+        model: The card's name.
+        upstream_path: Where the upstream stands, if it is not installed.
+    """
+    card, _ = pack.card(model)
+    with tempfile.TemporaryDirectory() as out:
+        words = ["run", "--model", model, "--config", card.demo, "--prompt", "check", "--out", out, "--quiet"]
+        words += ["--path", str(pack.root), *(["--upstream-path", str(upstream_path)] if upstream_path else [])]
+        words += [word for override in SMALL for word in ("--set", override)]
+        done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return [_ended(model, done.stderr)]
+        findings = []
+        for stage, names in card.patches.items():
+            rows = json.loads((Path(out) / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
+            findings += not_called(rows, patch.read(pack.patches, names), stage)
+        return findings
+
+
+def _ended(model: str, stderr: str) -> Finding:
+    """Returns the refusal that ended the demo, by its own id, or its last line."""
+    last = (stderr.strip().splitlines() or ["no output"])[-1]
+    refusal = re.match(r"error\[(TP\d+)\] (\S+?:\d+|[^:]+): (.*)", last)
+    if refusal:
+        return Finding(refusal[1], refusal[2], refusal[3], "", "called")
+    return Finding("TP200", f"--model {model}", f"Its demo ended with: {last}.", "", "called")
 
 
 def _in_fresh_process(folder: Path, name: str, mode: str, upstream_path: Path | None) -> list[Finding]:

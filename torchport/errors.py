@@ -54,6 +54,9 @@ import inspect
 from collections.abc import Iterable
 from typing import ClassVar
 
+DRIFT_EXIT_CODE = 3
+"""Of the commands that look for drift: an upstream changed under a patch."""
+
 
 class TorchportError(Exception):
     """Something torchport refuses to do, said so that the reader can mend it.

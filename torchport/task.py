@@ -312,7 +312,7 @@ def check_machine(task: Task) -> None:
     machine.require(
         task.machine if devices else machine.HOST,
         machine.Need(task.job.devices if devices else 0, devices, max(host), task.checkpoint),
-        f'torchport run --model {task.card.model} --config configs/demo.yaml --prompt "..."',
+        f'torchport run --model {task.card.model} --config {task.card.demo} --prompt "..."',
     )
 
 
