@@ -177,11 +177,21 @@ def patch_schema() -> None:
 @click.argument("names", nargs=-1)
 @click.option("--model", metavar="NAME", help="Check a card's patches, and run its tiny weights to see them called.")
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "sarif", "github"]), default="text")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "sarif", "github"]),
+    default="text",
+    show_default=True,
+    help="Of the findings.",
+)
 @path_option
 def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, path: str | None) -> None:
-    """Tries every patch against the upstreams that are installed; exit code 0 clean, 3 drift, 4 late or aliased,
-    5 not called, 1 anything else."""
+    """Tries every patch against the upstreams that are installed.
+
+    The exit code is 0 if all is clean, else the lowest of 3 drift, 4 late or aliased, 5 not called, and 1 for any other
+    finding.
+    """
     from torchport import check as command
     from torchport.card import find_pack
 

@@ -186,7 +186,7 @@ def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
         if versions.outcome(entry) is not None:
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
-        if entry.kind == "op":
+        if not entry.edits:
             return True
         checks.check_source(entry, loaded)
         if drift.check(entry) == "unlocked":
@@ -201,7 +201,7 @@ def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
 
 def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -> None:
     """Applies, applies twice, undoes, and compares the namespaces."""
-    modules = sorted({entry.module for entry in entries if entry.kind != "op"})
+    modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         _import_all(modules)
     before = _identities(modules)
@@ -228,7 +228,7 @@ def _is_left_alone(before: list[tuple[str, int]], after: list[tuple[str, int]]) 
 
 
 def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]) -> list[Finding]:
-    waiting = {entry.id for entry in entries if entry.kind == "op" or entry.lifetime.while_importing}
+    waiting = {entry.id for entry in entries if not entry.edits or entry.lifetime.while_importing}
     result = []
     for row in rows:
         if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:

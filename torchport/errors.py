@@ -24,6 +24,7 @@ TorchportError
 │   ├── UnsupportedError       TP210  an upstream version that the patch was not written for
 │   ├── ThreadError            TP211  a second thread applies or undoes patches
 │   ├── StaleTraceError        TP212  a traced program is traced again without its patches
+│   ├── StubCalledError        TP214  something of an absent package is called
 │   └── ReplacementError       TP213  the Python file or function beside the YAML is missing or unusable
 ├── LoadError              weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
@@ -260,6 +261,12 @@ class ReplacementError(PatchError):
     """The Python file or function that the entry names is missing, outside its folder, or does not load."""
 
     id = "TP213"
+
+
+class StubCalledError(PatchError):
+    """Something of an absent package, for which a stub stands in, is called."""
+
+    id = "TP214"
 
 
 class LoadError(TorchportError):

@@ -215,6 +215,10 @@ def accept(request: Request) -> Task:
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     checkout = upstream.find(card.checkout, request.upstream_path)
     _check_image(request, family)
+    variant = job.variant or card.variant
+    if variant is not None and variant not in family.VARIANTS:
+        place = job_document.place(["variant"]) if job.variant else card_document.place(["variant"])
+        raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)

@@ -25,7 +25,7 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
     """
     texts: dict[str, str] = {}
     for entry in entries:
-        if entry.kind != "op":
+        if entry.edits:
             check_source(entry, loaded.get(entry.id), texts)
 
 

@@ -169,7 +169,7 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
     """
     told: list[str] = []
-    by_upstream = {name: [e for e in entries if e.upstream == name and e.kind != "op"] for name in upstreams(folder)}
+    by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
     for name, chosen in by_upstream.items():
         if not any(entry.upstream == name for entry in entries):
             continue

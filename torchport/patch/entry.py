@@ -9,7 +9,7 @@ import pydantic
 
 from torchport.config import Frozen
 
-KINDS = ("replace", "wrap", "value", "rewrite", "op")
+KINDS = ("replace", "wrap", "value", "rewrite", "op", "stub")
 STAGES = ("encode", "denoise", "decode")
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -108,8 +108,20 @@ class Rewrite(Frozen):
     times: int = pydantic.Field(default=1, ge=1, le=100)
 
 
+class StandIn(Frozen):
+    """An absent package, and who may import what stands in for it.
+
+    Attributes:
+        package: The top-level package.
+        importers: The modules that see the stub; nobody else does.
+    """
+
+    package: Package
+    importers: list[Package] = pydantic.Field(min_length=1)
+
+
 class Entry(Frozen):
-    """One patch. Exactly one of `replace`, `wrap`, `value`, `rewrite` and `op` is given.
+    """One patch. Exactly one of `replace`, `wrap`, `value`, `rewrite`, `op` and `stub` is given.
 
     Attributes:
         id: Unique among all entries that are read together.
@@ -119,6 +131,7 @@ class Entry(Frozen):
         value: The literal that takes the place of a constant.
         rewrite: The edit of a run of statements.
         op: `file.py:function`, a torchax lowering for a torch function or ATen overload.
+        stub: A stand-in for a package that is absent; every call of it raises. Not needed where it is installed.
         why: What fails, or is slow, without it.
         reported: The upstream issue or pull request, or `none: ` and why there is none.
         until: When to delete the entry.
@@ -144,6 +157,7 @@ class Entry(Frozen):
     value: Any = None
     rewrite: Rewrite | None = None
     op: Reference | None = None
+    stub: StandIn | None = None
     why: Text
     reported: Text
     until: Text
@@ -182,6 +196,11 @@ class Entry(Frozen):
     def kind(self) -> str:
         """Which of `KINDS` it is."""
         return next(kind for kind in KINDS if kind in self.model_fields_set)
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes an object of upstream, which then has a source, a signature and drift."""
+        return self.kind not in ("op", "stub")
 
     @property
     def module(self) -> str:
@@ -223,7 +242,7 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":
         return ("lifetime",), "'while_importing' is for targets shared by everybody", "Add 'scope: global'"
-    if entry.lifetime.while_importing and entry.kind in ("rewrite", "op"):
+    if entry.lifetime.while_importing and entry.kind in ("rewrite", "op", "stub"):
         return ("lifetime",), f"'while_importing' does not go with '{entry.kind}'", "Use replace, wrap or value"
     return None
 
@@ -239,7 +258,9 @@ def _counting_mistake(entry: Entry) -> Mistake | None:
 
 
 def _value_mistake(entry: Entry) -> Mistake | None:
-    if entry.kind != "value" and entry.reference is None:
+    if entry.stub is not None and entry.module.partition(".")[0] != entry.stub.package:
+        return ("target",), f"'{entry.target}' is not in {entry.stub.package}", "Name what the importers take from it"
+    if entry.kind not in ("value", "stub") and entry.reference is None:
         return (entry.kind,), f"'{entry.kind}' is empty", "Name a function as file.py:name"
     if entry.rewrite and entry.rewrite.gives and len(set(entry.rewrite.gives)) != len(entry.rewrite.gives):
         return ("rewrite", "gives"), "'rewrite.gives' repeats a name", "Name each once"

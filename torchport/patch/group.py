@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ConflictError, ThreadError, TorchportError, UnknownNameError, nearest
-from torchport.patch import aliases, drift, hook, literals
+from torchport.patch import aliases, drift, hook, literals, stub
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
 from torchport.patch.entry import STAGES, Entry
@@ -48,6 +48,8 @@ class _Group:
             for record in waiting:
                 if record.entry.lifetime.while_importing:
                     self._arm_window(record)
+                if record.entry.stub is not None:
+                    self.disarm.append(stub.arm(record.entry, record.calls))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
                 self._arm(name)
         except BaseException:
@@ -148,7 +150,7 @@ class _Kept:
 
 
 def _is_applied(record: Record) -> bool:
-    return record.entry.kind != "op" and not record.entry.lifetime.while_importing
+    return record.entry.edits and not record.entry.lifetime.while_importing
 
 
 @contextlib.contextmanager
@@ -218,7 +220,7 @@ def _prepared(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -
         if result is not None:
             records[key].outcome, records[key].detail = result
     for entry in chosen:
-        if entry.kind != "op":
+        if entry.edits:
             records[entry.id].imported = is_imported(entry)
             records[entry.id].drift = "accepted" if accept_drift else drift.check(entry)
     ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
@@ -248,7 +250,7 @@ def _check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
 
 
 def _meet(one: Entry, other: Entry) -> bool:
-    if one.module != other.module or (one.kind == "op") != (other.kind == "op"):
+    if one.module != other.module or one.edits != other.edits:
         return False
     if one.kind == other.kind == "rewrite" and one.path == other.path:
         return False

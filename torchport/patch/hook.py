@@ -20,11 +20,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}
         self.windows: dict[str, list[Window]] = {}
+        self.befores: dict[str, list[Callback]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.callbacks and not self._windows(name):
+        if name not in self.callbacks and name not in self.befores and not self._windows(name):
             return None
         spec = self._found_by_others(name, path, target)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
@@ -75,6 +76,8 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         module.__loader__ = self._own
+        for prepare in list(self._finder.befores.get(module.__name__, ())):
+            prepare(module)
         with self._finder.executing(module.__name__):
             self._own.exec_module(module)
         self._finder.executed(module)
@@ -85,7 +88,7 @@ _finder = _Finder()
 
 def _settle() -> None:
     """Keeps the finder at the head of the import system exactly as long as something is armed."""
-    armed = bool(_finder.callbacks or _finder.windows)
+    armed = bool(_finder.callbacks or _finder.windows or _finder.befores)
     while _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     if armed:
@@ -114,3 +117,8 @@ def arm(module: str, callback: Callback) -> Callable[[], None]:
 def arm_window(package: str, window: Window) -> Callable[[], None]:
     """Holds a context open while any module of a package executes; returns what disarms it."""
     return _added(_finder.windows, package, window)
+
+
+def arm_before(module: str, callback: Callback) -> Callable[[], None]:
+    """Runs a callback each time that a module is about to be executed; returns what disarms it."""
+    return _added(_finder.befores, module, callback)

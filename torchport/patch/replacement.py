@@ -105,7 +105,7 @@ def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
         ReplacementError: As `load`, or a patch file imports a target before it can be patched.
     """
     chosen = list(entries)
-    homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.kind != "op"}
+    homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
     loaded: dict[str, Any] = {}
     for entry in chosen:
         if entry.reference is None:

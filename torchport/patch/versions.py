@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -36,6 +37,8 @@ def outcome(entry: Entry) -> tuple[str, str] | None:
         raise UnsupportedError(entry.place, fact, remedy, patch=entry.id)
     if misfit:
         return "unsupported", f"{misfit}; optional: {entry.optional}"
+    if entry.stub is not None and PathFinder.find_spec(entry.stub.package) is not None:
+        return "not needed", f"{entry.stub.package} is installed"
     fine = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
     if fine:
         return "not needed", f"{fine}; delete the entry when no supported upstream needs it"

@@ -44,6 +44,9 @@ def pipeline(parts: Mapping[str, Any]) -> Any:
 TAKES_IMAGE = False
 """Whether --image means anything here."""
 
+VARIANTS: tuple[str, ...] = ()
+"""A checkpoint has one network."""
+
 arrange_tiny = None
 """The tiny checkpoint is in the diffusers format: upstream's pipeline saves itself."""
 

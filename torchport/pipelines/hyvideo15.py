@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchport.errors import ArtefactForeignError, UnknownNameError, nearest
+from torchport.errors import ArtefactForeignError
 from torchport.pipelines import Call, Settings, Stage, Steps
 
 TAKES_IMAGE = True
@@ -42,15 +42,7 @@ class _NoEncoder:
 
 
 def pipeline(settings: Settings, parts: Mapping[str, Any]) -> Any:
-    """Returns upstream's pipeline object around the parts that a stage has, for its variant's flow shift.
-
-    Raises:
-        UnknownNameError: A variant that upstream has not, or that this family refuses.
-    """
-    if settings.variant not in VARIANTS:
-        raise UnknownNameError(
-            "variant", f"'{settings.variant}' is not carried over", nearest(str(settings.variant), VARIANTS)
-        )
+    """Returns upstream's pipeline object around the parts that a stage has, for its variant's flow shift."""
     from hyvideo.commons import PIPELINE_CONFIGS
     from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline
 

@@ -1,0 +1,123 @@
+"""The whole path through Tencent's own repository: `TORCHPORT_HYVIDEO=DIR pytest -m upstream`.
+
+Each backend runs in a process of its own, as people run it: once torchax is imported, upstream's compiled attention
+cannot be traced by Dynamo any more.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.upstream
+DIR = os.environ.get("TORCHPORT_HYVIDEO")
+REASON = "needs a checkout of hyvideo: TORCHPORT_HYVIDEO=DIR pytest -m upstream"
+SMALL = ("height=64", "width=96", "frames=9", "steps=3")
+PROMPT = 'A cat by a sign, "stop"'
+CASES = {
+    "t2v": (),
+    "i2v": ("variant=720p_i2v",),
+    "480p t2v": ("variant=480p_t2v",),
+    "step-distilled i2v": (
+        "variant=480p_i2v_step_distilled",
+        "guidance_scale=1.0",
+        "machine=cpu:4",
+        "mesh={tp: 4}",
+    ),
+}
+
+
+def torchport(*arguments, code=0):
+    command = [sys.executable, "-m", "torchport", "run", "--config", "configs/hyvideo_demo.yaml", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def hyvideo(out, *arguments, sets=(), code=0):
+    words = [word for one in (*SMALL, *sets) for word in ("--set", one)]
+    return torchport(
+        "--model", "hyvideo", "--upstream-path", DIR, "--prompt", PROMPT, "--out", out, *words,
+        *arguments, code=code,
+    )  # fmt: skip
+
+
+def difference(ours, reference):
+    """Returns max|a - b| / max|b|, of a reference whose size makes that mean something."""
+    largest = reference.abs().max().item()
+    assert 0.5 <= largest <= 20
+    return (ours.double() - reference.double()).abs().max().item() / largest
+
+
+@pytest.fixture
+def picture(tmp_path):
+    pixels = numpy.random.default_rng(1).integers(0, 256, (90, 130, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).resize((260, 180)).save(tmp_path / "picture.png")
+    return tmp_path / "picture.png"
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+@pytest.mark.parametrize("case", CASES)
+def test_the_port_agrees_with_the_original(case, picture, tmp_path):
+    image = ("--image", picture) if "i2v" in case else ()
+    for backend in ("original", "torchax"):
+        hyvideo(tmp_path / backend, *image, "--backend", backend, sets=CASES[case])
+    ours, reference = (
+        load_file(tmp_path / name / "denoise.safetensors")["latents"] for name in ("torchax", "original")
+    )
+    assert difference(ours, reference) <= 1e-5
+    ours, reference = (load_file(tmp_path / name / "decode.safetensors")["frames"] for name in ("torchax", "original"))
+    assert difference(ours, reference) <= 1e-3
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_the_original_has_its_plumbing_patched_and_named_and_nothing_else(tmp_path):
+    hyvideo(tmp_path, "--backend", "original")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    used = {row["id"] for stage in manifest["stages"].values() for row in stage["patches"] if row["state"] == "used"}
+    assert used == {"hyvideo.parallel-state", "hyvideo.gpu-memory", "hyvideo.torchvision"}
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_in_bfloat16_under_autocast_the_port_is_as_close_as_the_original(tmp_path):
+    for name, dtype, backend in (
+        ("exact", "float32", "original"),
+        ("half", "bfloat16", "original"),
+        ("ours", "bfloat16", "torchax"),
+    ):
+        hyvideo(tmp_path / name, "--backend", backend, sets=(f"dtypes.transformer={dtype}",))
+    exact, half, ours = (
+        load_file(tmp_path / name / "denoise.safetensors")["latents"] for name in ("exact", "half", "ours")
+    )
+    assert 0 < difference(half, exact) < 0.1
+    assert difference(ours, exact) <= 2 * difference(half, exact)
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_stage_files_of_the_other_card_are_refused_by_name_where_features_differ(tmp_path):
+    sets = [word for one in SMALL for word in ("--set", one)]
+    torchport("--model", "hunyuan", "--prompt", PROMPT, "--stage", "encode", "--out", tmp_path, *sets)
+    text = hyvideo(tmp_path, "--stage", "denoise", code=2)
+    assert (
+        "error[TP603] encode.safetensors: 'prompt_embeds_2' has 48 features, and this transformer takes 1472." in text
+    )
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_a_stage_file_with_an_image_is_refused_by_the_card_without(picture, tmp_path):
+    hyvideo(tmp_path, "--stage", "encode", "--image", picture, sets=("variant=720p_i2v",))
+    sets = [word for one in SMALL for word in ("--set", one)]
+    text = torchport("--model", "hunyuan", "--stage", "denoise", "--out", tmp_path, *sets, code=2)
+    assert "error[TP603] encode.safetensors: It holds 'image_" in text
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_a_sparse_variant_is_refused_before_anything_is_loaded(tmp_path):
+    text = hyvideo(tmp_path / "out", sets=("variant=720p_t2v_distilled_sparse",), code=2)
+    assert "error[TP106] --set variant=720p_t2v_distilled_sparse: 'hyvideo' has no variant" in text
+    assert not (tmp_path / "out").exists()
