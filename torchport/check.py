@@ -203,7 +203,8 @@ def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -
     """Applies, applies twice, undoes, and compares the namespaces."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
-        _import_all(modules)
+        served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
+        _import_all([module for module in modules if module not in served])  # those cannot come before their stub
     before = _identities(modules)
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
