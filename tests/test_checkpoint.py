@@ -62,7 +62,7 @@ def test_a_folder_that_looks_like_a_repository_is_a_folder_if_it_is_there(tmp_pa
 def test_a_folder_is_located_without_a_network(tiny_folder, card, no_network):
     found = checkpoint.locate(str(tiny_folder), card)
     assert (found.folder, found.identity) == (tiny_folder, f"folder:{tiny_folder.name}")
-    assert set(found.digests) == set(card.components)
+    assert set(found.digests) == {f"{card.model}/{name}" for name in card.components}
 
 
 def test_a_missing_folder_is_refused(tmp_path, card, no_network):
@@ -166,9 +166,9 @@ def test_two_copies_have_one_digest_and_a_changed_weight_another(copied, tiny_fo
     data[-1] ^= 1
     file.write_bytes(data)
     changed = checkpoint.digests(copied, card)
-    assert {name for name in changed if changed[name] != checkpoint.digests(tiny_folder, card)[name]} == {"vae"}
+    assert {name for name in changed if changed[name] != checkpoint.digests(tiny_folder, card)[name]} == {"hunyuan/vae"}
     shutil.rmtree(copied / "text_encoder")
-    assert "text_encoder" not in checkpoint.digests(copied, card)
+    assert "hunyuan/text_encoder" not in checkpoint.digests(copied, card)
 
 
 A, B = {"a": torch.zeros(2, 3)}, {"b": torch.zeros(5), "c": torch.zeros(())}

@@ -80,7 +80,8 @@ def test_the_original_has_its_plumbing_patched_and_named_and_nothing_else(tmp_pa
     hyvideo(tmp_path, "--backend", "original")
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     used = {row["id"] for stage in manifest["stages"].values() for row in stage["patches"] if row["state"] == "used"}
-    assert used == {"hyvideo.parallel-state", "hyvideo.gpu-memory", "hyvideo.torchvision"}
+    # Dynamo, which compiles upstream's own attention, saves and restores the state of autocast.
+    assert used - {"torch.autocast.switched"} == {"hyvideo.parallel-state", "hyvideo.gpu-memory", "hyvideo.torchvision"}
 
 
 @pytest.mark.skipif(DIR is None, reason=REASON)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchport import patch
 from torchport.card import Pack
-from torchport.errors import PatchError, TorchportError
+from torchport.errors import DriftError, PatchError, TorchportError
 from torchport.patch import checks, drift, replacement, versions
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
@@ -188,15 +188,24 @@ def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
         if not entry.edits:
             return True
+        found = _drifted(entry, findings)
         checks.check_source(entry, loaded)
-        if drift.check(entry) == "unlocked":
+        if found == "unlocked":
             text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}."
             findings.append(Finding("TP207", entry.place, text, entry.id, "drift"))
     except TorchportError as error:
-        step = "drift" if error.id == "TP207" else "targets"
-        findings.append(_finding(error, step, entry.id))
-        return error.id == "TP207"
+        findings.append(_finding(error, "targets", entry.id))
+        return False
     return True
+
+
+def _drifted(entry: patch.Entry, findings: list[Finding]) -> str | None:
+    """Returns what the lock says of an entry's target; a drift is noted, and what it led to is looked for all the same."""
+    try:
+        return drift.check(entry)
+    except DriftError as error:
+        findings.append(_finding(error, "drift", entry.id))
+        return None
 
 
 def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -> None:

@@ -190,13 +190,15 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 
 
 def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
-    """Returns a digest of each component of a checkpoint that is there.
+    """Returns a digest of each component of a checkpoint that is there, by `card/component`.
+
+    Two cards may read each other's stage files, and their checkpoints are laid out differently.
 
     It covers every file's name and size, and its two ends: sixteen gigabytes are not read through for a name. A
     safetensors header, with all names, shapes and offsets, is in the first end.
     """
     places = {name: folder / card.folder(name, variant) for name in card.components}
-    return {name: _digest(place) for name, place in places.items() if place.is_dir()}
+    return {f"{card.model}/{name}": _digest(place) for name, place in places.items() if place.is_dir()}
 
 
 def _digest(folder: Path) -> str:

@@ -343,7 +343,12 @@ def switched(original, *args, **kwargs):
     cuda = "cuda" in given or len(given) == 1  # the form with one argument is the old one, CUDA's
     # Dynamo sets the state that is set already, with no mode on the stack while it compiles.
     changes = not torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
-    if on and cuda and changes and not any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack()):
+    if (
+        on
+        and cuda
+        and changes
+        and not any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack())
+    ):
         fact = "set_autocast_enabled('cuda', True) is called outside every region of torch.autocast('cuda')"
         raise PatchError("torch.autocast", fact, "Enter torch.autocast('cuda') instead, which brings what listens")
     return original(*args, **kwargs)
