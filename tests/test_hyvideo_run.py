@@ -122,3 +122,23 @@ def test_a_sparse_variant_is_refused_before_anything_is_loaded(tmp_path):
     text = hyvideo(tmp_path / "out", sets=("variant=720p_t2v_distilled_sparse",), code=2)
     assert "error[TP106] --set variant=720p_t2v_distilled_sparse: 'hyvideo' has no variant" in text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_under_the_emulated_autocast_every_module_returns_cudas_dtype(root):
+    """The flow that CUDA's op lists give: the image's residual stays bfloat16, the text's becomes float32."""
+    script = root / "tests" / "fakes" / "hyvideo_dtypes.py"
+    command = [sys.executable, str(script), str(root / "patches"), DIR]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["img_in"] == "bfloat16"
+    assert seen["vision_in"] == "float32", "its last op is a LayerNorm"
+    norms = {path: dtype for path, dtype in seen.items() if path.rpartition(".")[2] in ("img_norm1", "txt_norm2")}
+    assert len(norms) == 4 and set(norms.values()) == {"float32"}
+    linear = {path: dtype for path, dtype in seen.items() if path.endswith(("_attn_q", "_attn_proj", ".fc1", ".fc2"))}
+    assert len(linear) >= 16 and set(linear.values()) == {"bfloat16"}
+    assert [seen[f"double_blocks.{n}"] for n in range(2)] == ["bfloat16+float32"] * 2
+    assert seen["final_layer"] == seen[""] == "bfloat16"

@@ -200,7 +200,7 @@ def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
 
 
 def _drifted(entry: patch.Entry, findings: list[Finding]) -> str | None:
-    """Returns what the lock says of an entry's target; a drift is noted, and what it led to is looked for all the same."""
+    """Returns what the lock says of a target; a drift is noted, and what it led to is looked for all the same."""
     try:
         return drift.check(entry)
     except DriftError as error:
