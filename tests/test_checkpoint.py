@@ -3,20 +3,28 @@
 import fnmatch
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from torchport import checkpoint
-from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
+from torchport.errors import (
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    LoadError,
+    OutputError,
+)
 
 
 def refusal(kind, call):
     """Returns the text of the error, which must be of this kind."""
-    with pytest.raises(LoadError) as caught:
+    with pytest.raises((LoadError, OutputError)) as caught:
         call()
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
@@ -299,3 +307,19 @@ def test_any_bytes_are_a_header_or_refused(tmp_path_factory, data, with_length):
         assert all("shape" in entry for entry in checkpoint.header(file).values())
     except CheckpointBrokenError as error:
         assert str(file) in str(error)
+
+
+def test_a_download_that_the_disk_cannot_hold_is_refused_before_it_begins(card, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **how: _offline(how))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    text = refusal(OutputError, lambda: checkpoint.locate("someone/model@main", card))
+    assert text == (
+        f"{tmp_path / 'hub'}: someone/model@main takes about 37 GB, and 1 GB are free here. "
+        "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR."
+    )
+
+
+def _offline(how):
+    assert how.get("local_files_only"), "nothing is downloaded"
+    raise LocalEntryNotFoundError("not there")

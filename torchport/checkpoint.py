@@ -7,11 +7,12 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-from torchport.card import Card
-from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, nearest
+from torchport.card import DTYPES, Card
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.progress import log
 
 
@@ -102,6 +103,8 @@ def _downloaded(name: str, card: Card, variant: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if local(name) is None:
+        _check_disk(name, card)
     repo, _, revision = name.partition("@")
     wanted = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
     log.info("checkpoint %s ...", name)
@@ -115,6 +118,21 @@ def _downloaded(name: str, card: Card, variant: str | None) -> Path:
             "Check the name and the network, or pass --checkpoint DIR with a copy of it",
             repo=repo,
         ) from error
+
+
+def _check_disk(name: str, card: Card) -> None:
+    """Refuses a download that the disk of the hub's cache cannot hold, before its first byte."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    size = sum((part.parameters or 0) * DTYPES[part.dtype or "bfloat16"] for part in card.components.values())
+    folder = next(parent for parent in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OutputError(
+            HF_HUB_CACHE,
+            f"{name} takes about {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free here",
+            "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR",
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:
