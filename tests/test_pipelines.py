@@ -117,10 +117,11 @@ def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
         vae.enable_tiling()
         counted = hunyuan_video15._tiles(vae, latents)
         calls = []
-        vae.decoder = hunyuan_video15._Called(
+        vae.decoder = pipelines.Called(
             lambda hidden_states, calls=calls: (
                 calls.append(1) or torch.zeros(1, 3, 1, *(16 * size for size in hidden_states.shape[-2:]))
             ),
+            "hidden_states",
             iter(()),
         )
         vae.decode(latents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -105,6 +105,27 @@ class Stage:
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
     call: Callable[..., Any] | None = None
+
+
+class Called(torch.nn.Module):
+    """Stands where upstream's own module of one input stood, and passes that input on to a call.
+
+    Args:
+        call: What computes in its place.
+        name: The input, as the module's `forward` names it.
+        progress: Advanced before each call.
+    """
+
+    def __init__(self, call: Call, name: str, progress: Iterator[Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.name = name
+        self.progress = progress
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what the call returns."""
+        next(self.progress, None)
+        return self.call(**{self.name: tensor})
 
 
 def family(name: str, place: str) -> ModuleType:

@@ -9,14 +9,14 @@ Shapes: B batch, C channels, T latent frames, H W latent height and width, F fra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Settings, Stage, Steps
+from torchport.pipelines import Call, Called, Settings, Stage, Steps
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -254,7 +254,7 @@ def decode(
         vae.enable_tiling()
     count = _tiles(vae, latents)
     progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = _Called(call, progress)
+    vae.decoder = Called(call, "hidden_states", progress)
     with torch.no_grad():
         video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
         next(progress, None)
@@ -268,19 +268,6 @@ def _tiles(vae: Any, latents: torch.Tensor) -> int:
     if not vae.use_tiling or all(size <= tile for size, tile in sides):
         return 1
     return math.prod(math.ceil(size / int(tile * (1 - vae.tile_overlap_factor))) for size, tile in sides)
-
-
-class _Called(torch.nn.Module):
-    """Stands where upstream's own decoder stood, and passes its one input on."""
-
-    def __init__(self, call: Call, progress: Iterator[Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.progress = progress
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        next(self.progress, None)
-        return self.call(hidden_states=hidden_states)
 
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Settings, Stage, Steps
+from torchport.pipelines import Call, Called, Settings, Stage, Steps
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -275,7 +275,7 @@ def decode(
     vae.set_tile_sample_min_size(inference["sample_size"], inference["tile_overlap_factor"])
     count = _tiles(vae, latents) if tiled else 1
     progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = _Called(call, progress)
+    vae.decoder = Called(call, "z", progress)
     latents = latents / vae.config.scaling_factor
     if getattr(vae.config, "shift_factor", None):
         latents = latents + vae.config.shift_factor
@@ -291,19 +291,6 @@ def _tiles(vae: Any, latents: torch.Tensor) -> int:
     if all(side <= tile for side in sides):
         return 1
     return math.prod(math.ceil(side / int(tile * (1 - vae.tile_overlap_factor))) for side in sides)
-
-
-class _Called(torch.nn.Module):
-    """Stands where upstream's own decoder stood, and passes its one input on."""
-
-    def __init__(self, call: Call, progress: Iterator[Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.progress = progress
-
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        next(self.progress, None)
-        return self.call(z=z)
 
 
 def arrange_tiny(make: Callable[..., Any], folder: Path) -> None:
