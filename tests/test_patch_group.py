@@ -115,7 +115,8 @@ def test_a_set_that_is_left_before_a_later_one_is_refused_and_both_are_undone(wo
         "Leave sets in the reverse order of entering them."
     )
     assert (up.m.f(1), up.m.g(1)) == (1, "g")
-    inner.__exit__(None, None, None)
+    with pytest.raises(ConflictError):  # who entered the later set hears of it too
+        inner.__exit__(None, None, None)
     with patch.applied(entries):
         assert (up.m.f(1), up.m.g(1)) == ("new", "newer")
 

@@ -465,3 +465,44 @@ def test_captured_functions_run_the_rewrite_too(world):
     with patch.applied(_rewrite(world, "up.m:added", "c = b * 2")):
         assert (up.user.added(1), up.user.TABLE[0](1)) == (0, 0)
     assert up.user.added(1) == 12
+
+
+ELIF = """
+def f(a, b):
+    x = 0
+    if a:
+        x = 1
+    elif b:
+        x = 2
+    else:
+        x = 3
+    return x
+
+
+def g(a, b):
+    x = 0
+    if a: x = 1
+    elif b: x = 2
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "match"), [("f", "if b:\n    x = 2\nelse:\n    x = 3"), ("g", "if b:\n    x = 2")], ids=["f", "g"]
+)
+def test_a_run_that_begins_at_an_elif_stays_in_the_outer_ifs_else(world, target, match):
+    world.write("up/m.py", ELIF)
+    world.python("def new(b):\n    return 90 + b\n")
+    with patch.applied(_rewrite(world, f"up.m:{target}", match, gives="[x]")):
+        import up.m
+
+        function = getattr(up.m, target)
+        assert [function(True, False), function(True, True), function(False, True)] == [1, 1, 91]
+
+
+def test_a_text_that_would_mean_something_else_is_refused(world, monkeypatch):
+    """The net under every misplacement: what is written is parsed again and compared."""
+    monkeypatch.setattr("torchport.patch.rewrite._replace", lambda lines, run, statement: None)
+    world.python("def new():\n    return 1\n")
+    text = _refusal(world, RewriteError, "up.m:branches", "while $a:\n    $...body", gives="[a, x]")
+    assert "'up.one' cannot be put into up.m:branches without changing what stands around it." in text

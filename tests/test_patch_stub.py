@@ -1,5 +1,6 @@
 """The `stub` kind: an absent package that one module may import, and whose every call raises."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -65,15 +66,31 @@ def test_the_importer_sees_the_package_and_nobody_else_does(entries):
 
 
 def test_every_call_raises_and_says_who_called_what(entries, tmp_path):
-    with patch.applied(entries()):
-        user = importlib.import_module("stubuser")
-        with pytest.raises(StubCalledError) as caught:
-            user.use()
-        with pytest.raises(StubCalledError):
-            user.resize()
+    with pytest.raises(StubCalledError) as caught:
+        with patch.applied(entries()):
+            importlib.import_module("stubuser").use()
     text = str(caught.value)
     assert text.startswith(f"{tmp_path / 'stubuser.py'}:9: absentpackage.tools.resize is called, and 'some.stub' (")
     assert text.endswith("only stands in for it. Install absentpackage, or write a patch for use.")
+
+
+def test_a_call_that_upstream_swallows_is_raised_at_the_end(entries):
+    with pytest.raises(StubCalledError, match=r"absentpackage\.tools\.resize is called"):
+        with patch.applied(entries()) as ledger:
+            user = importlib.import_module("stubuser")
+            with contextlib.suppress(Exception):  # what upstreams do
+                user.resize()
+            with pytest.raises(StubCalledError):
+                ledger.check_called()
+
+
+def test_a_stub_is_no_base_class(entries):
+    with pytest.raises(StubCalledError, match=r"absentpackage\.tools\.Base is made a base class, and 'some.stub'"):
+        with patch.applied(entries()):
+            tools = importlib.import_module("stubuser").tools
+
+            class Mine(tools.Base):
+                pass
 
 
 def test_capability_probes_do_not_find_it_inside_the_importer_either(entries):

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
-from torchport.errors import ConflictError, ThreadError, TorchportError, UnknownNameError, nearest
+from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
 from torchport.patch import aliases, drift, hook, literals, stub
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
@@ -49,13 +49,18 @@ class _Group:
                 if record.entry.lifetime.while_importing:
                     self._arm_window(record)
                 if record.entry.stub is not None:
-                    self.disarm.append(stub.arm(record.entry, record.calls))
+                    self.disarm.append(stub.arm(record.entry, record.calls, self.keep))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
                 self._arm(name)
         except BaseException:
             self.leave()
             raise
         in_force.update({record.entry.id: digest(record.entry) for record in waiting})
+
+    def keep(self, error: TorchportError) -> None:
+        """Keeps an error for everybody who looks into one of the set's ledgers."""
+        for ledger in self.ledgers:
+            ledger.keep(error)
 
     def _arm(self, name: str) -> None:
         due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
@@ -98,8 +103,7 @@ class _Group:
             self._apply(module, due)
         except TorchportError as error:
             self.failed = True
-            for ledger in self.ledgers:
-                ledger.keep(error)
+            self.keep(error)
             self.leave()
             raise
 
@@ -112,6 +116,19 @@ class _Group:
 
     def _make(self, record: Record, module: types.ModuleType) -> None:
         record.change = made(record.entry, module, record.loaded, record.calls)
+
+    def check_reached(self) -> None:
+        """Keeps an error for a patch whose module is there, and was never seen to be imported: it did nothing.
+
+        Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system.
+        """
+        for record in self.records:
+            entry = record.entry
+            waits = record.outcome is None and record.change is None and _is_applied(record)
+            if waits and not self.failed and entry.module in sys.modules:
+                fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
+                remedy = "Import it with an import statement, and let no other finder go before"
+                self.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
         """Takes everything back, the last change first, and disarms what never came."""
@@ -178,6 +195,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
     try:
         with _Kept(ledger):
             yield ledger
+        group.check_reached()
     finally:
         with _lock:
             _leave(group)
@@ -195,7 +213,10 @@ def _leave(group: _Group) -> None:
         _owner.clear()
     if above:
         fact = "A set of patches is left while a later one is in force; both are undone"
-        raise ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
+        error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
+        for one in above:
+            one.keep(error)  # whoever entered it goes on without its patches, and shall hear of it
+        raise error
 
 
 def _enter_thread() -> None:

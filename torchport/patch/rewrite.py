@@ -70,8 +70,8 @@ def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], take
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
         ConflictError: The run contains what another patch put there.
     """
-    rewrite = _rewrite(entry)
-    function = find(ast.parse(text))
+    rewrite, tree = _rewrite(entry), ast.parse(text)
+    function = find(tree)
     found = _found(entry, rewrite, function)
     call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in taken)})"
     edits = [(run, _statement(entry, rewrite, function, run, call)) for run in found]
@@ -82,7 +82,23 @@ def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], take
         _replace(lines, run, statement)
     local = arguments(function) | bound(function.body)
     outer = frozenset(name for name in taken if name not in local)
-    return Edit(b"".join(lines).decode(), reserved_name(entry), outer, found[0].statements[0].lineno)
+    first = found[0].statements[0].lineno
+    result = b"".join(lines).decode()
+    _check_meaning(entry, tree, edits, result)
+    return Edit(result, reserved_name(entry), outer, first)
+
+
+def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
+    """Refuses a text that does not say what the tree says with its runs replaced: a statement in another block."""
+    for run, statement in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
+        run.block[run.start : run.end] = ast.parse(statement).body
+    try:
+        same = ast.dump(ast.parse(result)) == ast.dump(tree)
+    except SyntaxError:
+        same = False
+    if not same:
+        fact = f"'{entry.id}' cannot be put into {entry.target} without changing what stands around it"
+        raise _refused(entry, fact, "Match whole lines, or more of them")
 
 
 def _rewrite(entry: Entry) -> Rewrite:
@@ -198,7 +214,9 @@ def _replace(lines: list[bytes], run: Run, statement: str) -> None:
     start = min([start, *(decorator.lineno - 1 for decorator in decorators)])
     column = first.col_offset if not decorators else len(lines[start]) - len(lines[start].lstrip())
     head, tail = lines[start][:column], lines[end][last.end_col_offset :]
-    lines[start] = head + statement.encode() + tail
+    # An `elif` is an `if` that stands alone in the outer one's else, and is written without that word.
+    word = b"else: " if lines[start][column:].startswith(b"elif") else b""
+    lines[start] = head + word + statement.encode() + tail
     for index in range(start + 1, end + 1):
         lines[index] = b"\n"
     if not lines[start].endswith((b"\n", b"\r")):

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torchport.errors import StubCalledError, TooLateError
+from torchport.errors import StubCalledError, TooLateError, TorchportError
 from torchport.patch import hook
 from torchport.patch.counted import Calls
 from torchport.patch.entry import Entry
@@ -23,27 +23,35 @@ from torchport.patch.entry import Entry
 class Stub(types.ModuleType):
     """Stands for an absent package, and for everything in it; it can be named, passed on and read, but not called."""
 
-    def __init__(self, name: str, entry: Entry) -> None:
+    def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
         super().__init__(name)
         self.__dict__["_entry"] = entry
+        self.__dict__["_keep"] = keep
 
     def __getattr__(self, name: str) -> Stub:
         if name.startswith("__"):
             raise AttributeError(name)
-        child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"])
+        child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"], self.__dict__["_keep"])
         self.__dict__[name] = child
         return child
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
+        raise self._refusal(sys._getframe(1), "called")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        raise self._refusal(sys._getframe(1), "made a base class")
+
+    def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
+        """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
         entry = self.__dict__["_entry"]
-        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        raise StubCalledError(
-            place,
-            f"{self.__name__} is called, and '{entry.id}' ({entry.place}) only stands in for it",
+        error = StubCalledError(
+            f"{caller.f_code.co_filename}:{caller.f_lineno}",
+            f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
             f"Install {self.__name__.partition('.')[0]}, or write a patch for {caller.f_code.co_qualname}",
             patch=entry.id,
         )
+        self.__dict__["_keep"](error)
+        return error
 
 
 class Server:
@@ -71,12 +79,13 @@ class Server:
 _servers: dict[tuple[str, str], Server] = {}
 
 
-def arm(entry: Entry, calls: Calls) -> Callable[[], None]:
+def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> Callable[[], None]:
     """Serves the package to the entry's importers from now on; returns what takes that back.
 
     Args:
         entry: Of kind `stub`.
         calls: Counts the imports that were served.
+        keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
 
     Raises:
         TooLateError: An importer was executed before, without the stub.
@@ -88,7 +97,7 @@ def arm(entry: Entry, calls: Calls) -> Callable[[], None]:
             _check_was_served(entry, sys.modules[name])
             calls.count += 1
         server = _servers.setdefault((entry.stub.package, name), Server())
-        server.stub, server.calls = Stub(entry.stub.package, entry), calls
+        server.stub, server.calls = Stub(entry.stub.package, entry, keep), calls
         undos.append(functools.partial(setattr, server, "stub", None))
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
