@@ -158,6 +158,34 @@ def test_a_holder_that_cannot_be_rebound_refuses_and_leaves_everything_as_it_was
     assert up.user.LIST[0] is up.user.f
 
 
+C_FIELDS = """
+    import collections
+    import functools
+    def f(a):
+        return "old"
+    {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "holder"),
+    [
+        ("fast = functools.lru_cache(f)", "up.m.fast, a _lru_cache_wrapper"),
+        ("made = collections.defaultdict(f, a=f)", "up.m.made, a defaultdict of up.m"),
+        ("class S:\n        __slots__ = ('f', '__dict__')\n    s = S(); s.f = f; s.g = f", "up.m.s, a S"),
+    ],
+)
+def test_a_reference_that_no_name_or_item_explains_is_refused_by_name(world, line, holder):
+    world.write("up/m.py", C_FIELDS.replace("{line}", line))
+    with pytest.raises(AliasError) as caught, patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m
+    assert f"up.m:f is still held by {holder}" in str(caught.value)
+    with patch.applied(world.one("replace: p.py:new", "up.m:f", "aliases: report")) as ledger:
+        import up.m  # noqa: F401
+
+        assert f"still held by {holder}" in ledger.rows()[0]["detail"]
+
+
 def test_a_bound_method_that_somebody_keeps_is_rebuilt(world):
     world.write("up/m.py", "class C:\n    def f(self, a): return 'old'\nc = C()\nkept = [c.f]\n")
     world.python("def new(self, a): return 'new'")

@@ -257,8 +257,18 @@ class Deep:
             return [Holder(f"an instance of it, {thing.__qualname__}", None, None, None)]
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
-        rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)]
-        return [Holder(where, module, None, rebind) for rebind in rebinds or [None]]
+        rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)] or [None]
+        if None in rebinds and isinstance(getattr(referrer, "__dict__", referrer), dict):
+            where = self._names_of(referrer) + where  # an object with attributes: its type alone says little
+        return [Holder(where, module, None, rebind) for rebind in rebinds]
+
+    def _names_of(self, thing: Any) -> str:
+        """Returns the name under which a module has an object, for an error to show it; or nothing."""
+        for module in self._modules.values():
+            for name, value in list(_namespace(module).items()):
+                if value is thing:
+                    return f"{module.__name__}.{name}, "
+        return ""
 
     def _module_of(self, referrer: Any, height: int = 3) -> str | None:
         if id(referrer) in self._modules:
@@ -316,15 +326,30 @@ def _rebuild(referrer: Any, old: Any, rebind: Rebind, new: Any) -> Undo:
     return rebind(_rebuilt(referrer, old, new))
 
 
-def _in_container(container: Any, thing: Any) -> Iterator[Rebind]:
-    """Yields what rebinds an item of a list, a value of a dict, or an attribute of an object."""
-    if isinstance(container, list):
-        for index in [i for i, value in enumerate(container) if value is thing]:
-            yield functools.partial(_set_item, container, index)
-        return
+def _in_container(container: Any, thing: Any) -> Iterator[Rebind | None]:
+    """Yields what rebinds an item of a list, a value of a dict, or an attribute of an object.
+
+    None stands for references that none of these explain: a field of an object in C, a slot, a default factory.
+    """
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
-    if isinstance(names, dict):
-        for key in [k for k, value in list(names.items()) if value is thing]:
-            yield functools.partial(_set_key, names, key)
-        if any(key is thing for key in list(names)):
-            yield functools.partial(_set_key_itself, names, thing)
+    referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
+    rebinds = list(_in_list(container, thing) if isinstance(container, list) else _in_names(names, thing))
+    apart = any(referent is names for referent in referents)  # then the names' values are not among the referents
+    explained = 0 if apart else len(rebinds)
+    if sum(1 for referent in referents if referent is thing) > explained:
+        yield None
+    yield from rebinds
+
+
+def _in_list(items: list[Any], thing: Any) -> Iterator[Rebind]:
+    for index in [i for i, value in enumerate(items) if value is thing]:
+        yield functools.partial(_set_item, items, index)
+
+
+def _in_names(names: Any, thing: Any) -> Iterator[Rebind]:
+    if not isinstance(names, dict):
+        return
+    for key in [k for k, value in list(names.items()) if value is thing]:
+        yield functools.partial(_set_key, names, key)
+    if any(key is thing for key in list(names)):
+        yield functools.partial(_set_key_itself, names, thing)
