@@ -272,3 +272,28 @@ def test_a_machine_that_is_too_small_is_refused_before_anything_is_loaded(asked,
     monkeypatch.setattr(machine, "host_memory", lambda: GIB)
     text = refusal(MachineError, lambda: check_machine(asked(checkpoint="a/b@c")))
     assert "the checkpoint a/b@c" in text and "this machine has 1.0 GiB of free host memory" in text
+
+
+def test_a_file_that_is_no_picture_is_refused(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchport.pipelines.hunyuan_video15.TAKES_IMAGE", True)
+    (tmp_path / "bad.png").write_text("no picture")
+    text = refusal(BadValueError, lambda: asked(image=tmp_path / "bad.png"))
+    assert text == f"--image {tmp_path / 'bad.png'}: It is no picture that can be read. Name a picture."
+
+
+def test_a_variant_made_for_another_task_is_refused_with_the_other(asked, monkeypatch):
+    from torchport.pipelines import hunyuan_video15
+
+    monkeypatch.setattr(hunyuan_video15, "VARIANTS", ("a_t2v", "a_i2v"))
+    monkeypatch.setattr(hunyuan_video15, "task", lambda variant: variant.split("_")[1], raising=False)
+    assert asked(["variant=a_t2v"]).settings.variant == "a_t2v"
+    text = refusal(BadValueError, lambda: asked(["variant=a_i2v"]))
+    assert text == (
+        "--set variant=a_i2v: 'a_i2v' is made for i2v, and this is t2v. Add --image FILE, or --set variant=a_t2v."
+    )
+    assert "has no variant 'b'" in refusal(UnknownNameError, lambda: asked(["variant=b"]))
+
+
+def test_a_model_without_variants_refuses_one(asked):
+    text = refusal(UnknownNameError, lambda: asked(["variant=x"]))
+    assert text == "--set variant=x: 'hunyuan' has no variant 'x'. None are known."

@@ -87,6 +87,8 @@ class Component(Frozen):
     dtype: DType | None = None
     precision: Literal["default", "high", "highest"] = "default"
     """Of float32 matrix products on a TPU, whose own default rounds their inputs to bfloat16."""
+    published: dict[str, Any] = {}
+    """The published configuration, where the class's own defaults are another: shapes before any download."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has: what a machine must carry, known before any download."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchport import patch
 from torchport.card import Pack
-from torchport.errors import DriftError, PatchError, TorchportError
+from torchport.errors import DriftError, PatchError, TorchportError, UnknownNameError, nearest
 from torchport.patch import checks, drift, replacement, versions
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
@@ -62,7 +62,11 @@ def check(
         called: Runs a model's tiny weights and returns `not_called` of its manifests.
     """
     findings: list[Finding] = []
-    for name in names or patch.upstreams(folder):
+    known = patch.upstreams(folder)
+    for name in names:
+        if name.partition("/")[0] not in known:
+            raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
+    for name in names or known:
         for mode in ("armed", "late"):
             found = _in_fresh_process(folder, name, mode, upstream_path)
             findings += [finding for finding in found if finding not in findings]

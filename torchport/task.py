@@ -215,10 +215,7 @@ def accept(request: Request) -> Task:
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     checkout = upstream.find(card.checkout, request.upstream_path)
     _check_image(request, family)
-    variant = job.variant or card.variant
-    if variant is not None and variant not in family.VARIANTS:
-        place = job_document.place(["variant"]) if job.variant else card_document.place(["variant"])
-        raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
+    _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
@@ -272,6 +269,29 @@ def _check_image(request: Request, family: ModuleType) -> None:
         )
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(request.image) as picture:
+            picture.verify()
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise BadValueError(
+            f"--image {request.image}", "It is no picture that can be read", "Name a picture"
+        ) from error
+
+
+def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a variant that the family has not, or that is made for another task; upstream would notice late."""
+    variant, place = job.variant or card.variant, document.place(["variant"])
+    if variant is None:
+        return
+    if variant not in family.VARIANTS:
+        raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
+    made_for, asked = family.task(variant), "t2v" if request.image is None else "i2v"
+    if request.stage in ("encode", "all") and made_for != asked:
+        remedy = "Add --image FILE" if asked == "t2v" else "Leave --image out"
+        other = f"--set variant={variant.replace(made_for, asked)}"
+        raise BadValueError(place, f"'{variant}' is made for {made_for}, and this is {asked}", f"{remedy}, or {other}")
 
 
 def _new_folder(request: Request) -> Path:
@@ -310,24 +330,26 @@ def check_machine(task: Task) -> None:
     host = [0]
     for stage in task.stages:
         whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
+        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
+            whole += [name for name, component in task.card.components.items() if component.dtype is None]
         host.append(sum(_host_bytes(task, name) for name in whole))
         if stage.network and not task.original:
             devices[stage.network] = _device_bytes(task, stage, stage.network)
+    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
     machine.require(
         task.machine if devices else machine.HOST,
         machine.Need(task.job.devices if devices else 0, devices, max(host), task.checkpoint),
-        f'torchport run --model {task.card.model} --config {task.card.demo} --prompt "..."',
+        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
     )
 
 
 def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
-    dtype = task.settings.dtypes.get(component)
-    if dtype is None or task.checkpoint == "tiny":
+    if task.checkpoint == "tiny":
         return 0
-    folder = checkpoint.local(task.checkpoint)
-    if folder is None:
-        return dtype.itemsize * (task.card.components[component].parameters or 0)
+    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
+    if folder is None or dtype is None:
+        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
     return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
 
 
@@ -347,7 +369,8 @@ def _published(task: Task, component: str) -> Any:
     if task.checkpoint != "tiny":
         folder = checkpoint.local(task.checkpoint)
         place = str(task.component_folder(folder, component)) if folder else component
-        config = checkpoint.read_json(Path(place) / "config.json") if folder else {}
+        published = dict(task.card.components[component].published)
+        config = checkpoint.read_json(Path(place) / "config.json") if folder else published
     return load.published(task.card.components[component].class_, config, place)
 
 

@@ -153,7 +153,10 @@ def _told(entry: Entry, row: Row, now: Row) -> list[str]:
 def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
     versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
-    remedy = f"Review the patch, then run: torchport patches lock {entry.upstream}"
+    remedy = (
+        f"Review the patch, then run: torchport patches lock {entry.upstream} "
+        "(with the --path and --upstream-path that are used here)"
+    )
     return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 

@@ -35,6 +35,11 @@ VARIANTS = (
 """Networks of the published checkpoint; those with sparse attention compute something else, and are refused."""
 
 
+def task(variant: str) -> str:
+    """Returns the task that a variant's network was trained for: t2v or i2v."""
+    return variant.split("_")[1]
+
+
 class _NoEncoder:
     """Stands where a text encoder would; upstream's constructor asks for its length even if nothing is encoded."""
 
@@ -159,10 +164,11 @@ def denoise(
         torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
     )  # fmt: skip
     _check_embeddings(transformer.config, embeddings)
+    _check_kind(settings, embeddings)
     # The stage file says which task it is: the image itself need not be on this machine.
-    task = "i2v" if "image_latents" in embeddings else "t2v"
-    mask = pipe.get_task_mask(task, size[0])
-    condition = pipe._prepare_cond_latents(task, embeddings.get("image_latents"), latents, mask)
+    kind = "i2v" if "image_latents" in embeddings else "t2v"
+    mask = pipe.get_task_mask(kind, size[0])
+    condition = pipe._prepare_cond_latents(kind, embeddings.get("image_latents"), latents, mask)
     fixed = call.place(**_inputs(pipe, settings, embeddings, size))
     done = 0
     if steps.resume is not None:
@@ -176,7 +182,7 @@ def denoise(
             if pipe.use_meanflow:
                 later = scheduler.timesteps[i + 1] if i + 1 < settings.steps else torch.tensor(0.0)
                 changing["timestep_r"] = later.repeat(len(model_input))
-            noise = call(**changing, **fixed, mask_type=task)
+            noise = call(**changing, **fixed, mask_type=kind)
             if batch(settings.guidance_scale) == 2:
                 negative, positive = noise.chunk(2)
                 noise = negative + settings.guidance_scale * (positive - negative)
@@ -200,6 +206,16 @@ def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> No
                 "Run --stage encode with this model and checkpoint",
                 name=name,
             )
+
+
+def _check_kind(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a stage file of the other task than the variant's network was trained for."""
+    made, wanted = "i2v" if "image_latents" in embeddings else "t2v", task(str(settings.variant))
+    if made != wanted:
+        fact = f"It was made for {made}, and the variant '{settings.variant}' is for {wanted}"
+        raise ArtefactForeignError(
+            "encode.safetensors", fact, "Name the variant that it was made for with --set variant="
+        )
 
 
 def _inputs(
