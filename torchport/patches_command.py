@@ -40,6 +40,7 @@ def shown(folder: Path, key: str) -> dict[str, Any]:
     Raises:
         UnknownNameError: No entry has that id.
     """
+    versions.installed.cache_clear()  # asked now, not when this process began
     entries = {entry.id: entry for entry in entries_of(folder)}
     if key not in entries:
         raise UnknownNameError(str(folder), f"No patch '{key}'", nearest(key, entries))
