@@ -175,6 +175,42 @@ def test_links_that_lead_out_of_the_folder_are_refused(world, tmp_path):
         patch.read(world.patches, ["linked"])
 
 
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("up/p.yml", "patches/up/p.yml: 'p.yml' would never be read. Rename it to p.yaml."),
+        ("up/p.YAML", "patches/up/p.YAML: 'p.YAML' would never be read. Rename it to p.yaml."),
+        ("up/sub/p.yaml", "patches/up/sub/p.yaml: 'p.yaml' would never be read. Move it up into patches/up."),
+        ("up/p.yaml/x", "patches/up/p.yaml: 'p.yaml' would never be read. It is a folder: rename it, or put a file"),
+    ],
+)
+def test_a_file_that_would_never_be_read_is_refused_with_what_to_do(world, file, remedy):
+    path = world.patches / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(GOOD)
+    for name in ("up", "up/p"):
+        with pytest.raises(BadValueError) as caught:
+            patch.read(world.patches, [name])
+        assert str(caught.value).startswith(remedy)
+
+
+@pytest.mark.parametrize(("folder", "name"), [("my-up", "my_up"), ("2up", "up_2up"), ("üp", "up__p")])
+def test_a_folder_that_could_never_be_named_is_refused_with_its_new_name(world, folder, name):
+    (world.patches / folder).mkdir()
+    for ask in (lambda: patch.upstreams(world.patches), lambda: patch.read(world.patches, [folder])):
+        with pytest.raises(BadValueError) as caught:
+            ask()
+        fact = f"patches/{folder}: '{folder}' is no name of an upstream. Rename the folder to {name}."
+        assert str(caught.value) == fact
+
+
+def test_the_lock_and_caches_beside_the_entries_are_left_alone(world):
+    (world.patches / "up" / "__pycache__").mkdir()
+    (world.patches / "up" / "__pycache__" / "x.yml").write_text("- never read")
+    (world.patches / "up" / "lock.yaml").write_text("never: read\n")
+    assert [entry.id for entry in _read(world, GOOD)] == ["up.one"]
+
+
 def test_reading_runs_nothing(world):
     world.python("raise SystemExit('ran')\n")
     assert len(_read(world, GOOD)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
 
     Raises:
         UnknownNameError: No such folder or file.
-        BadValueError: A name or link that leads out of the folder, or fields that contradict each other.
+        BadValueError: A name or link that leads out of the folder, a file that would never be read, or fields that
+            contradict each other.
         ConflictError: Two entries with one id.
         ConfigError: Anything else that is wrong in a file, with its line.
     """
@@ -40,9 +42,23 @@ def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
 
 
 def upstreams(folder: Path | str) -> list[str]:
-    """Returns the names of the upstreams that a folder of patches has."""
+    """Returns the names of the upstreams that a folder of patches has.
+
+    Raises:
+        BadValueError: A folder of it could never be named.
+    """
     root = Path(folder)
-    return sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
+    names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
+    for name in names:
+        if not _is_word(name):
+            plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+            remedy = f"Rename the folder to {plain if plain[0].isalpha() else f'up_{plain}'}"
+            raise BadValueError(f"{root.name}/{name}", f"'{name}' is no name of an upstream", remedy)
+    return names
+
+
+def _is_word(name: str) -> bool:
+    return name.isidentifier() and name.isascii()
 
 
 def _files(root: Path, names: Sequence[str]) -> list[Path]:
@@ -58,15 +74,35 @@ def _named(root: Path, name: str) -> list[Path]:
     """Returns the files of one name; a name is one or two plain words, so that it cannot leave the folder."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
-    if not all(word.isidentifier() and word.isascii() for word in words):
+    if not all(map(_is_word, words)):
+        if upstream in {f.name for f in root.iterdir()}:
+            upstreams(root)  # says what to rename it to
         raise BadValueError(name, f"'{name}' is no name of patches", "Write upstream or upstream/file")
     folder = root / upstream
     if not folder.is_dir():
         raise UnknownNameError(str(root), f"No patches for '{upstream}'", nearest(upstream, upstreams(root)))
+    _check_all_read(root, inside(root, folder))
     known = {path.stem: path for path in sorted(folder.glob("*.yaml")) if path.name != LOCK}
     if slash and file not in known:
         raise UnknownNameError(str(root), f"No patches '{name}'", nearest(file, known))
     return [inside(root, path) for path in ([known[file]] if slash else known.values())]
+
+
+def _check_all_read(root: Path, folder: Path) -> None:
+    """Refuses YAML in an upstream's folder that would never be read: nobody would miss it."""
+    for path in sorted(folder.rglob("*")):
+        steps = path.relative_to(folder).parts
+        if path.suffix.lower() not in (".yaml", ".yml") or steps[0].startswith((".", "_")):
+            continue
+        if path.is_dir():
+            remedy = "It is a folder: rename it, or put a file in its place"
+        elif len(steps) > 1:
+            remedy = f"Move it up into {root.name}/{folder.name}"
+        elif path.suffix != ".yaml":
+            remedy = f"Rename it to {path.stem}.yaml"
+        else:
+            continue
+        raise BadValueError(f"{root.name}/{path.relative_to(root)}", f"'{path.name}' would never be read", remedy)
 
 
 def inside(root: Path, path: Path) -> Path:
