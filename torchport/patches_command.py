@@ -40,7 +40,7 @@ def shown(folder: Path, key: str) -> dict[str, Any]:
     Raises:
         UnknownNameError: No entry has that id.
     """
-    versions.installed.cache_clear()  # asked now, not when this process began
+    versions.installed.cache_clear()
     entries = {entry.id: entry for entry in entries_of(folder)}
     if key not in entries:
         raise UnknownNameError(str(folder), f"No patch '{key}'", nearest(key, entries))
@@ -64,6 +64,7 @@ def locked(folder: Path, names: Sequence[str] = (), check: bool = False) -> list
     Raises:
         TargetError: An upstream is not installed.
     """
+    versions.installed.cache_clear()  # asked now, not when this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
     return drift.lock(folder, entries_of(folder, upstreams), write=not check)
 
