@@ -89,6 +89,8 @@ def test_an_entry_is_read_with_its_place(world):
         ("until: never", "until: never\n  scope: global", BadValueError, "'scope' is global without a reason"),
         ("until: never", "until: never\n  scope_reason: x", BadValueError, "read only with scope: global. Remove it"),
         ("up.m:f", "torch.nn:Linear.forward", BadValueError, "'torch.nn:Linear.forward' is shared by everybody"),
+        ("up.m:f", "builtins:len", BadValueError, "'builtins:len' is shared by everybody. Add 'scope: global' and"),
+        ("up.m:f", "json.decoder:JSONDecoder.decode", BadValueError, "'json.decoder:JSONDecoder.decode' is shared by"),
         ("until: never", "until: never\n  lifetime: {while_importing: up}", BadValueError, "for targets shared by"),
         ("until: never", "until: never\n  lifetime: always", WrongTypeError, "It must be run, or {while_importing"),
         (

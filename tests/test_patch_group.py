@@ -388,3 +388,23 @@ def test_a_wrapper_without_room_for_the_original_is_refused(world):
     world.python("def new(a): return 1\n")
     with pytest.raises(SignatureError, match=r"'p.py:new' does not take 'a' by position"):
         patch.applied(world.one("wrap: p.py:new", "up.m:f")).__enter__()
+
+
+def test_an_instance_of_another_packages_class_is_shared_and_needs_a_reason(world):
+    text = "import logging\nlog = logging.getLogger('shared')\nclass C: pass\nown = C()\nown.info = lambda msg: msg\n"
+    world.write("up/m.py", text)
+    world.python("def new(*args, **kwargs): return 'new'")
+    with pytest.raises(ScopeError) as caught, patch.applied(world.one("replace: p.py:new", "up.m:log.info")):
+        import up.m
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up.m:log.info walks out of up: 'log' belongs to logging. Patch the name that its module "
+        "looks up, or declare 'scope: global' with 'scope_reason'."
+    )
+    with patch.applied(world.one("replace: p.py:new", "up.m:own.info")):
+        import up.m
+
+        assert up.m.own.info("x") == "new"
+    more = "scope: global\nscope_reason: A test."
+    with patch.applied(world.one("replace: p.py:new", "up.m:log.info", more)):
+        assert up.m.log.info("x") == "new"
+    assert "info" not in vars(up.m.log)

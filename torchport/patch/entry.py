@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -143,7 +144,7 @@ class Entry(Frozen):
         needed: Versions (all must hold) and a `probe` (`file.py:function`, true if needed) that say where
             the fault exists.
         aliases: What to do about holders of the original that are found.
-        scope: `global` if the target lies outside its own package, in torch or in jax.
+        scope: `global` if the target lies outside its own package, in torch, in jax or in Python's library.
         scope_reason: Why that is safe; required with `scope: global`.
         lifetime: `run`, or `{while_importing: package}`.
         relies_on: Callees, as targets, whose change is drift as well.
@@ -237,7 +238,9 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
-    outside = entry.module.partition(".")[0] in ("torch", "jax", "jaxlib") and entry.kind != "op"
+    package = entry.module.partition(".")[0]
+    shared = package in ("torch", "jax", "jaxlib") or package in sys.stdlib_module_names  # builtins is one of these
+    outside = shared and entry.kind != "op"
     if outside and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":

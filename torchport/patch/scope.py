@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import types
+from typing import Any
 
 from torchport.errors import ScopeError, TargetError
 from torchport.patch.entry import Entry
@@ -34,12 +35,17 @@ def check_live(entry: Entry, slot: Slot) -> None:
     if entry.scope == "global":
         return
     for name, passed in zip(entry.path, slot.path[1:], strict=False):
-        if isinstance(passed, types.ModuleType):
-            home = passed.__name__
-        else:
-            home = passed.__module__ if isinstance(passed, type) else entry.module
+        home = _home(passed)
         if _package(home) != _package(entry.module):
             raise _walks_out(entry, name, home)
+
+
+def _home(passed: Any) -> str:
+    """Returns the module that an object belongs to; an instance may be shared by whoever has its class."""
+    if isinstance(passed, types.ModuleType):
+        return passed.__name__
+    owner = passed if isinstance(passed, (type, types.FunctionType)) else type(passed)
+    return str(owner.__module__)
 
 
 def check_function(entry: Entry, function: types.FunctionType) -> None:
