@@ -206,14 +206,44 @@ def test_a_registry_in_another_module_is_repaired(world):
     assert sys.modules["up.registry"].TABLE["f"](1) == "old"
 
 
-def test_an_imported_name_is_changed_alone(world):
+def test_an_imported_name_is_changed_alone_where_the_entry_says_so(world):
     world.write("up/user.py", "from up.m import f\n")
-    with patch.applied(world.one("replace: p.py:new", "up.user:f")):
+    with patch.applied(world.one("replace: p.py:new", "up.user:f", "aliases: report")) as ledger:
         import up.m
         import up.user
 
         assert (up.user.f(1), up.m.f(1)) == ("new", "old")
+        assert ledger.rows()[0]["detail"] == "still held by up.m.f"
     assert up.user.f is up.m.f
+
+
+def test_a_function_that_a_module_only_passes_on_is_refused_with_its_home(world):
+    world.write("up/__init__.py", "from .m import f as g\nfrom . import user\n")
+    world.write("up/user.py", "from .m import f\n")
+    with pytest.raises(AliasError) as caught:
+        patch.applied(world.one("replace: p.py:new", "up:g")).__enter__()
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up:g is imported from up.m (up/__init__.py:1). "
+        "Write up.m:f, or 'aliases: report' to change this name alone."
+    )
+    import up
+
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        assert (up.g(1), up.user.f(1)) == ("new", "new")
+
+
+def test_a_function_of_another_package_or_with_a_definition_beside_its_import_is_changed_where_it_is_used(world):
+    world.write("other/m.py", "def f(a):\n    return 'old'\n")
+    world.write(
+        "up/user.py",
+        "from other.m import f\ndef g(a): return 1\ntry:\n    from .fast import g\nexcept ImportError: 0\n",
+    )
+    for name in ("f", "g"):
+        with patch.applied(world.one("replace: p.py:new", f"up.user:{name}")):
+            import up.user
+
+            assert getattr(up.user, name)(1) == "new"
+    assert up.user.f(1) == sys.modules["other.m"].f(1) == "old"
 
 
 def test_an_inherited_method_is_changed_for_the_class_alone(world):

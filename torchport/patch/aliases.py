@@ -93,7 +93,7 @@ def _pairs(record: Record) -> list[_Pair]:
     if imported is None:
         home = getattr(function_in(change.slot.raw), "__module__", None)
         imported = len(record.entry.path) == 1 and home not in (None, record.entry.module)
-    if imported:
+    if imported and record.entry.aliases != "report":
         return []
     old, new = change.slot.raw, change.value
     if function_in(old) is old:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
 from torchport.patch import rewrite, scope, signature
+from torchport.patch.capture import imported_from
 from torchport.patch.entry import Entry
 from torchport.patch.flow import Function
 from torchport.patch.source import Found, Source, at_import, shown, source_of
@@ -45,6 +46,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     elif entry.kind == "value":
         _check_not_read(entry, source, where.node)
     else:
+        _check_defined(entry, source, where.node)
         _check_shape(entry, source, where.node, loaded)
 
 
@@ -69,6 +71,24 @@ def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
     if len(remedy) > 300:
         remedy = f"Look '{name}' up in the upstream that is installed"
     return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _check_defined(entry: Entry, source: Source, node: ast.stmt) -> None:
+    """Refuses a function that its module only passes on from another one of its package, where others take it.
+
+    A name from another package is the importer's alone to change: its home would be out of scope.
+    """
+    if not isinstance(node, ast.ImportFrom) or entry.aliases == "report" or entry.scope == "global":
+        return
+    home, name = imported_from(node, entry.module, source), entry.path[0]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    own = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
+    if own or len(entry.path) > 1 or home.partition(".")[0] != entry.module.partition(".")[0]:
+        return
+    original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), name)
+    fact = f"{entry.target} is imported from {home} ({shown(source.file)}:{node.lineno})"
+    remedy = f"Write {home}:{original}, or 'aliases: report' to change this name alone"
+    raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
 def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> None:
