@@ -322,6 +322,38 @@ def test_a_value_that_its_own_module_has_read_is_refused_with_the_line(world):
     assert "up.m" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("text", "target", "line"),
+    [
+        ("class K: N = 3; M = N * 2\n", "K.N", 1),
+        ("class K:\n    N = 3\n    def f(self, a=N):\n        return a\n", "K.N", 3),
+        ("class K:\n    N = 3\nM = K.N * 2\n", "K.N", 3),
+        ("class K:\n    N = 3\ndef f(a=K.N.real):\n    return a\n", "K.N", 3),
+        ("class O:\n    class K:\n        N = 3\n    M = K.N\n", "O.K.N", 4),
+        ("class O:\n    class K:\n        N = 3\nM = O.K.N\n", "O.K.N", 4),
+    ],
+)
+def test_a_class_constant_that_its_class_or_module_has_read_is_refused_with_the_line(world, text, target, line):
+    world.write("up/m.py", text)
+    with pytest.raises(AliasError) as caught, patch.applied(world.one("value: 8", f"up.m:{target}")):
+        pass
+    assert str(caught.value) == (
+        f"patches/up/p.yaml:1: up.m:{target} is read at up/m.py:{line}, while its class or module executes and before "
+        "a patch can come. Patch what is made of it there, or write 'aliases: report'."
+    )
+    assert "up.m" not in sys.modules
+
+
+def test_a_class_constant_that_is_read_when_it_is_asked_for_is_patched(world):
+    text = "N = 1\nM = N\nclass K:\n    N = 3\n    def f(self):\n        return K.N + self.N\n"
+    world.write("up/m.py", text + "def g(a=N):\n    return K.N\n")
+    with patch.applied(world.one("value: 8", "up.m:K.N")):
+        import up.m
+
+        assert (up.m.K().f(), up.m.g(), up.m.N) == (16, 8, 1)
+    assert up.m.K().f() == 6
+
+
 def test_an_undone_set_leaves_nothing_of_it_alive(world):
     import gc
     import weakref

@@ -133,17 +133,38 @@ def _finder(node: Function) -> Callable[[ast.Module], Function]:
 
 
 def _check_not_read(entry: Entry, source: Source, node: ast.stmt) -> None:
-    """Refuses a constant that its own module reads while it executes: the value would come after that."""
-    if entry.aliases == "report" or len(entry.path) > 1:
+    """Refuses a constant that its own module or class reads while it executes: the value would come after that."""
+    if entry.aliases == "report":
         return
-    name = entry.path[0]
-    for read in _evaluated_at_import(source.tree.body):
-        is_read = isinstance(read, ast.Name) and read.id == name and isinstance(read.ctx, ast.Load)
-        if is_read and getattr(read, "lineno", 0) > node.lineno:
-            line = f"{shown(source.file)}:{getattr(read, 'lineno', 0)}"
-            fact = f"{entry.target} is read at {line}, while its module executes and before a patch can come"
+    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    for read in _reads(entry, source):
+        if (read.lineno, read.col_offset) >= end:
+            what = "module" if len(entry.path) == 1 else "class or module"
+            line = f"{shown(source.file)}:{read.lineno}"
+            fact = f"{entry.target} is read at {line}, while its {what} executes and before a patch can come"
             remedy = "Patch what is made of it there, or write 'aliases: report'"
             raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _reads(entry: Entry, source: Source) -> list[ast.expr]:
+    """Returns what reads a constant at import: its plain name in its own body, and the path to it anywhere."""
+    owner = source.where(entry.path[:-1]).node if len(entry.path) > 1 else source.tree
+    own = _evaluated_at_import(getattr(owner, "body", []))
+    reads: list[ast.expr] = [n for n in own if isinstance(n, ast.Name) and n.id == entry.path[-1]]
+    if len(entry.path) > 1:
+        every = _evaluated_at_import(source.tree.body)
+        reads += [n for n in every if isinstance(n, ast.Attribute) and _leads_to(n, entry.path)]
+    loads = [read for read in reads if isinstance(getattr(read, "ctx", None), ast.Load)]
+    return sorted(loads, key=lambda read: (read.lineno, read.col_offset))
+
+
+def _leads_to(node: ast.Attribute, path: Sequence[str]) -> bool:
+    """Returns whether `a.b` is a path, the end of it (as in an outer class's body), or ends in it."""
+    if node.attr != path[-1]:
+        return False
+    steps = tuple(ast.unparse(node).split("."))
+    shared = min(len(steps), len(path))
+    return steps[-shared:] == tuple(path[-shared:])
 
 
 def _evaluated_at_import(body: Sequence[ast.stmt]) -> list[ast.AST]:
