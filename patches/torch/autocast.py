@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -332,6 +333,15 @@ def cast_inputs(original, value, device_type, dtype):
     return original(value, device_type, dtype)
 
 
+def _by_dynamo():
+    """Whether Dynamo asks: it saves and restores the state around a compilation, with no mode on the stack."""
+    frame, names = sys._getframe(1), []
+    while frame is not None and len(names) < 6:
+        names.append(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return any(name.startswith(("torch._guards", "torch._dynamo")) for name in names)
+
+
 def switched(original, *args, **kwargs):
     """Switches autocast on or off; CUDA's on only where something listens.
 
@@ -341,14 +351,8 @@ def switched(original, *args, **kwargs):
     given = (*args, *kwargs.values())
     on = any(value is True for value in given)
     cuda = "cuda" in given or len(given) == 1  # the form with one argument is the old one, CUDA's
-    # Dynamo sets the state that is set already, with no mode on the stack while it compiles.
-    changes = not torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
-    if (
-        on
-        and cuda
-        and changes
-        and not any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack())
-    ):
+    listens = any(isinstance(mode, CudaAutocast) for mode in _get_current_function_mode_stack())
+    if on and cuda and not listens and not _by_dynamo():
         fact = "set_autocast_enabled('cuda', True) is called outside every region of torch.autocast('cuda')"
         raise PatchError("torch.autocast", fact, "Enter torch.autocast('cuda') instead, which brings what listens")
     return original(*args, **kwargs)
