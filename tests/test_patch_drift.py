@@ -63,7 +63,8 @@ def test_a_renamed_argument_is_named(world):
     assert str(caught.value) == (
         "patches/up/p.yaml:1: up.m:f is not what 'up.one' was reviewed against (up unknown): its signature was "
         "(a, b=...), is (q, b=...); line 4 is new: def f(q, b=1):; line 6 is new: c = helper(q). "
-        "Review the patch, then run: torchport patches lock up (with the --path and --upstream-path that are used here)."
+        "Review the patch, then run: torchport patches lock up "
+        "(with the --path and --upstream-path that are used here)."
     )
 
 
