@@ -142,3 +142,13 @@ def test_under_the_emulated_autocast_every_module_returns_cudas_dtype(root):
     assert len(linear) >= 16 and set(linear.values()) == {"bfloat16"}
     assert [seen[f"double_blocks.{n}"] for n in range(2)] == ["bfloat16+float32"] * 2
     assert seen["final_layer"] == seen[""] == "bfloat16"
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_latents_of_one_card_are_decoded_by_the_other(tmp_path):
+    """Both have 32 channels and one layout of latents: the stage files interchange."""
+    hyvideo(tmp_path / "one", "--stage", "encode")
+    hyvideo(tmp_path / "one", "--stage", "denoise")
+    sets = [word for one in SMALL for word in ("--set", one)]
+    torchport("--model", "hunyuan", "--stage", "decode", "--inputs", tmp_path / "one", "--out", tmp_path / "two", *sets)
+    assert load_file(tmp_path / "two" / "decode.safetensors")["frames"].shape == (1, 9, 3, 64, 96)
