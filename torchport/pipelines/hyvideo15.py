@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchport.errors import ArtefactForeignError
+from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.pipelines import Call, Called, Settings, Stage, Steps
 
 TAKES_IMAGE = True
@@ -51,6 +51,12 @@ def pipeline(settings: Settings, parts: Mapping[str, Any]) -> Any:
     from hyvideo.commons import PIPELINE_CONFIGS
     from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline
 
+    if settings.variant not in PIPELINE_CONFIGS:  # step distillation came in 2025-12
+        raise BadValueError(
+            "variant",
+            f"It is {settings.variant!r}, which the checkout does not have",
+            f"Use a later checkout, or one of {', '.join(PIPELINE_CONFIGS)}",
+        )
     published = PIPELINE_CONFIGS[settings.variant]
     names = ("byt5_model", "byt5_tokenizer", "prompt_format", "vision_encoder")
     pipe = HunyuanVideo_1_5_Pipeline(
@@ -295,7 +301,12 @@ def decode(
     latents = latents / vae.config.scaling_factor
     if getattr(vae.config, "shift_factor", None):
         latents = latents + vae.config.shift_factor
-    with torch.no_grad(), vae.memory_efficient_context() if tiled else contextlib.nullcontext():
+    tiling: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if tiled and hasattr(vae, "memory_efficient_context"):
+        tiling = vae.memory_efficient_context()
+    elif tiled:
+        vae.enable_tiling()  # as upstream's pipeline does at its commits of 2025-11, where the VAE has no such context
+    with torch.no_grad(), tiling:
         video = vae.decode(latents, return_dict=False)[0]
         next(progress, None)
     return {"frames": (video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)}
