@@ -1,14 +1,16 @@
 """Families of models: found by name, as data that every stage of the path can be carried by."""
 
 import inspect
+import sys
+import types
 
 import pytest
 import torch
 
 from torchport import pipelines
 from torchport.card import STAGES
-from torchport.errors import UnknownNameError
-from torchport.pipelines import hunyuan_video15
+from torchport.errors import BadValueError, UnknownNameError
+from torchport.pipelines import Steps, hunyuan_video15, hyvideo15
 
 
 def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
@@ -126,3 +128,61 @@ def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
         )
         vae.decode(latents)
         assert len(calls) == counted, (height, width)
+
+
+@pytest.fixture
+def tencents(monkeypatch):
+    """Stands for the two modules of Tencent's repository that the verbs read, without the variants that came later."""
+
+    class Upstream:
+        @staticmethod
+        def get_vae_inference_config():
+            return {"sample_size": 256, "tile_overlap_factor": 0.25}
+
+    for name in ("hyvideo", "hyvideo.pipelines"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name, content in {
+        "hyvideo.commons": {"PIPELINE_CONFIGS": {"480p_t2v": {}}},
+        "hyvideo.pipelines.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("tencents")
+def test_a_variant_that_the_checkout_lacks_is_refused_by_name():
+    with pytest.raises(BadValueError) as caught:
+        hyvideo15.pipeline(types.SimpleNamespace(variant="480p_i2v_step_distilled"), {})
+    assert str(caught.value) == (
+        "variant: It is '480p_i2v_step_distilled', which the checkout does not have. "
+        "Use a later checkout, or one of 480p_t2v."
+    )
+
+
+class EarlyVAE(torch.nn.Module):
+    """Tiles, but has no `memory_efficient_context`, as at the commits of 2025-11."""
+
+    config = types.SimpleNamespace(scaling_factor=1.0)
+    tile_latent_min_size = 8
+    tiles = False
+
+    def set_tile_sample_min_size(self, sample_size, overlap):
+        pass
+
+    def enable_tiling(self):
+        self.tiles = True
+
+    def decode(self, latents, return_dict):
+        assert not return_dict
+        return (self.decoder(latents),)
+
+
+@pytest.mark.usefixtures("tencents")
+@pytest.mark.parametrize(("tiling", "tiles"), [(None, True), (True, True), (False, False)])
+def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
+    vae, latents = EarlyVAE(), torch.zeros(1, 3, 2, 4, 4)
+    settings = types.SimpleNamespace(vae_tiling=tiling)
+    made = hyvideo15.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
+    assert vae.tiles is tiles
+    assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 0.5))
