@@ -1,0 +1,72 @@
+"""What a scheduled program is made of: instructions in computations, each with the line of Python it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A line of Python: the file as the program names it, the line, and the function's qualified name."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{re.sub(r'^.*/(?:site|dist)-packages/', '', self.file).rstrip('>')}:{self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of a computation.
+
+    Attributes:
+        name: Without its `%`; unique in its computation.
+        opcode: As HLO names it, `fusion` or `all-reduce-start`.
+        shapes: The arrays that it makes, dtype and shape; several where it makes a tuple.
+        bytes: Of all of them, on one device.
+        operands: The names of instructions of the same computation.
+        calls: The computations that it runs or applies; a loop's condition, then its body.
+        cycles: What the compiler estimates for one execution, or None where it does not.
+        source: The innermost line of Python that is not internal. A fusion without one has that of its root.
+        op_name: JAX's name of what it was made from.
+        target: Of a custom call, such as tpu_custom_call.
+        groups: Of a collective: the devices that exchange, by their positions in the program's own order of devices;
+            of a permutation [source, target] pairs.
+        chain: Of a collective that several fusions carry on: which, the same in each of them.
+        literal: What stands in the parentheses of a constant or a parameter.
+        index: Of a get-tuple-element; the direction of a comparison.
+        trips: Of a loop, where the compiler wrote how many times it runs.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    bytes: int = 0
+    operands: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    cycles: int | None = None
+    source: Source | None = None
+    op_name: str = ""
+    target: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    chain: str = ""
+    literal: str = ""
+    index: str = ""
+    trips: int | None = None
+
+    @property
+    def kernel(self) -> str | None:
+        """The name of the Pallas kernel that it calls, as `schedule.read` takes it; None if it calls none."""
+        return re.sub(r"\.\d+$", "", self.name) if self.target == "tpu_custom_call" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order in which they are issued; `root` names the one whose value it returns."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
