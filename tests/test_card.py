@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport import card as cards
-from torchport.card import check_job, find_pack, overridden
-from torchport.config import parse_document, validated
+from torchport.card import check_job, find_pack
+from torchport.config import overridden, parse_document, validated
 from torchport.errors import (
     BadValueError,
     ConfigError,
@@ -175,7 +175,7 @@ def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
         "--set frames=five: 'frames' is 'five' (text). It must be a whole number."
     )
     assert refused(UnknownKeyError, lambda: pack.job("demo", ["frame=5"])).startswith(
-        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: checkpoint, dtypes, fps"
+        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, checkpoint, dtypes, fps"
     )
     assert refused(WrongTypeError, lambda: pack.job("demo", ["frames.x=5"])).startswith("--set frames.x=5: 'frames' is")
 

@@ -224,7 +224,7 @@ def test_tokens_are_ordered_bit_for_bit(world):
             torch.full_like(m, kind) if kind in (0, 1) else m for m, kind in zip(masks, KINDS[number % 9], strict=True)
         ]
         masks = [mask.bool() if number % 5 == 0 else mask for mask in masks]
-        flags = {"zero_feat": number % 2 == 0, "is_reorder": number % 7 != 0}
+        flags = {"zero_feat": number % 2 == 0}
         with world.bare():
             expected = model.reorder_txt_token(*tokens, *masks, **flags)
         for a, b in zip(ours(model, *tokens, *masks, **flags), expected, strict=True):
@@ -233,6 +233,14 @@ def test_tokens_are_ordered_bit_for_bit(world):
 
 
 KINDS = list(itertools.product((0, 1, None), repeat=2))
+
+
+def test_tokens_in_another_order_are_refused(world):
+    ours, tokens, mask = function(world, "hyvideo.token-order"), torch.ones(1, 2, 3), torch.ones(1, 2)
+    text = refusal(lambda: ours(world.model, tokens, tokens, mask, mask, is_reorder=False))
+    assert text == (
+        "hyvideo's is_reorder: It is False. Leave it: attention takes the number of valid tokens as the whole mask."
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ class Recorded:
     """A network that adds its conditions up and remembers how it was called."""
 
     def __init__(self, batches):
-        self.batches = batches
+        self.batches = self.drops = batches
         self.placed = []
         self.called = []
 
@@ -83,6 +84,33 @@ def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(ba
         assert call.called == [(2, 4), (2, 4), (1, 4)] and call.placed == [{"a": (2,)}, {"a": (1,)}]
     else:
         assert call.called == [(1, 4)] * 5 and call.placed == [{"a": (1,)}] * 3
+
+
+@pytest.mark.parametrize(("bucket", "length"), [(None, 12), (1, 7), (4, 8), (5, 10), (64, 12)])
+def test_text_is_cut_to_the_longest_prompt_rounded_up(bucket, length):
+    tokens = [torch.arange(12.0).reshape(1, 12, 1), torch.arange(12.0).reshape(1, 12, 1)]
+    masks = [(torch.arange(12) < n)[None].float() for n in (3, 7)]
+    cut, cut_masks = pipelines.cut_text([tokens, masks], bucket)
+    assert [part.shape[1] for part in (*cut, *cut_masks)] == [length] * 4
+    assert [int(mask.sum()) for mask in cut_masks] == [3, 7]
+    assert (cut[1] == tokens[1][:, :length]).all()
+
+
+def test_text_without_a_valid_token_keeps_one_bucket():
+    cut, masks = pipelines.cut_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
+    assert cut[0].shape == (1, 4, 1) and not masks[0].any()
+
+
+@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 8), (False, 729, 12)])
+def test_a_program_is_given_no_token_that_the_task_masks_for_good_and_the_original_all(drops, tokens, text):
+    call = Recorded(drops)
+    pipe = SimpleNamespace(vision_num_semantic_tokens=729, vision_states_dim=5)
+    valid = (torch.arange(12) < 6)[None].float()
+    embeddings = dict(zip(hunyuan_video15.EMBEDDINGS, (torch.ones(1, 12, 3), valid) * 2, strict=True))
+    inputs = hunyuan_video15._inputs(pipe, embeddings, settings(text_bucket=4), call)
+    assert inputs["image_embeds"][0].shape == (1, tokens, 5)
+    assert inputs["encoder_hidden_states"][0].shape == (1, text, 3)
+    assert inputs["encoder_attention_mask_2"][0].shape == (1, text)
 
 
 def settings(**changes):

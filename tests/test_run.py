@@ -210,6 +210,13 @@ def test_the_comparison_fails_when_the_mask_is_dropped(request_small, runs, tmp_
     assert difference(latents_of(tmp_path), latents_of(runs["original"])) > 1e-2
 
 
+def test_cutting_the_text_to_the_prompts_changes_nothing(request_small, runs, tmp_path):
+    run(dataclasses.replace(request_small, out=tmp_path, stage="encode"))
+    overrides = (*request_small.overrides, "text_bucket=32")
+    run(dataclasses.replace(request_small, out=tmp_path, stage="denoise", overrides=overrides))
+    assert difference(latents_of(tmp_path), latents_of(runs["torchax"])) < 1e-5
+
+
 def test_every_patch_was_used_and_is_in_the_manifest(runs):
     manifest = json.loads((runs["torchax"] / "manifest.json").read_text())
     used = {row["id"]: row for stage in manifest["stages"].values() for row in stage["patches"]}
@@ -224,6 +231,7 @@ def test_every_patch_was_used_and_is_in_the_manifest(runs):
     assert {row["id"] for row in manifest["deviations"]} == {
         "diffusers.hunyuan15.attention",
         "diffusers.hunyuan15.refiner-mask",
+        "torch.scaled-dot-product-attention",
     }
 
 

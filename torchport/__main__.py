@@ -108,6 +108,40 @@ def explain(id: str | None, everything: bool) -> None:
         click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
 
 
+@cli.command()
+@click.option("--model", required=True, metavar="NAME", help="The model card.")
+@click.option("--config", required=True, metavar="FILE", help="The job.")
+@click.option("--topology", metavar="SLICE", help="A TPU slice, such as v6e:2x4, in place of the config's machine.")
+@click.option("--strategy", metavar="NAME", help="The sharding rules, in place of the config's.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
+@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
+@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the compiler's dump here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@path_option
+def plan(
+    model: str,
+    config: str,
+    topology: str | None,
+    strategy: str | None,
+    upstream_path: Path | None,
+    overrides: tuple[str, ...],
+    keep: Path | None,
+    as_json: bool,
+    path: str | None,
+) -> None:
+    """Tells, without a TPU, whether a job fits on a slice and how fast it should be."""
+    import json
+
+    from torchport import plan as command
+    from torchport.task import Request
+
+    given = (*overrides, f"strategy={strategy}") if strategy else overrides
+    place = None if upstream_path is None else str(upstream_path)
+    request = Request(model, config, path=path, upstream_path=place, overrides=given)
+    found = command.plan(request, topology, keep)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(command.lines(found)))
+
+
 @cli.group()
 def patches() -> None:
     """Lists, shows and locks patches."""
@@ -206,6 +240,50 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     findings = command.check(pack.patches, names, upstream_path, called)
     click.echo(command.FORMATS[form](findings))
     sys.exit(command.exit_code(findings))
+
+
+@cli.command()
+@click.option("--model", metavar="NAME", help="A model card; with --config it says head size, heads and tokens.")
+@click.option("--config", metavar="FILE", help="What to make; --topology takes the place of its machine.")
+@click.option("--topology", required=True, metavar="NAME", help="The TPU slice, such as v6e:2x4. It need not be there.")
+@click.option(
+    "--implementation",
+    type=click.Choice(["splash_transposed", "splash"]),
+    default="splash_transposed",
+    show_default=True,
+    help="The kernel: torchport's own, or JAX's.",
+)
+@click.option(
+    "--scores",
+    type=click.Choice(["bounded", "any", "both"]),
+    default="both",
+    show_default=True,
+    help="Whether a bound of the scores is known; JAX's kernel has no use for one.",
+)
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Queries, and as many keys.")
+@click.option("--heads", type=click.IntRange(1), metavar="N", help="Heads of one device, without a model.")
+@click.option("--head-size", type=click.IntRange(1), metavar="N", help="Features of a head, without a model.")
+@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--write", "file", type=click.Path(path_type=Path), metavar="FILE", help="Put the best into this table.")
+@path_option
+def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **options: Any) -> None:
+    """Tries tiles of an attention kernel: by time where the chip is, else by the compiler's schedule."""
+    _log_to_stderr(quiet=False, verbose=False)
+    import json
+
+    from torchport import tune as command
+    from torchport.workload import asked
+
+    job = asked(**options)
+    results = command.tune_all(job, implementation, scores)
+    if as_json:
+        click.echo(json.dumps([row for result in results for row in command.rows(result)], indent=2))
+    else:
+        click.echo("\n\n".join("\n".join(command.lines(result)) for result in results))
+    if file is not None:
+        command.write(file, results)
 
 
 def _log_to_stderr(quiet: bool, verbose: bool) -> None:

@@ -12,14 +12,12 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from torchport.config import Document, Frozen, parse_document, read_document, validated
+from torchport.config import Document, Frozen, overridden, read_document, validated
 from torchport.errors import (
     BadValueError,
     DataFolderError,
-    SyntaxYamlError,
     UnknownKeyError,
     UnknownNameError,
-    WrongTypeError,
     nearest,
 )
 
@@ -30,6 +28,8 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 DType = Literal["float32", "bfloat16", "float16"]
 Axis = Literal["dp", "sp", "tp"]
+Implementation = Literal["plain", "splash", "splash_transposed", "cudnn", "xla"]
+"""Of attention."""
 
 
 def _regex(text: str) -> str:
@@ -69,11 +69,20 @@ class Rule(Frozen):
     """Specs to try in this order where an axis does not divide its dim; without them that is an error."""
 
 
+class ActivationRule(Frozen):
+    """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
+
+    match: Regex
+    outputs: list[Spec | None]
+    """One for each output tensor, in order; null leaves one to the compiler."""
+
+
 class Strategy(Frozen):
-    """A named set of rules, by component: for its weights and for the inputs of its forward."""
+    """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
 
     weights: dict[str, list[Rule]]
     inputs: dict[str, list[Rule]]
+    activations: dict[str, list[ActivationRule]] = {}
     divides: dict[Axis, str] = {}
     """For an axis, the `component.key` of the checkpoint's configuration whose value it must divide."""
 
@@ -91,6 +100,24 @@ class Component(Frozen):
     """The published configuration, where the class's own defaults are another: shapes before any download."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has: what a machine must carry, known before any download."""
+
+
+class Stack(Frozen):
+    """Repeated blocks that run as one under a scan."""
+
+    carries: list[str]
+    """The parameters of a block's `forward` that its outputs become for the next block, in order."""
+    last: pydantic.NonNegativeInt = 0
+    """How many of the last blocks stay apart."""
+
+
+class ScoreBound(Frozen):
+    """Attention whose queries and keys leave a norm: the gains of those norms bound its scores."""
+
+    component: str
+    queries: list[Regex]
+    """The gains of every norm that queries leave, by whole name; those of one block have the same number in it."""
+    keys: list[Regex]
 
 
 class Checkout(Frozen):
@@ -158,6 +185,10 @@ class Card(Frozen):
     original: list[str] = []
     """Patches that the original needs too, beside all plumbing: it cannot run here without them."""
     components: dict[str, Component]
+    stacks: dict[str, dict[str, Stack]] = {}
+    """By component, and by the name of the list of blocks in it."""
+    score_bounds: dict[str, ScoreBound] = {}
+    """By the name under which a patch's attention refers to it."""
     frames: FrameRule
     size_multiple_of: pydantic.PositiveInt
     strategies: dict[str, Strategy]
@@ -184,6 +215,12 @@ class Job(Frozen):
     variant: str | None = None
     """Which of several networks in the checkpoint; by default the card's."""
     dtypes: dict[str, DType] = {}
+    attention: Implementation | None = None
+    """The implementation of attention in compiled programs; by default the platform's own."""
+    stacked: bool = True
+    """Whether the blocks that the card's `stacks` name are compiled as one."""
+    text_bucket: pydantic.PositiveInt | None = None
+    """Text is cut to the longest prompt's tokens, rounded up to a multiple of this; by default it is not cut."""
     vae_tiling: bool | None = None
     """Whether the VAE decodes in overlapping tiles; by default, as upstream does."""
     save_every: pydantic.PositiveInt = 5
@@ -261,29 +298,6 @@ class Pack:
             if file.is_absolute() and file.is_relative_to(base):
                 return read_document(file, str(file.relative_to(base)))
         return read_document(file)
-
-
-def overridden(document: Document, override: str) -> Document:
-    """Returns the document with one `path.to.field=value` put in, the value read as YAML."""
-    place = f"--set {override}"
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise WrongTypeError(place, "This is not path.to.field=value", "Write for example --set steps=10")
-    try:
-        value = parse_document(text, place).data
-    except SyntaxYamlError as error:
-        raise SyntaxYamlError(place, error.fact, "Quote the value") from error
-    data: Any = {**document.data} if isinstance(document.data, dict) else {}
-    inner, new = data, len(keys)
-    for depth, key in enumerate(keys[:-1], 1):
-        if not isinstance(inner.get(key), dict):
-            new = min(new, depth)  # from here on down, all is the flag's
-            inner[key] = {}
-        inner[key] = {**inner[key]}
-        inner = inner[key]
-    inner[keys[-1]] = value
-    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
 
 
 def find_pack(path: str | None) -> Pack:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,8 +17,10 @@ from typing import Any, Protocol
 import jax
 import torch
 
-from torchport import shard
-from torchport.card import Rule
+from torchport import shard, stack
+from torchport.activations import constrain
+from torchport.attention import dispatch
+from torchport.card import ActivationRule, Rule, Stack
 from torchport.errors import MachineError, MeshError, UnmatchedError
 from torchport.progress import log, waiting
 
@@ -44,6 +47,7 @@ class Eager:
     """A module called as it is, in PyTorch, on the host: the original."""
 
     batches = False
+    drops = False
 
     def __init__(self, module: torch.nn.Module, how: How = plainly) -> None:
         self.module = module
@@ -76,10 +80,12 @@ class Compiled:
 
     Attributes:
         batches: True: one program takes all conditions of guidance.
+        drops: True: tokens that are masked for good need not be traced.
         seconds: Spent tracing and compiling so far.
     """
 
     batches = True
+    drops = True
 
     def __init__(
         self,
@@ -92,16 +98,23 @@ class Compiled:
         place: str,
         precision: str,
         trace: Trace | None,
+        attention: dispatch.Settings = dispatch.NONE,
+        activations: Sequence[ActivationRule] = (),
+        stacks: Mapping[str, Stack] = types.MappingProxyType({}),
+        rules_place: Callable[[str], str] = str,
         how: How = plainly,
     ) -> None:
+        constrain(module, activations, mesh, rules_place("activations"))
+        counts = stack.stack(module, stacks, lambda name: rules_place(f"stacks.{name}"))
         self.network = _Network(module, how)
-        self.weights = dict(weights)
+        self.weights = stack.weights(dict(weights), stacks, counts)
         self.rules = rules
         self.mesh = mesh
         self.what = what
         self.where = place
         self.precision = precision
         self.trace = trace
+        self.attention = attention
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
 
@@ -113,6 +126,10 @@ class Compiled:
             MeshError: A dim that its axes do not divide: the batch, most often.
         """
         return {name: self._placed(name, tensor) for name, tensor in inputs.items()}
+
+    def shapes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
+        return {name: shard.shape(tensor, self._where(name, tensor)) for name, tensor in tensors.items()}
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Returns the module's first output, gathered on the host.
@@ -150,7 +167,8 @@ class Compiled:
         environment = torchax.default_env()
         # Views that stay lazy break boolean indexing and type_as.
         environment.config.force_materialize_views = True
-        with warnings.catch_warnings(), jax.set_mesh(self.mesh), jax.default_matmul_precision(self.precision):
+        ambient = (jax.set_mesh(self.mesh), jax.default_matmul_precision(self.precision))
+        with warnings.catch_warnings(), ambient[0], ambient[1], dispatch.settings(self.attention):
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             return jax.jit(program).lower(self.weights, dict(arrays))
@@ -169,6 +187,10 @@ class Compiled:
         return self.programs[key]
 
     def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
+        return shard.to_jax(tensor, self._where(name, tensor))
+
+    def _where(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
+        """Returns where the input's rule puts it."""
         shapes = {name: tuple(tensor.shape)}
         rules = [rule for rule in self.rules if shard.matches(rule, name)][:1]
         if not rules:
@@ -182,7 +204,7 @@ class Compiled:
             found = shard.match(rules, shapes, dict(self.mesh.shape), self.where)
         except MeshError as error:
             raise MeshError(self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name) from error
-        return shard.to_jax(tensor, shard.sharding(found[name], self.mesh))
+        return shard.sharding(found[name], self.mesh)
 
 
 @contextlib.contextmanager

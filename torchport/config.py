@@ -156,6 +156,29 @@ def _plain_scalar(node: ScalarNode, file: str) -> Any:
         raise SyntaxYamlError(f"{file}:{line}", f"'{node.value}' cannot be read", "Quote it") from error
 
 
+def overridden(document: Document, override: str) -> Document:
+    """Returns the document with one `path.to.field=value` put in, the value read as YAML."""
+    place = f"--set {override}"
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise WrongTypeError(place, "This is not path.to.field=value", "Write for example --set steps=10")
+    try:
+        value = parse_document(text, place).data
+    except SyntaxYamlError as error:
+        raise SyntaxYamlError(place, error.fact, "Quote the value") from error
+    data: Any = {**document.data} if isinstance(document.data, dict) else {}
+    inner, new = data, len(keys)
+    for depth, key in enumerate(keys[:-1], 1):
+        if not isinstance(inner.get(key), dict):
+            new = min(new, depth)  # from here on down, all is the flag's
+            inner[key] = {}
+        inner[key] = {**inner[key]}
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
+
+
 def validated(model: type[ModelT], document: Document) -> ModelT:
     """Returns the document as a model.
 

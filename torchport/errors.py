@@ -35,14 +35,18 @@ TorchportError
 │   ├── MeshError              TP401  a mesh that does not fit the devices, the heads or the batch
 │   ├── DeadRuleError          TP402  a rule that matches no tensor
 │   ├── UnmatchedError         TP403  a tensor that no rule matches
-│   └── PlacementError         TP404  an array that is not where its rule puts it
+│   ├── PlacementError         TP404  an array that is not where its rule puts it
+│   └── StackError             TP405  blocks that cannot run as one under a scan
 ├── MachineError               TP501  this machine cannot carry the job
+│   ├── TopologyError          TP502  a TPU that is not there cannot be compiled for
+│   └── VmemError              TP503  a tile that does not fit the chip's vector memory
 ├── SaveError              artefacts
 │   ├── ArtefactMissingError   TP601  a stage's input is not there
 │   ├── ArtefactBrokenError    TP602  an artefact that differs from its manifest
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
+├── AttentionError             TP801  attention that the named implementation cannot compute
 └── StoppedError               TP701  stopped by Ctrl-C, with everything finished so far saved
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
@@ -329,6 +333,30 @@ class MachineError(TorchportError):
     """This machine cannot carry the job: too few devices, another kind, too little memory."""
 
     id = "TP501"
+
+
+class TopologyError(MachineError):
+    """A TPU that is not there cannot be compiled for: no libtpu, no such slice, or a program its compiler refuses."""
+
+    id = "TP502"
+
+
+class VmemError(MachineError):
+    """A kernel's tile does not fit the chip's vector memory (VMEM), or the part of it that the kernel may use."""
+
+    id = "TP503"
+
+
+class AttentionError(TorchportError):
+    """Attention that the named implementation cannot compute here: its platform, shapes, mask or tile."""
+
+    id = "TP801"
+
+
+class StackError(ShardError):
+    """Blocks that cannot be stacked: they differ in more than their weights, or keep something between calls."""
+
+    id = "TP405"
 
 
 class SaveError(TorchportError):

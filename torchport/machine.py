@@ -11,6 +11,7 @@ from torchport.errors import BadValueError, MachineError
 
 Platform = Literal["cpu", "cuda", "tpu"]
 GIB = 2**30
+MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +39,80 @@ HOST = Machine("the host", "cpu", 0)
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A kind of TPU chip. Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11."""
+    """A kind of TPU chip and its limits, each for one JAX device.
+
+    Attributes:
+        kinds: What JAX calls a device of it (`device_kind`), any of these.
+        memory: Bytes of HBM.
+        cores: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
+        vmem: Bytes of vector memory of one core.
+        clock: Hz; bundles that one core issues in a second.
+        bundle_flops: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
+        flops: Peak bfloat16 flop/s as published; `cores * bundle_flops * clock` within 0.3 %.
+        bandwidth: Bytes/s between HBM and the device, as published.
+        devices: JAX devices that a chip holds.
+
+    Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth (v6e's page, as revised, rounds
+    to 800e9 and 1600e9 for v5e and v6e).
+    `jax/_src/pallas/mosaic/tpu_info.py` of JAX 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %,
+    except for v5p's bandwidth, where it has 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one
+    of 4 units (v5e, v5p) is busy for 16 bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with
+    16 rows times 256 x 256. clock: that file's flops over `cores * bundle_flops`, rounded.
+    """
 
     kinds: tuple[str, ...]
     memory: int
+    _: dataclasses.KW_ONLY
+    cores: int = 1
+    vmem: int
+    clock: float
+    bundle_flops: int
+    flops: float
+    bandwidth: float
     devices: int = 1
 
 
 TPU_CHIPS = {
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 16 * GIB),
-    "v5p": Chip(("TPU v5", "TPU v5p"), 95 * GIB),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 32 * GIB),
-    "tpu7x": Chip(("TPU7x", "TPU v7x", "TPU v7"), 96 * GIB, devices=2),
+    "v5e": Chip(
+        ("TPU v5 lite", "TPU v5e"),
+        16 * GIB,
+        vmem=128 * MIB,
+        clock=1.5e9,
+        bundle_flops=131_072,
+        flops=197e12,
+        bandwidth=819e9,
+    ),
+    "v5p": Chip(
+        ("TPU v5", "TPU v5p"),
+        95 * GIB,
+        cores=2,
+        vmem=64 * MIB,
+        clock=1.75e9,
+        bundle_flops=131_072,
+        flops=459e12,
+        bandwidth=2765e9,
+    ),
+    "v6e": Chip(
+        ("TPU v6 lite", "TPU v6e"),
+        32 * GIB,
+        vmem=128 * MIB,
+        clock=1.755e9,
+        bundle_flops=524_288,
+        flops=918e12,
+        bandwidth=1638e9,
+    ),
+    "tpu7x": Chip(
+        ("TPU7x", "TPU v7x", "TPU v7"),
+        96 * GIB,
+        vmem=64 * MIB,
+        clock=2.2e9,
+        bundle_flops=524_288,
+        flops=1155e12,
+        bandwidth=3.69e12,
+        devices=2,
+    ),
 }
-"""Memory is per JAX device."""
+"""Limits are per JAX device; those of a core say so."""
 
 
 def parse_machine(name: str, place: str) -> Machine:
@@ -76,6 +137,11 @@ def parse_machine(name: str, place: str) -> Machine:
         f"'machine' is '{name}'",
         f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4), cuda:<devices> or cpu:<devices>",
     )
+
+
+def chip(machine: Machine) -> Chip | None:
+    """Returns the kind of chip that a TPU machine is made of; None for a machine of CPUs or GPUs."""
+    return TPU_CHIPS.get(machine.name.partition(":")[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,4 +250,4 @@ def host_memory() -> int:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

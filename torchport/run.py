@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny, upstream, video
+from torchport.attention import bound, dispatch
 from torchport.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.progress import log, track
@@ -243,17 +244,41 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     prefix = f"{stage.submodule}." if stage.submodule else ""
     tensors = load.tensors(parts[name], folder, name)
     own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
+    weights = shard.place(own, rules, mesh)
     return compile.Compiled(
         module,
-        shard.place(own, rules, mesh),
+        weights,
         strategy.inputs[name],
         mesh,
         what=name,
         place=task.rules_place("inputs", name),
         precision=task.card.components[name].precision,
         trace=ledger.trace(),
+        attention=dispatch.Settings(task.job.attention, _score_bounds(task, name, weights)),
+        activations=strategy.activations.get(name, []),
+        stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
+        rules_place=functools.partial(_rules_place, task, name),
         how=how,
     )
+
+
+def _rules_place(task: Task, name: str, what: str) -> str:
+    """Returns where a component's activation rules, or one of its stacks, are written."""
+    if what == "activations":
+        return task.rules_place("activations", name)
+    return task.card_document.place(["stacks", name, what.removeprefix("stacks.")])
+
+
+def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the bounds of a network's attention scores that its gains give."""
+    found: dict[str, float] = {}
+    for what, entry in task.card.score_bounds.items():
+        place = task.card_document.place(["score_bounds", what])
+        limit = bound.of_weights(weights, entry.queries, entry.keys, what, place) if entry.component == name else None
+        if limit is not None:
+            found[what] = limit
+            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
+    return found
 
 
 def _save_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:

@@ -199,6 +199,22 @@ def place(
     return placed
 
 
+KINDS = {
+    torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float32: numpy.float32,
+    torch.float16: numpy.float16,
+    torch.int64: numpy.int32,
+    torch.int32: numpy.int32,
+    torch.bool: numpy.bool_,
+}
+"""What `to_jax` makes of torch's dtypes."""
+
+
+def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns what `to_jax` would make of a tensor, as shape, dtype and placement alone."""
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), KINDS[tensor.dtype], sharding=where)
+
+
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
 

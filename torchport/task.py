@@ -135,7 +135,7 @@ class Task:
         """Returns a component's dtype by name."""
         return str(self.settings.dtypes[component]).removeprefix("torch.")
 
-    def rules_place(self, kind: Literal["weights", "inputs"], component: str) -> str:
+    def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
         """Returns where the sharding rules of a component are written, `file:line`."""
         return self.card_document.place(["strategies", self.job.strategy, kind, component])
 
@@ -226,7 +226,9 @@ def _check_axes(card: Card, job: Job, family: ModuleType, stage: str, document: 
     networks = [s.network for s in family.STAGES if s.network and stage in (s.name, "all")]
     strategy = card.strategies[job.strategy]
     rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
-    used = {axis for rule in rules for spec in (rule.spec, *rule.otherwise) if spec != "replicate" for axis in spec}
+    specs = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for name in networks for rule in strategy.activations.get(name, []) for spec in rule.outputs if spec]
+    used = {axis for spec in specs if spec != "replicate" for axis in spec}
     for axis, size in job.mesh.items():
         if networks and size > 1 and axis not in used:
             shown = ", ".join(sorted(str(name) for name in used if name))
@@ -313,6 +315,7 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
         guidance_scale=job.guidance_scale,
         dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},
         vae_tiling=job.vae_tiling,
+        text_bucket=job.text_bucket,
         variant=job.variant or card.variant,
         image=request.image,
     )
@@ -355,7 +358,7 @@ def _host_bytes(task: Task, component: str) -> int:
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    shapes = shard.named_shapes(dict(_published(task, network).get_submodule(stage.submodule).named_parameters()))
+    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
     strategy = task.card.strategies[task.job.strategy]
     # Rules for buffers that are prepared later match nothing yet.
     rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
@@ -363,7 +366,7 @@ def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
     return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
 
 
-def _published(task: Task, component: str) -> Any:
+def published(task: Task, component: str) -> Any:
     """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default."""
     config, place = dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
     if task.checkpoint != "tiny":
@@ -387,7 +390,7 @@ def check_heads(task: Task) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = dict(_published(task, component).config)
+            config = dict(published(task, component).config)
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))

@@ -4,8 +4,8 @@ Shapes: B batch, S tokens, H heads, D features.
 """
 
 import torch
-import torch.nn.functional as F
 
+from torchport.attention.for_torch import attention
 from torchport.errors import BadValueError
 
 
@@ -56,12 +56,12 @@ def masked_attention(query, key, value, attention_mask):
         query: Queries.
         key: Keys.
         value: Values.
-        attention_mask: [B, S], true for valid tokens.
+        attention_mask: [B, S], true for valid tokens, which come first: the image is whole, and `valid_tokens_first`
+            has put the text in order. Their number is therefore the whole mask.
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask[:, None, None, :])
-    output = torch.where(attention_mask[:, None, :, None], output, torch.zeros_like(output))
-    return output.transpose(1, 2)
+    lengths = attention_mask.sum(dim=1)
+    return attention(query, key, value, lengths=lengths, bound="joint").transpose(1, 2)
 
 
 def key_mask(attention_mask):

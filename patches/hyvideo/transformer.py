@@ -6,6 +6,7 @@ Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D featur
 import torch
 from torch.nn import functional
 
+from torchport.attention.for_torch import attention
 from torchport.errors import BadValueError
 
 DENSE = ("flash", "flash2", "flash3", "torch")
@@ -22,7 +23,7 @@ def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=No
         img_q_len: Not read: the shapes say it.
         img_kv_len: Not read, likewise.
         attn_mode: One of the dense modes.
-        text_mask: [B, L], nonzero for valid tokens.
+        text_mask: [B, L], nonzero for valid tokens, which come first.
         attn_param: Settings of the sparse mode; not read.
         block_idx: Not read.
 
@@ -37,9 +38,10 @@ def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=No
         )
     if text_mask is None:
         raise BadValueError("hyvideo's text_mask", "It is None", "Pass the mask: upstream has no unmasked mode either")
-    query, key, value = (torch.cat(pair, dim=1) for pair in (q, k, v))
-    image = torch.ones(text_mask.shape[0], q[0].shape[1], dtype=torch.bool, device=text_mask.device)
-    return _attention(query, key, value, torch.cat([image, text_mask.bool()], dim=1))
+    query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in (q, k, v))
+    # The image is whole, and `valid_tokens_first` has put the text in order: the number of valid tokens is the mask.
+    lengths = q[0].shape[1] + text_mask.bool().sum(dim=1)
+    return attention(query, key, value, lengths=lengths, bound="joint").transpose(1, 2).flatten(2)
 
 
 def refiner_attention(q, k, v, drop_rate=0.0, attn_mask=None, causal=False, attn_mode="flash"):
@@ -63,16 +65,12 @@ def refiner_attention(q, k, v, drop_rate=0.0, attn_mask=None, causal=False, attn
             f"attn_mode={attn_mode!r}, drop_rate={drop_rate}, causal={causal}",
             "Only dense attention without dropout, and causal only without a mask, is carried over",
         )
-    return _attention(q, k, v, None if attn_mask is None else attn_mask.bool(), causal)
-
-
-def _attention(query, key, value, valid, causal=False):
-    """Returns the attention [B, S, H * D] of tokens [B, S, H, D] over the valid ones; 0 where a query is not valid."""
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    mask = None if valid is None else valid[:, None, None, :]
-    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-    if valid is not None:
-        output = torch.where(valid[:, None, :, None], output, torch.zeros_like(output))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if attn_mask is None:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    valid = attn_mask.bool()
+    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=valid[:, None, None, :])
+    output = torch.where(valid[:, None, :, None], output, torch.zeros_like(output))
     return output.transpose(1, 2).flatten(2)
 
 
@@ -86,11 +84,15 @@ def valid_tokens_first(self, byt5_txt, txt, byt5_text_mask, text_mask, zero_feat
         byt5_text_mask: The first group's mask, nonzero for valid tokens.
         text_mask: The second group's.
         zero_feat: Whether tokens that are not valid become zeros.
-        is_reorder: False leaves all as it stands, as upstream does, zeros included.
+        is_reorder: True: attention relies on the order.
+
+    Raises:
+        BadValueError: Another order.
     """
-    tokens = torch.cat([byt5_txt, txt], dim=1)
     if not is_reorder:
-        return tokens, torch.cat([byt5_text_mask, text_mask], dim=1).to(torch.int64)
+        remedy = "Leave it: attention takes the number of valid tokens as the whole mask"
+        raise BadValueError("hyvideo's is_reorder", "It is False", remedy)
+    tokens = torch.cat([byt5_txt, txt], dim=1)
     valid = torch.cat([byt5_text_mask.bool(), text_mask.bool()], dim=1)
     if zero_feat:
         # where, not a product: a token that is not valid may hold anything, and 0 * NaN is NaN.

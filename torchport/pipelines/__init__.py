@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ class Call(Protocol):
 
     batches: bool
     """Whether the conditions of guidance go through it as one batch, or one after the other as upstream has it."""
+    drops: bool
+    """Whether tokens that are masked, whatever their values, are left out beforehand; the original keeps them."""
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
         """Returns inputs that will be passed many times, where the network wants them."""
@@ -45,6 +47,7 @@ class Settings:
         vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
         variant: Which of several networks in the checkpoint.
         image: A file with the first frame, for image-to-video.
+        text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
     """
 
     prompt: str
@@ -59,6 +62,24 @@ class Settings:
     vae_tiling: bool | None
     variant: str | None = None
     image: Path | None = None
+    text_bucket: int | None = None
+
+
+def cut_text(values: Sequence[Sequence[torch.Tensor]], bucket: int | None) -> list[list[torch.Tensor]]:
+    """Returns tokens and masks of prompts without the padding that all conditions of guidance share.
+
+    Args:
+        values: Tokens [1, L, D] of each condition, their masks [1, L], nonzero for valid tokens, and so on in pairs.
+        bucket: The length becomes a multiple of this, so that similar prompts share a program; None: as it is.
+    """
+    if bucket is None:
+        return [list(value) for value in values]
+    cut = []
+    for tokens, masks in zip(values[::2], values[1::2], strict=True):
+        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in masks)
+        length = -(-longest // bucket) * bucket
+        cut += [[part[:, :length] for part in group] for group in (tokens, masks)]
+    return cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +111,7 @@ class Stage:
         submodule: The attribute of the network that is compiled (`decoder`), or "" for all of it.
         meta: Components of which it needs the configuration alone; built without storage.
         prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
+        like: Returns what its inputs are like, `like(parts, settings)`: shapes and dtypes, for planning.
         load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
         call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
     """
@@ -103,6 +125,7 @@ class Stage:
     submodule: str = ""
     meta: tuple[str, ...] = ()
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
+    like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
     call: Callable[..., Any] | None = None
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, cut_text
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -103,6 +103,18 @@ def prepare(parts: Mapping[str, Any], settings: Settings) -> None:
     rope.register_buffer("sin", sin, persistent=False)
 
 
+def embeddings_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    """Returns embeddings of the shapes and dtypes that `encode` returns, all tokens valid."""
+    config, dtype = parts["transformer"].config, settings.dtypes["transformer"]
+    shapes = ((1, 1000, config.text_embed_dim), (1, 1000), (1, 256, config.text_embed_2_dim), (1, 256))
+    prefixes = ["", "negative_"][: batch(settings.guidance_scale)]
+    return {
+        prefix + name: torch.ones(shape, dtype=dtype)
+        for prefix in prefixes
+        for name, shape in zip(EMBEDDINGS, shapes, strict=True)
+    }
+
+
 def denoise(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **embeddings: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -138,7 +150,7 @@ def denoise(
     )
     _check_embeddings(pipe.transformer.config, settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
-    inputs = _inputs(pipe, embeddings, dtype)
+    inputs = _inputs(pipe, embeddings, settings, call)
     conditions = _Conditions(call, inputs)
     done = 0
     if steps.resume is not None:
@@ -183,17 +195,21 @@ def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, 
 
 
 def _inputs(
-    pipe: Any, embeddings: Mapping[str, torch.Tensor], dtype: torch.dtype
+    pipe: Any, embeddings: Mapping[str, torch.Tensor], settings: Settings, call: Call
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Returns the transformer's constant inputs by its own names, with one value for each condition of guidance."""
     names = ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2")
     prefixes = [prefix for prefix in ("", "negative_") if prefix + EMBEDDINGS[0] in embeddings]
-    inputs = {
-        name: tuple(embeddings[prefix + key].to(dtype) for prefix in prefixes)
-        for name, key in zip(names, EMBEDDINGS, strict=True)
-    }
+    dtype, values = (
+        settings.dtypes["transformer"],
+        [[embeddings[prefix + key] for prefix in prefixes] for key in EMBEDDINGS],
+    )
+    if call.drops:
+        values = cut_text(values, settings.text_bucket)
+    inputs = {name: tuple(value.to(dtype) for value in group) for name, group in zip(names, values, strict=True)}
     # Text-to-video has no image: upstream passes zeros, which the transformer masks.
-    image = torch.zeros(1, pipe.vision_num_semantic_tokens, pipe.vision_states_dim, dtype=dtype)
+    tokens = 0 if call.drops else pipe.vision_num_semantic_tokens
+    image = torch.zeros(1, tokens, pipe.vision_states_dim, dtype=dtype)
     return {**inputs, "image_embeds": (image,) * len(prefixes)}
 
 
@@ -271,7 +287,7 @@ def _tiles(vae: Any, latents: torch.Tensor) -> int:
 
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
-DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "text_bucket")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 
 STAGES = (
@@ -291,6 +307,7 @@ STAGES = (
         network="transformer",
         meta=("vae",),
         prepare=prepare,
+        like=embeddings_like,
     ),
     Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder"),
 )

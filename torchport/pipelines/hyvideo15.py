@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, cut_text
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -143,6 +143,19 @@ def _image(pipe: Any, settings: Settings) -> dict[str, torch.Tensor]:
     return {"image_latents": latents, "image_embeds": states[:1]}
 
 
+def embeddings_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    """Returns embeddings of the shapes and dtypes that `encode` returns, all tokens valid."""
+    config = parts["transformer"].config
+    prefixes = ["", "negative_"][: batch(settings.guidance_scale)]
+    text, mask = torch.ones(1, 1000, config.text_states_dim).half(), torch.ones(1, 1000, dtype=torch.int64)
+    values = (text, mask, torch.ones(1, 256, 1472), mask[:, :256])
+    outputs = {prefix + name: value for prefix in prefixes for name, value in zip(EMBEDDINGS, values, strict=True)}
+    if task(str(settings.variant)) == "i2v":
+        outputs["image_latents"] = torch.zeros(1, 32, 1, settings.height // 16, settings.width // 16)
+        outputs["image_embeds"] = torch.ones(1, 729, config.vision_states_dim)
+    return outputs
+
+
 def denoise(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **embeddings: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -175,7 +188,7 @@ def denoise(
     kind = "i2v" if "image_latents" in embeddings else "t2v"
     mask = pipe.get_task_mask(kind, size[0])
     condition = pipe._prepare_cond_latents(kind, embeddings.get("image_latents"), latents, mask)
-    fixed = call.place(**_inputs(pipe, settings, embeddings, size))
+    fixed = call.place(**_inputs(pipe, settings, embeddings, size, call.drops))
     done = 0
     if steps.resume is not None:
         done, latents = steps.resume[0], steps.resume[1]["latents"]
@@ -225,14 +238,17 @@ def _check_kind(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> N
 
 
 def _inputs(
-    pipe: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor], size: tuple[int, int, int]
+    pipe: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor], size: tuple[int, int, int], drops: bool
 ) -> dict[str, torch.Tensor]:
     """Returns the transformer's constant inputs, the negative condition first, as upstream has them."""
     conditions = ["negative_", ""] if batch(settings.guidance_scale) == 2 else [""]
-    embeds, mask, glyphs, glyphs_mask = (
-        torch.cat([embeddings[prefix + name] for prefix in conditions]) for name in EMBEDDINGS
-    )
-    tokens, features = pipe.config.vision_num_semantic_tokens, pipe.transformer.config.vision_states_dim
+    values = [[embeddings[prefix + name] for prefix in conditions] for name in EMBEDDINGS]
+    if drops:
+        values = cut_text(values, settings.text_bucket)
+    embeds, mask, glyphs, glyphs_mask = (torch.cat(value) for value in values)
+    # Without an image upstream passes zeros, which the transformer masks.
+    tokens = 0 if drops else pipe.config.vision_num_semantic_tokens
+    features = pipe.transformer.config.vision_states_dim
     vision = embeddings.get("image_embeds", torch.zeros(1, tokens, features))
     # Upstream computes the tables inside its forward, once for each step; as arguments they are no constants.
     cos, sin = pipe.transformer.get_rotary_pos_embed(size)
@@ -362,13 +378,20 @@ def _arrange_glyphs(make: Callable[..., Any], folder: Path) -> None:
 
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "height", "width", "dtypes", "variant", "image")
-DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "variant")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "variant", "text_bucket")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 
 STAGES = (
     Stage("encode", encode, ENCODE_USES, load=load_encoders, meta=("transformer", "vae")),
     Stage(
-        "denoise", denoise, DENOISE_USES, needs=("encode",), network="transformer", meta=("vae",), call=call_transformer
+        "denoise",
+        denoise,
+        DENOISE_USES,
+        needs=("encode",),
+        network="transformer",
+        meta=("vae",),
+        call=call_transformer,
+        like=embeddings_like,
     ),
     Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder),
 )

@@ -1,0 +1,207 @@
+"""The one door: what it chooses, what it refuses, and how it splits kernels over a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+
+from tests.attention_reference import reference
+from torchport.attention import dispatch
+from torchport.attention.dispatch import Settings, attention, settings
+from torchport.attention.tiles import Tile
+from torchport.errors import AttentionError, VmemError
+
+SMALL = Tile(128, 256, 128)
+
+
+def drawn(batch=2, heads=4, queries=40, keys=40, size=16, dtype=jnp.float32, seed=0):
+    generator = numpy.random.default_rng(seed)
+    shapes = ((batch, heads, queries, size), (batch, heads, keys, size), (batch, heads, keys, size))
+    return [jnp.asarray(generator.normal(size=shape), dtype) for shape in shapes]
+
+
+def error(output, q, k, v, **options):
+    options = {"lengths": None, "scale": q.shape[-1] ** -0.5, "causal": False, "window": None, "mask": None, **options}
+    wanted = reference(*(numpy.asarray(x, numpy.float64) for x in (q, k, v)), **options)
+    return float(numpy.abs(numpy.asarray(output, numpy.float64) - wanted).max() / numpy.abs(wanted).max())
+
+
+def refusal(call, kind=AttentionError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def request(platform="tpu", **changes):
+    base = {
+        "platform": platform,
+        "chip": "v6e" if platform == "tpu" else None,
+        "dtype": jnp.bfloat16,
+        "head_size": 128,
+        "scale": 0.1,
+        "causal": False,
+        "window": None,
+        "masked": False,
+        "bound": None,
+        "tile": None,
+        "interpret": False,
+    }
+    return dispatch.Request(**{**base, **changes})
+
+
+@pytest.mark.parametrize("implementation", [None, "plain", "xla"])
+def test_every_implementation_for_any_platform_agrees_with_softmax_in_float64(implementation):
+    q, k, v = drawn()
+    lengths = jnp.asarray([40, 17])
+    output = attention(q, k, v, lengths=lengths, query_lengths=jnp.full(2, 40), implementation=implementation)
+    assert error(output, q, k, v, lengths=numpy.asarray(lengths)) < 1e-6
+
+
+@pytest.mark.parametrize("implementation", ["splash", "splash_transposed"])
+def test_a_tpu_kernel_runs_interpreted_and_agrees(implementation):
+    q, k, v = drawn(batch=1, heads=2, queries=300, keys=300, size=64)
+    lengths = jnp.asarray([270])
+    options = {"tile": Tile(256, 256, 128), "interpret": True, "implementation": implementation}
+    output = attention(q, k, v, lengths=lengths, query_lengths=jnp.asarray([300]), **options)
+    assert error(output, q, k, v, lengths=numpy.asarray([270])) < 2e-5
+
+
+def test_padded_queries_come_out_0_in_self_attention_and_only_there():
+    q, k, v = drawn()
+    lengths = jnp.asarray([40, 17])
+    output = attention(q, k, v, lengths=lengths)
+    assert (output[1, :, 17:] == 0).all() and (output[1, :, :17] != 0).any()
+    crossed = attention(q[:, :, :39], k, v, lengths=lengths)
+    assert (crossed[1, :, 17:] != 0).any()
+    kept = attention(q, k, v, lengths=lengths, query_lengths=jnp.asarray([40, 40]))
+    assert (kept[1, :, 17:] != 0).any()
+
+
+def test_keys_without_their_mean_give_the_same_softmax_and_a_wider_bound(monkeypatch):
+    q, k, v = drawn()
+    plain = attention(q, k + 30.0, v)
+    assert float(jnp.abs(attention(q, k + 30.0, v, smooth_keys=True) - attention(q, k, v)).max()) < 1e-5
+    assert float(jnp.abs(plain - attention(q, k, v)).max()) < 1e-4
+    seen = []
+    monkeypatch.setattr(dispatch, "_chosen", lambda name, asked, *shapes: seen.append(asked.bound) or (lambda *_: q))
+    attention(q, k, v, bound=8.0, smooth_keys=True)
+    attention(q, k, v, bound=8.0)
+    assert seen == [4.0, 2.0]  # times the scale, 1/4; twice as much without the mean
+
+
+def test_a_bound_by_name_is_the_programs(monkeypatch):
+    q, k, v = drawn()
+    seen = []
+    monkeypatch.setattr(
+        dispatch, "_chosen", lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_: q)
+    )
+    with settings(Settings("plain", {"joint": 12.0})):
+        attention(q, k, v, bound="joint")
+        attention(q, k, v, bound="other")
+        attention(q, k, v, implementation="xla")
+    attention(q, k, v, bound="joint")
+    assert seen == [(None, 3.0), (None, None), ("xla", None), (None, None)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        (request(), "splash_transposed"),
+        (request(causal=True), "splash"),
+        (request(window=(5, None)), "splash"),
+        (request(window=(None, None)), "splash_transposed"),
+        (request(masked=True), "plain"),
+        (request(dtype=jnp.float16), "plain"),
+        (request(head_size=256), "plain"),
+        (request("gpu"), "cudnn"),
+        (request("gpu", causal=True), "cudnn"),
+        (request("gpu", dtype=jnp.float32), "plain"),
+        (request("gpu", head_size=256), "plain"),
+        (request("gpu", head_size=12), "plain"),
+        (request("gpu", window=(None, 3)), "plain"),
+        (request("cpu"), "plain"),
+    ],
+)
+def test_the_platform_and_the_request_choose(asked, name):
+    assert dispatch._by_platform(asked) == name
+
+
+def test_a_named_implementation_is_that_one_or_an_error():
+    q, k, v = drawn()
+    assert refusal(lambda: attention(q, k, v, implementation="flash")) == (
+        "attention: There is no implementation 'flash'. Did you mean 'splash'? "
+        "Known: cudnn, plain, splash, splash_transposed, xla."
+    )
+    assert refusal(lambda: attention(q, k, v, implementation="splash_transposed")) == (
+        "attention splash_transposed: It is a TPU kernel, and this program is for cpu. Use implementation 'plain', or "
+        "run it on a TPU (or for one: under jax.set_mesh of its topology)."
+    )
+    text = refusal(lambda: attention(q, k, v, implementation="splash_transposed", causal=True, interpret=True))
+    assert text.startswith("attention splash_transposed: It is asked for causal=True, window=None, and computes")
+    mask = jnp.ones((1, 1, 40, 40), bool)
+    text = refusal(lambda: attention(q, k, v, implementation="xla", mask=mask))
+    assert text.startswith("attention xla: It is given a mask, and knows key padding only")
+    halves = [x.astype(jnp.float16) for x in (q, k, v)]
+    text = refusal(lambda: attention(*halves, implementation="splash", interpret=True))
+    assert text.startswith("attention splash: q, k and v are float16")
+
+
+def test_tensors_that_do_not_belong_together_are_refused():
+    q, k, v = drawn()
+    assert refusal(lambda: attention(q, k[:, :2], v)).startswith("attention: q [2, 4, 40, 16], k [2, 2, 40, 16]")
+    assert "None of them may be empty" in refusal(lambda: attention(q[:, :, :0], k, v))
+    assert "None of them may be empty" in refusal(lambda: attention(q, k[:, :, :0], v[:, :, :0]))
+    assert "They must have one float dtype" in refusal(lambda: attention(q, k.astype(jnp.bfloat16), v))
+    assert refusal(lambda: attention(q, k, v, lengths=jnp.asarray([41, 3]))) == (
+        "attention: lengths is [41, 3]. Each must be 0 to 40, the number of tokens."
+    )
+    assert refusal(lambda: attention(q, k, v, lengths=jnp.asarray([4]))).startswith(
+        "attention: lengths has the shape (1,)"
+    )
+    text = refusal(lambda: attention(q, k, v, mask=jnp.ones((40, 40), bool)))
+    assert text == "attention: The mask has the shape [40, 40]. It must be [2 or 1, 4 or 1, 40, 40]."
+
+
+def test_a_tile_that_does_not_fit_is_refused_with_its_bytes():
+    q, k, v = drawn(batch=1, heads=1, queries=40_000, keys=40_000, size=8, dtype=jnp.bfloat16)
+    call = lambda: attention(  # noqa: E731
+        q, k, v, tile=Tile(40_064, 4096), interpret=True, implementation="splash_transposed"
+    )
+    text = refusal(call, VmemError)
+    assert "40064" in text and "MiB" in text
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_a_kernel_on_shards_equals_one_on_whole_arrays(with_lengths):
+    q, k, v = drawn(batch=2, heads=4, queries=140, keys=140, size=64)
+    options = {"implementation": "splash_transposed", "interpret": True, "tile": SMALL}
+    lengths = jnp.asarray([140, 33]) if with_lengths else None
+    whole = attention(q, k, v, lengths=lengths, **options)
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 1), ("dp", "sp", "tp"), axis_types=kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = jax.jit(lambda q, k, v: attention(q, k, v, lengths=lengths, **options))(q, k, v)
+    assert not split.sharding.is_fully_replicated
+    # XLA fuses shards otherwise on a CPU: a rounding or two apart.
+    assert float(jnp.abs(split - whole).max() / jnp.abs(whole).max()) < 1e-6
+
+
+def test_axes_that_do_not_divide_are_left_out():
+    sizes = {"dp": 2, "sp": 4, "tp": 2}
+    assert dispatch._dividing(("dp",), sizes, 2) == ("dp",)
+    assert dispatch._dividing(("dp",), sizes, 3) == ()
+    assert dispatch._dividing(("sp", "tp"), sizes, 8) == ("sp", "tp")
+    assert dispatch._dividing(("sp", "tp"), sizes, 4) == ("sp",)
+    assert dispatch._dividing(("sp", "tp"), sizes, 6) == ("tp",)
+
+
+def test_calls_are_noted_with_what_computes_them():
+    q, k, v = drawn()
+    seen = []
+    with settings(Settings(None, {"joint": 1.0}, seen.append)):
+        attention(q, k, v, bound="joint")
+        attention(q, k[:, :, :7], v[:, :, :7], implementation="xla")
+    assert seen == [
+        dispatch.Traced("plain", 2, 4, 40, 40, 16, True),
+        dispatch.Traced("xla", 2, 4, 40, 7, 16, False),
+    ]

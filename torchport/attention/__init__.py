@@ -1,0 +1,1 @@
+"""Attention in pure JAX, with one door: `attention.dispatch.attention`."""

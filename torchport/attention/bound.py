@@ -1,0 +1,129 @@
+"""An upper bound of attention scores that is known before any token is: from the gains of the q and k norms.
+
+Softmax needs no maximum where no exponential can overflow and no sum can vanish: `exp2(s) / sum(exp2(s))` is exact as
+it stands when every score, in units of log 2, lies within `LIMIT`. Most video transformers normalise queries and keys
+and multiply them by learned gains, so that such a bound can be computed once, when the weights are loaded.
+
+Derivation. RMSNorm and LayerNorm leave a vector of length at most sqrt(D); with gains g and offsets b,
+q = g_q * u + b_q with |u| <= sqrt(D), and k likewise. Rotary embedding turns each pair of features by an angle, which
+keeps the pair's length, so by Cauchy and Schwarz over pairs
+
+    |q . k| <= sum_p |q_p| |k_p| <= D * max_p(g_qp * g_kp) + (terms of the offsets),
+
+where g_qp is the larger gain of pair p. How features are paired is the model's affair (neighbours, or halves), so the
+maximum over pairs is bounded by that of `max(g_q) * max(g_k)`, which holds for every pairing and without rotation.
+
+Source: the idea of a bound in place of the running maximum is maxdiffusion's (`custom_splash_attention.py`, pull
+requests 436 and 452, Apache-2.0), which takes it from the tokens at run time and subtracts it; the static form, and
+leaving the subtraction out, are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from torchport.errors import DeadRuleError, nearest
+
+LOG2E = math.log2(math.e)
+
+LIMIT = 80.0
+"""The largest score, in units of log 2, for which softmax needs no maximum.
+
+Underflow: every exponential is at least 2^-80, far from where float32 and bfloat16 lose precision (2^-126), so that
+nothing is flushed and every term keeps its relative precision. Overflow: a row's sum is at most T * 2^80, and with the
+values T * 2^80 * max|v|; for T up to 2^17 keys that stays finite for values up to 2^30 (1e9).
+"""
+
+ROUNDING = 1.0 + 2.0**-4
+"""What bfloat16 may add to a product, 16 roundings of at most 2^-8 each.
+
+On either side: the norm's result, its product with the gain, and the rotation, whose length grows by 2^-8 where it is
+computed in float32, and where it is not by (1 + 2 sqrt(2)) 2^-8: that of the sum, and those of tables and products, of
+which each feature takes two. Together up to 1.023 and 1.047 (found: 1.0211 and 1.0306). LayerNorm whose statistics are
+rounded too, as torchax computes it in bfloat16, may reach 1.08: the range that `LIMIT` leaves to values takes that.
+"""
+
+
+def holds(bound: float | None) -> bool:
+    """Returns whether scores within this bound (natural units, as they enter softmax) need no running maximum."""
+    return bound is not None and bound * LOG2E * ROUNDING <= LIMIT
+
+
+def norm_bound(
+    query_gains: Sequence[numpy.ndarray],
+    key_gains: Sequence[numpy.ndarray],
+    *,
+    query_offsets: Sequence[numpy.ndarray] = (),
+    key_offsets: Sequence[numpy.ndarray] = (),
+) -> float:
+    """Returns an upper bound of |q . k| for queries and keys that leave a norm over each head's features.
+
+    Args:
+        query_gains: Gains [D] of every norm that queries leave, one for each kind of token. A norm over all heads
+            together has H * D of them, and its bound is sqrt(H) times as large.
+        key_gains: Gains [D] of every norm that keys leave.
+        query_offsets: LayerNorm's offsets, where it has them.
+        key_offsets: Likewise.
+
+    Returns:
+        The bound; infinity where a gain is not finite.
+    """
+    # numpy's maximum, not Python's, which drops a NaN that does not come first.
+    longest = [
+        float(numpy.max([numpy.max(numpy.abs(gain.astype(numpy.float64))) * math.sqrt(gain.size) for gain in gains]))
+        + float(numpy.max([0.0, *(numpy.linalg.norm(offset.astype(numpy.float64)) for offset in offsets)]))
+        for gains, offsets in ((query_gains, query_offsets), (key_gains, key_offsets))
+    ]
+    bound = longest[0] * longest[1]
+    return bound if math.isfinite(bound) else math.inf
+
+
+def of_weights(
+    weights: Mapping[str, Any], queries: Sequence[str], keys: Sequence[str], what: str, place: str
+) -> float | None:
+    """Returns the bound of all blocks' attention, from the gains among a network's weights.
+
+    Args:
+        weights: Every weight by name, as arrays; shapes alone, of a network that is not loaded, give None.
+        queries: Regular expressions of the gains of every norm that queries leave. Those of one block have the same
+            first number in their names, and an offset `bias` beside a gain `weight` is counted in.
+        keys: Likewise for keys.
+        what: What the bound is called, for the error.
+        place: Where it is written.
+
+    Raises:
+        DeadRuleError: An expression that matches no weight: a bound that leaves out a norm would be wrong.
+    """
+    blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
+    for side, patterns in enumerate((queries, keys)):
+        for pattern in patterns:
+            found = [name for name in weights if re.fullmatch(pattern, name)]
+            if not found:
+                raise DeadRuleError(
+                    place, f"'{pattern}' of the bound '{what}' matches no weight", nearest(pattern, weights)
+                )
+            for name in found:
+                number = re.search(r"\d+", name)
+                block = blocks.setdefault(number[0] if number else "", ([], [], [], []))
+                block[side].append(weights[name])
+                # LayerNorm's offset lies beside its gain, and lengthens what leaves it.
+                offset = re.sub(r"weight$", "bias", name)
+                block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
+    if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
+        return None
+    return max(
+        _of_block(*([numpy.asarray(array, numpy.float64) for array in group] for group in block))
+        for block in blocks.values()
+    )
+
+
+def _of_block(query_gains: Any, key_gains: Any, query_offsets: Any, key_offsets: Any) -> float:
+    # A gain shared by all features says nothing of how many they are.
+    if not query_gains or not key_gains or any(gain.size == 1 for gain in (*query_gains, *key_gains)):
+        return math.inf
+    return norm_bound(query_gains, key_gains, query_offsets=query_offsets, key_offsets=key_offsets)

@@ -1,0 +1,305 @@
+"""The one door to attention: what is asked for is checked, an implementation is chosen, and its shards are laid out.
+
+An implementation that is named is that one or an error. Where none is named, the platform and the request choose:
+
+| platform | request | implementation |
+|---|---|---|
+| tpu | head size up to 128, key padding at most | `splash_transposed` |
+| tpu | head size up to 128, causal or a window | `splash` |
+| gpu | 16-bit, head size up to 128, no window to the right | `cudnn` |
+| any | a mask; or anything else | `plain` |
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from torchport.attention import plain, splash, stock, tiles, transposed
+from torchport.attention.plain import Window
+from torchport.attention.request import Request, check_shapes, checked_lengths, platform
+from torchport.card import Implementation
+from torchport.errors import AttentionError, nearest
+from torchport.machine import TPU_CHIPS
+
+NAMES: tuple[str, ...] = get_args(Implementation)
+MASKED = ("plain",)
+WINDOWED = ("plain", "splash", "cudnn", "xla")
+BATCH_AXES = ("dp",)
+HEAD_AXES = ("sp", "tp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """One call of attention in a program: its implementation, and its sizes on all devices together."""
+
+    implementation: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+    bounded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a program's attention is told from outside, while it is traced.
+
+    Attributes:
+        implementation: The one that every call uses; None: chosen call by call.
+        bounds: Upper bounds of |q . k| by name, which calls refer to.
+        note: Called with every call as it is traced: for plans.
+    """
+
+    implementation: Implementation | None = None
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    note: Callable[[Traced], None] | None = None
+
+
+NONE = Settings()
+_SETTINGS: contextvars.ContextVar[Settings] = contextvars.ContextVar("attention", default=NONE)
+
+
+@contextlib.contextmanager
+def settings(value: Settings) -> Iterator[None]:
+    """Applies settings to every call of `attention` inside."""
+    token = _SETTINGS.set(value)
+    try:
+        yield
+    finally:
+        _SETTINGS.reset(token)
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    query_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: jax.Array | None = None,
+    bound: float | str | None = None,
+    smooth_keys: bool = False,
+    implementation: Implementation | None = None,
+    tile: tiles.Tile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v, with padding left out exactly.
+
+    Under a mesh (`jax.set_mesh`), kernels run on shards: batch over `dp`, heads over `sp` and `tp`.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D].
+        k_BHTD: Keys [B, H, T, D].
+        v_BHTD: Values [B, H, T, D].
+        lengths: Integers [B], 0 to T: keys and values from there on take no part, whatever they hold.
+        query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
+            is self-attention; pass the number of queries where that is a coincidence.
+        scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right): query s sees keys s - left to s + right; None on a side: no limit there.
+        mask: bool (true takes part) or float (added to scaled scores), [B or 1, H or 1, S, T]; held in memory whole.
+        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Settings.bounds` (an unknown name
+            is no bound). Small enough once scaled, it spares the running maximum (`bound.holds`).
+        smooth_keys: Subtract the mean valid key, which softmax does not see: for float32 keys that share a strong one.
+        implementation: One of `NAMES`: that one, or an error.
+        tile: The kernel's tile, instead of the table's.
+        interpret: Run a TPU kernel as plain JAX, on any platform: for tests.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+
+    Raises:
+        AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
+        VmemError: A tile that does not fit the chip.
+    """
+    check_shapes(q_BHSD, k_BHTD, v_BHTD, mask)
+    batch, _, queries, size = q_BHSD.shape
+    keys = k_BHTD.shape[2]
+    lengths_B = None if lengths is None else checked_lengths("lengths", lengths, batch, keys)
+    if query_lengths is None and queries == keys:
+        query_lengths = lengths_B
+    factor = size**-0.5 if scale is None else float(scale)
+    # The mean that smoothing takes away is no longer than the longest key.
+    limit = _limit(bound, 2 * factor if smooth_keys else factor)
+    k_BHTD = splash.smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    request = Request(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, tile, interpret)
+    run = _chosen(implementation, request, q_BHSD.shape[:3], keys)
+    output = run(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
+    return output if query_lengths is None else _zeroed(output, query_lengths)
+
+
+def _limit(bound: float | str | None, factor: float) -> float | None:
+    """Returns the bound of scores, `factor` times that of products, which may be given by its name."""
+    limit = _SETTINGS.get().bounds.get(bound) if isinstance(bound, str) else bound
+    return None if limit is None else limit * abs(factor)
+
+
+def _zeroed(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
+    """Returns outputs with zeros from each sample's length on."""
+    batch, _, queries, _ = o_BHSD.shape
+    valid_BS = jnp.arange(queries) < checked_lengths("query_lengths", query_lengths, batch, queries)[:, None]
+    return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
+
+
+Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"], jax.Array]
+
+
+def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], keys: int) -> Run:
+    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T.
+
+    Raises:
+        AttentionError: The named one does not exist, or does not compute this.
+    """
+    current = _SETTINGS.get()
+    name = named or current.implementation or _by_platform(request)
+    if name not in NAMES:
+        raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
+    if request.masked and name not in MASKED:
+        raise AttentionError(
+            f"attention {name}",
+            "It is given a mask, and knows key padding only",
+            "Pass lengths instead of the mask, or use implementation 'plain'",
+            name=name,
+        )
+    if request.windowed and name not in WINDOWED:
+        raise AttentionError(
+            f"attention {name}",
+            f"It is asked for causal={request.causal}, window={request.window}, and computes neither",
+            f"Use one of {', '.join(WINDOWED)}",
+            name=name,
+        )
+    if current.note is not None:
+        current.note(Traced(name, *shape, keys, request.head_size, request.bounded))
+    if name == "plain":
+        # A mask has a layout of its own; XLA splits that form by itself.
+        whole = functools.partial(_plain, request)
+        return whole if request.masked else _sharded(whole)
+    if name == "xla":
+        return functools.partial(_stock, request, "xla")
+    if name == "cudnn":
+        return _sharded(functools.partial(_stock, request, "cudnn"))
+    _check_kernel(name, request)
+    return _sharded(functools.partial(_splash if name == "splash" else _transposed, request))
+
+
+def _by_platform(request: Request) -> str:
+    if request.masked:
+        return "plain"
+    if request.platform == "tpu" and request.dtype in (jnp.bfloat16, jnp.float32) and request.head_size <= 128:
+        return "splash" if request.windowed else "splash_transposed"
+    right = None if request.window is None else request.window[1]
+    to_right = not request.causal and right not in (None, 0)
+    if request.platform == "gpu" and request.dtype in (jnp.bfloat16, jnp.float16) and request.head_size <= 128:
+        return "plain" if to_right or request.head_size % 8 else "cudnn"
+    return "plain"
+
+
+def _check_kernel(name: str, request: Request) -> None:
+    """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
+    if request.platform != "tpu" and not request.interpret:
+        raise AttentionError(
+            f"attention {name}",
+            f"It is a TPU kernel, and this program is for {request.platform}",
+            "Use implementation 'plain', or run it on a TPU (or for one: under jax.set_mesh of its topology)",
+            name=name,
+        )
+    if request.dtype not in (jnp.bfloat16, jnp.float32):
+        raise AttentionError(
+            f"attention {name}",
+            f"q, k and v are {jnp.dtype(request.dtype).name}",
+            "Pass bfloat16 or float32, or use implementation 'plain'",
+            name=name,
+        )
+
+
+def _plain(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
+    return plain.attention(q, k, v, lengths_B=lengths_B, mask=mask, **_rules(request))
+
+
+def _stock(request: Request, name: Any, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    return stock.attention(q, k, v, lengths_B=lengths_B, implementation=name, **_rules(request))
+
+
+def _rules(request: Request) -> dict[str, Any]:
+    return {"scale": request.scale, "causal": request.causal, "window": request.window}
+
+
+def _splash(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    # A further feature hides padding for free where the matrix unit is deeper than the head size.
+    deep = request.chip not in ("v5e", "v5p") or request.head_size % tiles.LANES
+    options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": request.interpret}
+    if request.tile is not None:
+        compute = min(request.tile.block_kv, 1024)
+        options |= {"block_q": request.tile.block_q, "block_kv": request.tile.block_kv, "block_kv_compute": compute}
+    elif request.chip is not None:
+        best = tiles.best(request.chip, "splash", request.head_size, False)
+        options |= dataclasses.asdict(best)
+    return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(request), **options)
+
+
+def _transposed(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    chip = request.chip or "v6e"  # interpreted: any tile will do
+    vmem = TPU_CHIPS[chip].vmem
+    heads, head_size = transposed.grouping(q.shape[1], request.head_size)
+    tile = request.tile or tiles.best(chip, "splash_transposed", head_size, request.bounded)
+    fitted = tile.fitted(q.shape[2], k.shape[2])
+    itemsize = jnp.dtype(request.dtype).itemsize
+    tiles.checked(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=request.bounded, vmem=vmem)
+    return transposed.attention(
+        q,
+        k,
+        v,
+        lengths_B=lengths_B,
+        scale=request.scale,
+        bounded=request.bounded,
+        tile=tile,
+        vmem_bytes=vmem - tiles.RESERVED,
+        interpret=request.interpret,
+    )
+
+
+def _sharded(run: Callable[..., jax.Array]) -> Run:
+    """Returns a function of whole arrays that runs `run` on every device's shard, if there is a mesh.
+
+    XLA cannot split a kernel by itself. Axes that do not divide the batch or the heads are left out: the devices along
+    them compute the same.
+    """
+
+    def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
+            return run(q, k, v, lengths_B)
+        batch = _dividing(BATCH_AXES, dict(mesh.shape), q.shape[0])
+        tensors = PartitionSpec(batch, _dividing(HEAD_AXES, dict(mesh.shape), q.shape[1]))
+        if lengths_B is None:
+            whole = functools.partial(run, lengths_B=None)
+            return jax.shard_map(whole, in_specs=(tensors,) * 3, out_specs=tensors, check_vma=False)(q, k, v)
+        specs = (tensors, tensors, tensors, PartitionSpec(batch))
+        return jax.shard_map(run, in_specs=specs, out_specs=tensors, check_vma=False)(q, k, v, lengths_B)
+
+    return split
+
+
+def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
+    """Returns the axes, from the first on, whose product divides what they split."""
+    chosen: tuple[str, ...] = ()
+    for axis in axes:
+        if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:
+            chosen += (axis,)
+    return chosen

@@ -1,0 +1,217 @@
+"""Attention that runs everywhere and says what the others must compute: float32 softmax, a block at a time.
+
+Scores never exist beyond one block of queries and one of keys, so that 100,000 tokens need the memory of their inputs,
+their outputs and one block. Nothing is padded: the last block of either kind starts earlier instead, and what it sees a
+second time is masked (keys) or written again with the same values (queries). Blocks of keys that a block of queries
+cannot see, beyond the longest length or outside its window, are not computed. That makes the loops' bounds values: this
+form is for inference, it has no reverse mode.
+
+Which product is computed how was chosen by the distance to softmax in float64:
+
+* q k^T of bfloat16 inputs: bfloat16 products summed in float32. A product of two bfloat16 is exact in float32, so that
+  a conversion beforehand would only cost time.
+* p v: float32 probabilities with float32 values, whatever the inputs are. Probabilities in bfloat16 would add 2^-9 to
+  every term, as much as the result's own rounding does, and there is no second rounding in PyTorch's eager form.
+* float32 inputs: both products at `HIGHEST`, since a TPU's default for float32 is one pass in bfloat16.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head; Q queries and C keys of a block.
+
+Source: online softmax, Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); blocked over queries
+and keys as in Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Window = tuple[int | None, int | None]
+
+
+def without_padding(x_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
+    """Returns keys or values with zeros beyond each sample's length: 0 * NaN is NaN, so weights of 0 do not suffice."""
+    if lengths_B is None:
+        return x_BHTD
+    valid_BT = jnp.arange(x_BHTD.shape[2]) < lengths_B[:, None]
+    return jnp.where(valid_BT[:, None, :, None], x_BHTD, jnp.zeros_like(x_BHTD))
+
+
+def limits(causal: bool, window: Window | None) -> Window:
+    """Returns (left, right) of what a query sees around its own index, None where there is no limit."""
+    left, right = window if window is not None else (None, None)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def visible(
+    rows_S: jax.Array, columns_T: jax.Array, lengths_B: jax.Array | None, causal: bool, window: Window | None
+) -> jax.Array:
+    """Returns which keys each query sees, without mask and bias.
+
+    Args:
+        rows_S: int32 [S], indices of queries.
+        columns_T: int32 [T], indices of keys.
+        lengths_B: int32 [B], numbers of valid keys; None: all are.
+        causal: Whether later keys are hidden.
+        window: Farthest key to the left and to the right that is seen.
+
+    Returns:
+        bool [B or 1, 1, S, T].
+    """
+    left, right = limits(causal, window)
+    distance_ST = columns_T[None, :] - rows_S[:, None]
+    seen_ST = jnp.ones(distance_ST.shape, bool)
+    if left is not None:
+        seen_ST &= distance_ST >= -left
+    if right is not None:
+        seen_ST &= distance_ST <= right
+    if lengths_B is None:
+        return seen_ST[None, None]
+    return seen_ST[None, None] & (columns_T < lengths_B[:, None])[:, None, None, :]
+
+
+def sees_a_key(queries: int, keys: int, lengths_B: jax.Array | None, causal: bool, window: Window | None) -> jax.Array:
+    """Returns which queries see any key at all, bool [B or 1, 1, S, 1]; the output of the others is 0."""
+    left, right = limits(causal, window)
+    rows_S = jnp.arange(queries)
+    first_S = jnp.maximum(rows_S - left, 0) if left is not None else jnp.zeros_like(rows_S)
+    ends_B = jnp.asarray([keys]) if lengths_B is None else lengths_B
+    ends_BS = jnp.broadcast_to(ends_B[:, None], (ends_B.shape[0], queries))
+    if right is not None:
+        ends_BS = jnp.minimum(ends_BS, rows_S + right + 1)
+    return (first_S < ends_BS)[:, None, :, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What every block needs; all but the arrays is known before tracing."""
+
+    q: jax.Array  # [B, H, S, D]
+    k: jax.Array  # [B, H, T, D]
+    v: jax.Array  # [B, H, T, D]
+    lengths: jax.Array | None  # int32 [B]
+    mask: jax.Array | None  # bool or float, [B or 1, H or 1, S, T]
+    scale: float
+    causal: bool
+    window: Window | None
+    block_q: int
+    block_kv: int
+
+    def key_blocks(self, first_row: Any) -> tuple[Any, Any]:
+        """Returns the first block of keys that some query of a block sees, and one after the last."""
+        left, right = limits(self.causal, self.window)
+        keys = self.k.shape[2]
+        end = jnp.int32(keys) if self.lengths is None else jnp.minimum(jnp.max(self.lengths), keys)
+        if right is not None:
+            end = jnp.minimum(end, first_row + self.block_q + right)
+        start = jnp.int32(0) if left is None else jnp.maximum(first_row - left, 0) // self.block_kv
+        return start, (end + self.block_kv - 1) // self.block_kv
+
+    def scores(self, q_BHQD: jax.Array, first_row: Any, first_column: Any, unseen: Any) -> jax.Array:
+        """Returns the scores of a block, float32 [B, H, Q, C], with -inf for what takes no part.
+
+        Args:
+            q_BHQD: The block's queries.
+            first_row: Index of the first of them.
+            first_column: Index of the block's first key.
+            unseen: Index of the first key that no block before this one held.
+        """
+        k_BHCD = lax.dynamic_slice_in_dim(self.k, first_column, self.block_kv, axis=2)
+        precision = lax.Precision.HIGHEST if q_BHQD.dtype == jnp.float32 else None
+        s_BHQC = self.scale * jnp.einsum(
+            "bhqd,bhcd->bhqc", q_BHQD, k_BHCD, precision=precision, preferred_element_type=jnp.float32
+        )
+        columns_C = first_column + jnp.arange(self.block_kv)
+        rows_Q = first_row + jnp.arange(self.block_q)
+        seen = visible(rows_Q, columns_C, self.lengths, self.causal, self.window) & (columns_C >= unseen)
+        if self.mask is not None:
+            block = lax.dynamic_slice_in_dim(self.mask, first_row, self.block_q, axis=2)
+            block = lax.dynamic_slice_in_dim(block, first_column, self.block_kv, axis=3)
+            if block.dtype == jnp.bool_:
+                seen = seen & block
+            else:
+                s_BHQC = s_BHQC + block.astype(jnp.float32)
+        return jnp.where(seen, s_BHQC, -jnp.inf)
+
+    def values(self, first_column: Any) -> jax.Array:
+        """Returns the values of a block of keys, float32 [B, H, C, D], with zeros beyond the lengths."""
+        v_BHCD = lax.dynamic_slice_in_dim(self.v, first_column, self.block_kv, axis=2)
+        lengths_B = None if self.lengths is None else self.lengths - first_column
+        return without_padding(v_BHCD, lengths_B).astype(jnp.float32)
+
+
+def _block(inputs: _Inputs, first_row: Any) -> jax.Array:
+    """Returns the outputs of one block of queries, [B, H, Q, D] of q's dtype."""
+    q_BHQD = lax.dynamic_slice_in_dim(inputs.q, first_row, inputs.block_q, axis=2)
+    batch, heads, queries, _ = q_BHQD.shape
+    keys, size = inputs.v.shape[2:]
+
+    def step(j: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak_BHQ1, sum_BHQ1, o_BHQD = carry
+        unseen = j * inputs.block_kv
+        first_column = jnp.minimum(unseen, keys - inputs.block_kv)
+        s_BHQC = inputs.scores(q_BHQD, first_row, first_column, unseen)
+        after_BHQ1 = jnp.maximum(peak_BHQ1, s_BHQC.max(-1, keepdims=True))
+        # -inf - -inf is NaN: a row that has seen no key yet is measured from 0.
+        origin_BHQ1 = jnp.where(after_BHQ1 == -jnp.inf, 0.0, after_BHQ1)
+        p_BHQC = jnp.exp(s_BHQC - origin_BHQ1)
+        shrink_BHQ1 = jnp.exp(peak_BHQ1 - origin_BHQ1)
+        more_BHQD = jnp.einsum("bhqc,bhcd->bhqd", p_BHQC, inputs.values(first_column), precision=lax.Precision.HIGHEST)
+        return after_BHQ1, sum_BHQ1 * shrink_BHQ1 + p_BHQC.sum(-1, keepdims=True), o_BHQD * shrink_BHQ1 + more_BHQD
+
+    start = (
+        jnp.full((batch, heads, queries, 1), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, heads, queries, 1), jnp.float32),
+        jnp.zeros((batch, heads, queries, size), jnp.float32),
+    )
+    _, sum_BHQ1, o_BHQD = lax.fori_loop(*inputs.key_blocks(first_row), step, start)
+    o_BHQD = jnp.where(sum_BHQ1 == 0, 0.0, o_BHQD / jnp.where(sum_BHQ1 == 0, 1.0, sum_BHQ1))
+    return o_BHQD.astype(q_BHQD.dtype)
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths_B: jax.Array | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    mask: jax.Array | None = None,
+    block_q: int = 512,
+    block_kv: int = 1024,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T + mask) v, computed in float32 a block at a time.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
+        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
+        v_BHTD: Values [B, H, T, D], likewise.
+        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
+        scale: What scores are multiplied by.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right): query s sees keys s - left to s + right; None: no limit.
+        mask: bool (True takes part) or float (added to the scaled scores), [B or 1, H or 1, S, T]. It is read a block
+            at a time, but somebody has to hold it: for small ones.
+        block_q: Queries of a block, at most.
+        block_kv: Keys of a block, at most. A block of scores has B * H * block_q * block_kv float32.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+    """
+    queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
+    block_q, block_kv = min(block_q, queries), min(block_kv, keys)
+    inputs = _Inputs(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask, scale, causal, window, block_q, block_kv)
+
+    def step(i: Any, o_BHSD: jax.Array) -> jax.Array:
+        first_row = jnp.minimum(i * block_q, queries - block_q)
+        return lax.dynamic_update_slice_in_dim(o_BHSD, _block(inputs, first_row), first_row, axis=2)
+
+    o_BHSD = jnp.zeros((*q_BHSD.shape[:3], v_BHTD.shape[3]), q_BHSD.dtype)
+    return lax.fori_loop(0, -(-queries // block_q), step, o_BHSD)

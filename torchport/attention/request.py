@@ -1,0 +1,104 @@
+"""One call of attention: what is known of it before tracing, and what is refused at once.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+
+from torchport.attention import bound as bounds
+from torchport.attention import tiles
+from torchport.attention.plain import Window
+from torchport.errors import AttentionError
+from torchport.machine import TPU_CHIPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One call, checked; everything that is known before tracing.
+
+    Attributes:
+        platform: `tpu`, `gpu` or `cpu`, where the program will run.
+        chip: The TPU's kind, `v6e`; None elsewhere.
+        dtype: Of q, k and v.
+        head_size: D.
+        scale: What scores are multiplied by.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right) around the query's own index, or None.
+        masked: Whether there is a mask beyond key padding.
+        bound: Upper bound of |scale * q . k|, or None.
+        tile: The tile that the caller wants, or None.
+        interpret: Run a TPU kernel as plain JAX.
+    """
+
+    platform: str
+    chip: str | None
+    dtype: Any
+    head_size: int
+    scale: float
+    causal: bool
+    window: Window | None
+    masked: bool
+    bound: float | None
+    tile: tiles.Tile | None
+    interpret: bool
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some keys are hidden from some queries by their distance."""
+        return self.causal or self.window not in (None, (None, None))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether softmax needs no maximum."""
+        return bounds.holds(self.bound)
+
+
+def platform() -> tuple[str, str | None]:
+    """Returns the platform that the program is traced for, and its TPU chip: the mesh's if there is one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        first = jax.devices()[0]
+        platform, kind = first.platform, first.device_kind
+    else:
+        platform, kind = device.platform, device.device_kind
+    chips = [name for name, chip in TPU_CHIPS.items() if kind in chip.kinds]
+    if platform == "tpu" and not chips:
+        raise AttentionError(
+            "attention", f"The TPU is a '{kind}'", f"Known: {', '.join(TPU_CHIPS)}; or use implementation 'plain'"
+        )
+    return ("gpu" if platform in ("cuda", "gpu") else platform), (chips[0] if chips else None)
+
+
+def checked_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
+    """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
+    shape = getattr(lengths, "shape", None)
+    if shape != (batch,):
+        raise AttentionError("attention", f"{name} has the shape {shape}", f"It must be [{batch}], one for each sample")
+    known = [] if isinstance(lengths, jax.core.Tracer) else numpy.asarray(lengths).tolist()
+    if not all(0 <= length <= tokens for length in known):
+        raise AttentionError("attention", f"{name} is {known}", f"Each must be 0 to {tokens}, the number of tokens")
+    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, tokens)
+
+
+def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> None:
+    """Refuses tensors that do not belong together."""
+    shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
+        raise AttentionError("attention", shown, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")
+    if 0 in q.shape or 0 in k.shape:
+        raise AttentionError("attention", shown, "None of them may be empty")
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise AttentionError("attention", f"q is {q.dtype}, k {k.dtype}, v {v.dtype}", "They must have one float dtype")
+    if mask is not None:
+        wanted = (*q.shape[:2], q.shape[2], k.shape[2])
+        fits = mask.ndim == 4 and mask.shape[2:] == wanted[2:]
+        if not fits or any(have not in (1, want) for have, want in zip(mask.shape[:2], wanted[:2], strict=True)):
+            shape = f"[{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]}, {wanted[3]}]"
+            raise AttentionError("attention", f"The mask has the shape {list(mask.shape)}", f"It must be {shape}")

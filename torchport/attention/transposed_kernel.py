@@ -1,0 +1,358 @@
+"""Attention for TPU whose products are both transposed: scores as K Q^T, outputs as V^T P.
+
+The value product then has the keys, not the head's few features, along the depth of the matrix unit, and fills it. With
+head size 128 on a 256-wide unit that is a ceiling of 66.7 % of peak where the usual order has 50 %; with 64, 40 and 25.
+
+Three things bring it close:
+
+* **Two chunks of keys at once.** While the scores of chunk j are computed and exponentiated, the probabilities of chunk
+  j - 1, kept in VMEM, meet its values. Neither waits for the other, so that the matrix unit works while the exponential
+  unit does, and nothing has to be held in registers: no spills. Without a bound it is the scores that are kept.
+* **Keys and values are fetched by the body itself**, a chunk ahead, across tiles too. As a grid dimension, the chunks
+  would cost about 200 bundles of bookkeeping each, in which the matrix unit stands still.
+* **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition
+  and half a conversion. Otherwise the running maximum, in the same order of work.
+
+Whatever is 16-bit and wider than a register lies in VMEM as columns of 128 lanes: there, both halves of a register's
+rows are neighbours, where the usual order would have every one put together from two.
+
+Padding costs nothing: whole chunks beyond a sample's length are never fetched, and what is left of it is cut into
+pieces of `TAIL` keys, of which only the last is masked.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
+W = g * D features of a group; C keys of a chunk.
+
+Source: K Q^T with V^T S, several heads to a tile and a bound in place of the maximum are ideas of maxdiffusion's
+`custom_splash_attention.py` (Apache-2.0, commit 7cfb8801). The order of work is ours; no code is taken over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torchport.attention.tiles import LANES, SLOTS, SUBLANES, TAIL, Tile
+
+ROWS = (((1,), (1,)), ((), ()))
+PLAIN = (((1,), (0,)), ((), ()))
+
+Cell = tuple[int, Any, int]
+"""A head of the group, its first query, and how many queries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known before tracing.
+
+    Attributes:
+        tile: Fitted to the numbers of queries and keys.
+        heads: g.
+        head_size: D.
+        groups: H / g.
+        scale: What scores are multiplied by, in units of log 2.
+        bounded: Whether exp2 of a score can neither overflow nor vanish.
+        precision: Of the products: float32 needs `HIGHEST` to be float32.
+    """
+
+    tile: Tile
+    heads: int
+    head_size: int
+    groups: int
+    scale: float
+    bounded: bool
+    precision: lax.Precision | None
+
+    def cells(self) -> list[Cell]:
+        """Returns the cells of a chunk; the last queries may be fewer."""
+        width, end = self.tile.columns, self.tile.block_q
+        return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
+
+    def rows(self, head: int) -> slice:
+        """Returns where a head's features are in its group's."""
+        return slice(head * self.head_size, (head + 1) * self.head_size)
+
+
+@dataclasses.dataclass
+class _Refs:
+    """The kernel's memory."""
+
+    lengths: Any  # int32 [B], scalar memory
+    q: Any  # [block_q, W]
+    k_hbm: Any  # [B * G, T, W], in HBM
+    v_hbm: Any  # [B * G, T / 128, W, 128], in HBM
+    o: Any  # [W, block_q]
+    acc: Any  # float32 [W, block_q]
+    sums: Any  # float32 [g, 8, block_q]: row sums, by sublane
+    waiting: Any  # [g, block_q / 128, C, 128]: what a chunk leaves to the next step: probabilities, or float32 scores
+    peaks: Any  # float32 [g, 8, block_q]: the waiting scores' maximum, by sublane; not used under a bound
+    maximum: Any  # float32 [g, 8, block_q]: the running maximum, in every sublane; not used under a bound
+    keys: Any  # [SLOTS, C, W]
+    values: Any  # [SLOTS, C / 128, W, 128]
+    tail_keys: Any  # [TAIL, W]
+    tail_values: Any  # [TAIL / 128, W, 128]
+    chunk_done: Any  # [2, SLOTS]
+    tail_done: Any  # [2]
+    heads: Any = None  # [g, block_q, W]: each head's queries, zeros for the others' features; if g > 1
+
+
+class _Chunks:
+    """Keys and values on their way from HBM, into two slots in turn.
+
+    Chunk 0 is fetched for the next tile of the same heads while this one's tail is computed.
+    """
+
+    def __init__(self, refs: _Refs, row: Any, block: int) -> None:
+        self.refs = refs
+        self.row = row
+        self.block = block
+
+    @staticmethod
+    def slot(j: Any) -> Any:
+        """Returns the slot of chunk j."""
+        return lax.rem(j, SLOTS)
+
+    def keys(self, j: Any, slot: Any) -> Any:
+        """Returns the copy of the keys of chunk j."""
+        here = pl.ds(pl.multiple_of(j * self.block, self.block), self.block)
+        refs = self.refs
+        return pltpu.make_async_copy(refs.k_hbm.at[self.row, here], refs.keys.at[slot], refs.chunk_done.at[0, slot])
+
+    def values(self, j: Any, slot: Any) -> Any:
+        """Returns the copy of the values of chunk j."""
+        columns = self.block // LANES
+        refs, here = self.refs, pl.ds(j * columns, columns)
+        return pltpu.make_async_copy(refs.v_hbm.at[self.row, here], refs.values.at[slot], refs.chunk_done.at[1, slot])
+
+    def fetch_first(self) -> None:
+        """Starts to fetch chunk 0."""
+        self.keys(0, 0).start()
+        self.values(0, 0).start()
+
+    def fetch_tail(self, start: Any) -> None:
+        """Fetches a piece of the tail."""
+        refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
+        columns = pl.ds(lax.div(start, LANES), TAIL // LANES)
+        copies = (
+            pltpu.make_async_copy(refs.k_hbm.at[self.row, here], refs.tail_keys, refs.tail_done.at[0]),
+            pltpu.make_async_copy(refs.v_hbm.at[self.row, columns], refs.tail_values, refs.tail_done.at[1]),
+        )
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+
+class _Softmax:
+    """The products and the softmax of one chunk, cell by cell."""
+
+    def __init__(self, plan: Plan, refs: _Refs) -> None:
+        self.plan = plan
+        self.refs = refs
+
+    def clear(self) -> None:
+        """Clears the sums, and separates the heads' queries."""
+        refs, plan = self.refs, self.plan
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        refs.sums[...] = jnp.zeros_like(refs.sums)
+        if not plan.bounded:
+            refs.maximum[...] = jnp.full_like(refs.maximum, -jnp.inf)
+        if plan.heads > 1:
+            q = refs.q[...]
+            feature = lax.broadcasted_iota(jnp.int32, q.shape, 1)
+            for g in range(plan.heads):
+                own = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
+                refs.heads[g] = jnp.where(own, q, jnp.zeros_like(q))
+
+    def first(self, keys: jax.Array, cell: Cell) -> None:
+        """Leaves a cell's probabilities, or its scores, for the next step.
+
+        Args:
+            keys: [C, W].
+            cell: Which head and queries.
+        """
+        g, a, n = cell
+        s = self._scores(keys, cell)
+        if self.plan.bounded:
+            p = jnp.exp2(s)
+            self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            self._leave(cell, p.astype(self.refs.waiting.dtype))
+        else:
+            self.refs.peaks[g, :, pl.ds(a, n)] = _by_sublane(s).max(0)
+            self._leave(cell, s)
+
+    def second(self, values: Any, cell: Cell) -> None:
+        """Adds the values [C / 128, W, 128] of the chunk whose first half was left here."""
+        g, a, n = cell
+        columns = range(n // LANES)
+        left = jnp.concatenate([self.refs.waiting[g, lax.div(a, LANES) + i] for i in columns], axis=1)
+        if self.plan.bounded:
+            self._add(values, cell, left)
+        else:
+            self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
+
+    def both(self, keys: jax.Array, values: Any, valid: jax.Array, cell: Cell) -> None:
+        """Adds a piece of the tail at once; keys that are not valid [TAIL, 1] are left out."""
+        g, a, n = cell
+        s = self._scores(keys, cell)
+        if self.plan.bounded:
+            p = jnp.where(valid, jnp.exp2(s), 0.0)
+            self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            self._add(values, cell, p)
+        else:
+            s = jnp.where(valid, s, -jnp.inf)
+            self._online(values, cell, s, _by_sublane(s).max(0))
+
+    def _leave(self, cell: Cell, x: jax.Array) -> None:
+        g, a, n = cell
+        for i in range(n // LANES):
+            self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
+
+    def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
+        g, a, n = cell
+        here = (g, slice(None), pl.ds(a, n))
+        before = self.refs.maximum[here]
+        # One maximum for all sublanes of a query: its sums are added up only at the end.
+        after = jnp.maximum(before, peaks.max(0, keepdims=True))
+        self.refs.maximum[here] = after
+        p, shrink = jnp.exp2(s - after[:1]), jnp.exp2(before - after)
+        self.refs.sums[here] = self.refs.sums[here] * shrink + _by_sublane(p).sum(0)
+        self._add(values, cell, p, shrink[:1])
+
+    def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
+        """Adds the values weighted with p [C, queries], after shrinking what is there."""
+        g, a, n = cell
+        here = (self.plan.rows(g), pl.ds(a, n))
+        own = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
+        product = self._product(own, p.astype(own.dtype), PLAIN)
+        before = self.refs.acc[here]
+        self.refs.acc[here] = (before if shrink is None else before * shrink) + product
+
+    def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
+        """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
+        g, a, n = cell
+        q = self.refs.q[pl.ds(a, n), :] if self.plan.heads == 1 else self.refs.heads[g, pl.ds(a, n), :]
+        # In float32, after the product: a scaled q, rounded to bfloat16 again, would cost precision.
+        return self._product(keys, q, ROWS) * self.plan.scale
+
+    def _product(self, a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+        return lax.dot_general(a, b, dims, precision=self.plan.precision, preferred_element_type=jnp.float32)
+
+
+def _by_sublane(x: jax.Array) -> jax.Array:
+    """Returns [rows, n] as [rows / 8, 8, n]: reducing the first dim then costs no shuffle."""
+    return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
+
+
+def kernel(plan: Plan, *everything: Any) -> None:
+    """One tile of queries against all keys of its sample."""
+    refs = _Refs(*everything)
+    row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
+    length = refs.lengths[lax.div(row, plan.groups)]
+    full = lax.div(length, block)
+    chunks, softmax = _Chunks(refs, row, block), _Softmax(plan, refs)
+    pl.when((tile == 0) & (full > 0))(chunks.fetch_first)
+    softmax.clear()
+    pl.when(full > 0)(lambda: _full_chunks(softmax, chunks, full))
+    pl.when((tile < pl.num_programs(1) - 1) & (full > 0))(chunks.fetch_first)
+    _tail(softmax, chunks, full * block, length)
+    _finish(softmax)
+
+
+def _full_chunks(softmax: _Softmax, chunks: _Chunks, full: Any) -> None:
+    """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
+    refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
+    chunks.keys(jnp.minimum(1, last), slot(1)).start()
+    chunks.keys(0, 0).wait()
+    _each(plan, lambda cell: softmax.first(refs.keys[0], cell))
+
+    def step(j: Any, _: None) -> None:
+        chunks.keys(j, slot(j)).wait()
+        chunks.values(j - 1, slot(j - 1)).wait()
+        # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
+        # the compiler schedules as one.
+        chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
+        chunks.values(j, slot(j)).start()
+        keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
+        for cell in plan.cells():
+            softmax.second(values, cell)
+            softmax.first(keys[...], cell)
+
+    lax.fori_loop(1, full, step, None)
+    chunks.keys(last, slot(full)).wait()
+    chunks.values(last, slot(last)).wait()
+    _each(plan, lambda cell: softmax.second(refs.values.at[slot(last)], cell))
+
+
+def _tail(softmax: _Softmax, chunks: _Chunks, start: Any, length: Any) -> None:
+    """Adds what is left of the keys after the last whole chunk."""
+    refs = softmax.refs
+
+    def piece(i: Any, _: None) -> None:
+        here = start + i * TAIL
+        chunks.fetch_tail(here)
+        left = length - here
+        valid = lax.broadcasted_iota(jnp.int32, (TAIL, 1), 0) < left
+        # Values beyond the length may hold anything, and 0 * NaN is NaN.
+        shape = refs.tail_values.shape
+        key = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
+        refs.tail_values[...] = jnp.where(key < left, refs.tail_values[...], jnp.zeros_like(refs.tail_values))
+        _each(softmax.plan, lambda cell: softmax.both(refs.tail_keys[...], refs.tail_values, valid, cell))
+
+    lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
+
+
+def _finish(softmax: _Softmax) -> None:
+    """Writes the outputs: 0 where there was no key."""
+    refs, plan = softmax.refs, softmax.plan
+
+    def work(cell: Cell) -> None:
+        g, a, n = cell
+        here = (plan.rows(g), pl.ds(a, n))
+        sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
+        share = jnp.where(sums == 0, 0.0, 1.0 / sums)
+        refs.o[here] = (refs.acc[here] * share).astype(refs.o.dtype)
+
+    _each(plan, work)
+
+
+def _each(plan: Plan, work: Callable[[Cell], None]) -> None:
+    """Works on every cell in a loop: what runs once for each tile need not be unrolled."""
+    width, end = plan.tile.columns, plan.tile.block_q
+
+    def step(i: Any, _: None) -> None:
+        for g in range(plan.heads):
+            work((g, pl.multiple_of(i * width, LANES), width))
+
+    lax.fori_loop(0, end // width, step, None)
+    if end % width:
+        for g in range(plan.heads):
+            work((g, end // width * width, end % width))
+
+
+def scratch(plan: Plan, dtype: Any) -> list[Any]:
+    """Returns the kernel's scratch memory, in the order of `_Refs` from `acc` on."""
+    block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
+    width = g * plan.head_size
+    # A bound leaves the maximum unused; a reference has to be there.
+    statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
+    scratch = [
+        pltpu.VMEM((width, block_q), jnp.float32),
+        pltpu.VMEM((g, SUBLANES, block_q), jnp.float32),
+        pltpu.VMEM((g, block_q // LANES, block_kv, LANES), dtype if plan.bounded else jnp.float32),
+        statistics,
+        statistics,
+        pltpu.VMEM((SLOTS, block_kv, width), dtype),
+        pltpu.VMEM((SLOTS, block_kv // LANES, width, LANES), dtype),
+        pltpu.VMEM((TAIL, width), dtype),
+        pltpu.VMEM((TAIL // LANES, width, LANES), dtype),
+        pltpu.SemaphoreType.DMA((2, SLOTS)),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+    return [*scratch, pltpu.VMEM((g, block_q, width), dtype)] if g > 1 else scratch
