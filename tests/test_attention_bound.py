@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchport.attention import bound
-from torchport.errors import DeadRuleError
+from torchport.errors import BadValueError, DeadRuleError
 
 UNIT = 2.0**-8
 PAIRINGS = ("none", "neighbours", "halves")
@@ -247,3 +247,23 @@ def test_a_pattern_that_matches_no_weight_is_refused():
         "card.yaml:3: 'norm_x.weight' of the bound 'joint' matches no weight. Did you mean 'norm_q.weight'? "
         "Known: norm_q.weight."
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "text"),
+    [
+        (r"blocks\.\d\.norm_q\.weight", DeadRuleError, "and not 'blocks.10.norm_q.weight'. It must match the norms of"),
+        (r"blocks\.\d+\.norm_q\.bias", BadValueError, "'blocks.0.norm_q.bias' [4], which is no gain"),
+        (r"blocks\.\d+\.to_q\.weight", BadValueError, "'blocks.0.to_q.weight' [4, 4], which is no gain"),
+        (r"blocks\.\d+\.centred\.weight", BadValueError, "The gains of the bound 'joint' are all 0"),
+    ],
+)
+def test_a_card_that_would_give_a_wrong_bound_is_refused(pattern, kind, text):
+    weights = {}
+    for n in range(11):
+        weights |= {f"blocks.{n}.norm_{side}.weight": numpy.ones(4) for side in "qk"}
+        weights |= {f"blocks.{n}.norm_q.bias": numpy.zeros(4), f"blocks.{n}.to_q.weight": numpy.ones((4, 4))}
+        weights |= {f"blocks.{n}.centred.weight": numpy.zeros(4)}
+    with pytest.raises(kind) as caught:
+        bound.of_weights(weights, [pattern], [r"blocks\.\d+\.norm_k\.weight"], "joint", "card.yaml:3")
+    assert text in str(caught.value) and str(caught.value).startswith("card.yaml:3: ")

@@ -155,9 +155,9 @@ def test_tensors_that_do_not_belong_together_are_refused():
     assert refusal(lambda: attention(q, k, v, lengths=jnp.asarray([41, 3]))) == (
         "attention: lengths is [41, 3]. Each must be 0 to 40, the number of tokens."
     )
-    assert refusal(lambda: attention(q, k, v, lengths=jnp.asarray([4]))).startswith(
-        "attention: lengths has the shape (1,)"
-    )
+    text = refusal(lambda: attention(q, k, v, lengths=jnp.asarray([4])))
+    assert text == "attention: lengths has the shape [1] and dtype int32. It must be [2] integers, one for each sample."
+    assert "dtype float32" in refusal(lambda: attention(q, k, v, lengths=jnp.asarray([4.0, 5.0])))
     text = refusal(lambda: attention(q, k, v, mask=jnp.ones((40, 40), bool)))
     assert text == "attention: The mask has the shape [40, 40]. It must be [2 or 1, 4 or 1, 40, 40]."
 
@@ -205,3 +205,80 @@ def test_calls_are_noted_with_what_computes_them():
         dispatch.Traced("plain", 2, 4, 40, 40, 16, True),
         dispatch.Traced("xla", 2, 4, 40, 7, 16, False),
     ]
+
+
+def test_lengths_may_be_a_list_or_numpys():
+    q, k, v = drawn()
+    wanted = attention(q, k, v, lengths=jnp.asarray([40, 17]))
+    assert (attention(q, k, v, lengths=[40, 17]) == wanted).all()
+    assert (attention(q, k, v, lengths=numpy.asarray([40, 17])) == wanted).all()
+
+
+@pytest.mark.parametrize("window", [7, (3,), (1.5, 2), (-3, None), "x", (True, 1)])
+def test_a_window_that_is_no_pair_of_distances_is_refused(window):
+    q, k, v = drawn()
+    text = refusal(lambda: attention(q, k, v, window=window))
+    assert text == f"attention: window is {window!r}. It must be (left, right), each a whole number of keys or None."
+
+
+@pytest.mark.parametrize("bound", [0.0, -5.0, True, [3], float("nan")])
+def test_a_bound_that_bounds_nothing_is_refused(bound):
+    q, k, v = drawn()
+    assert "It must be a positive number" in refusal(lambda: attention(q, k, v, bound=bound))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((512, 128, 128), "tile: block_kv is 128. It must be a positive multiple of 256."),
+        ((512, 256, 100), "tile: columns is 100. It must be a positive multiple of 128."),
+        ((0, 256, 128), "tile: block_q is 0. It must be a positive multiple of 128."),
+    ],
+)
+def test_a_tile_that_the_kernel_would_compute_something_else_with_is_refused(sizes, text):
+    assert refusal(lambda: Tile(*sizes)) == text
+
+
+def test_a_tile_for_what_has_none_and_a_tile_of_another_kind_are_refused():
+    q, k, v = drawn()
+    text = refusal(lambda: attention(q, k, v, implementation="plain", tile=SMALL))
+    assert text.startswith("attention plain: It is given a tile, and has none")
+    text = refusal(lambda: attention(q, k, v, implementation="splash", tile=(128, 256, 128), interpret=True))
+    assert text == "attention splash: The tile is (128, 256, 128). It must be a tiles.Tile."
+
+
+def test_a_programs_implementation_leaves_masks_of_pairs_to_plain():
+    q, k, v = drawn()
+    mask = jnp.tril(jnp.ones((1, 1, 40, 40), bool))
+    with settings(Settings("xla")):
+        output = attention(q, k, v, mask=mask)
+    assert error(output, q, k, v, mask=numpy.asarray(mask)) < 1e-6
+    assert "It is given a mask" in refusal(lambda: attention(q, k, v, mask=mask, implementation="xla"))
+
+
+def test_meshes_that_split_nothing_or_are_typed_are_refused():
+    q, k, v = drawn()
+    auto, explicit = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(auto,) * 2, devices=jax.devices()[:4])):
+        text = refusal(lambda: jax.jit(attention)(q, k, v))
+    assert text == (
+        "attention: No axis of the mesh {'data': 2, 'model': 2} splits the batch or the heads. "
+        "Name its axes dp, sp, tp, or call attention inside a jax.shard_map of your own."
+    )
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(explicit,) * 2, devices=jax.devices()[:4])):
+        assert "has explicit axes. Make it with axis_types=" in refusal(lambda: jax.jit(attention)(q, k, v))
+
+
+def test_inside_a_shard_map_it_computes_what_it_is_given():
+    q, k, v = drawn()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.P("x")
+    split = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
+    assert float(jnp.abs(split - attention(q, k, v)).max()) < 1e-6
+
+
+def test_an_unknown_tpu_has_plain_and_is_told_what_the_kernels_know():
+    asked = request(chip=None)
+    assert "It knows no tile for this TPU. Known: v5e, v5p, v6e, tpu7x; or use 'plain'." in refusal(
+        lambda: dispatch._check_kernel("splash_transposed", asked)
+    )

@@ -45,6 +45,8 @@ MASKS = {
     "keys, valid first": torch.arange(20) < torch.tensor([20, 6])[:, None, None, None],
     "keys, anywhere": (torch.arange(20) % 3 != 0).expand(2, 1, 1, 20),
     "keys of all samples": (torch.arange(20) < 7)[None],
+    "keys, by head": torch.rand(2, 3, 1, 20, generator=torch.Generator().manual_seed(0)) > 0.4,
+    "keys, one sample": torch.rand(1, 3, 1, 20, generator=torch.Generator().manual_seed(2)) > 0.4,
     "pairs": (torch.arange(20) <= torch.arange(11)[:, None] + 4).expand(2, 1, 11, 20),
     "heads": torch.rand(2, 3, 11, 20, generator=torch.Generator().manual_seed(0)) > 0.3,
     "added": torch.randn(1, 3, 11, 20, generator=torch.Generator().manual_seed(0)),
@@ -93,6 +95,23 @@ def test_a_mask_too_large_to_hold_says_which_patch_to_write():
         "scaled_dot_product_attention: Its mask [1, 1, 120000, 120000] takes 13.4 GiB. Write a patch for the function "
         "that builds it: a mask over keys alone goes as lengths, "
         "`torchport.attention.for_torch.attention(q, k, v, lengths=...)`."
+    )
+
+
+def test_values_may_have_other_features_than_keys():
+    for size in (5, 13):
+        q, k, v = drawn((2, 3, 11, 8), (2, 3, 20, 8), (2, 3, 20, size))
+        wanted = functional.scaled_dot_product_attention(q, k, v)
+        assert ours(q, k, v).shape == wanted.shape and apart(ours(q, k, v), wanted) < 1e-6
+
+
+def test_a_mask_of_integers_and_heads_that_do_not_divide_are_refused():
+    q, k, v = drawn((1, 8, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8))
+    assert "The mask is int32. It must be bool, or float and added." in refusal(
+        lambda: ours(q, q, q, torch.ones(4, 4, dtype=torch.int32))
+    )
+    assert "Queries have 8 heads, and keys or values 3. With enable_gqa it must divide." in refusal(
+        lambda: ours(q, k, v, enable_gqa=True)
     )
 
 

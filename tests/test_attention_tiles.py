@@ -64,14 +64,14 @@ def test_a_head_size_between_those_of_the_table_takes_the_next_larger_ones_row()
 def test_a_chip_without_a_row_is_refused_with_those_that_have_one():
     assert refusal(lambda: best("v4", "splash_transposed", 128, True), AttentionError) == (
         "attention 'splash_transposed': The table has no tile for a chip 'v4'. It has v5e, v5p, v6e, tpu7x; "
-        "`torchport tune --implementation splash_transposed --head-size 128 --write FILE` adds a row."
+        "`torchport tune --help` says how to measure one."
     )
 
 
 def test_a_head_size_beyond_the_table_is_refused_with_the_command_that_adds_it():
     assert refusal(lambda: best("v6e", "splash", 256, False), AttentionError) == (
         "attention 'splash': The table has no tile for a head size of 256 on v6e. It has 64, 128; "
-        "`torchport tune --implementation splash --head-size 256 --write FILE` adds a row."
+        "`torchport tune --help` says how to measure one."
     )
 
 

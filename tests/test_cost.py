@@ -13,7 +13,7 @@ from torchport.schedule import Region, Schedule, compile_kernel
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[tpu]' and run `pytest tests/test_cost.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/test_cost.py`",
 )
 SLOTS = {"MATMUL": 2, "VSTORE:SPILL": 1, "VLOAD:FILL": 1}
 

@@ -16,7 +16,7 @@ from torchport.topology import environment
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[tpu]' and run `pytest tests/test_hlo.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/test_hlo.py`",
 )
 FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt."
 HEADER = "HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[]}, num_partitions=8\n"

@@ -90,27 +90,36 @@ def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(ba
 def test_text_is_cut_to_the_longest_prompt_rounded_up(bucket, length):
     tokens = [torch.arange(12.0).reshape(1, 12, 1), torch.arange(12.0).reshape(1, 12, 1)]
     masks = [(torch.arange(12) < n)[None].float() for n in (3, 7)]
-    cut, cut_masks = pipelines.cut_text([tokens, masks], bucket)
+    cut, cut_masks = pipelines.fit_text([tokens, masks], bucket)
     assert [part.shape[1] for part in (*cut, *cut_masks)] == [length] * 4
     assert [int(mask.sum()) for mask in cut_masks] == [3, 7]
     assert (cut[1] == tokens[1][:, :length]).all()
 
 
 def test_text_without_a_valid_token_keeps_one_bucket():
-    cut, masks = pipelines.cut_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
+    cut, masks = pipelines.fit_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
     assert cut[0].shape == (1, 4, 1) and not masks[0].any()
 
 
-@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 8), (False, 729, 12)])
+@pytest.mark.parametrize("bucket", [None, 4])
+def test_text_is_padded_until_the_sequence_is_whole_pieces(bucket):
+    tokens, masks = [torch.ones(1, 12, 3)], [(torch.arange(12) < 3)[None]]
+    text, mask, more, other = pipelines.fit_text([tokens, masks, tokens, masks], bucket, 1000)
+    assert (1000 + text[0].shape[1] + more[0].shape[1]) % pipelines.PIECE == 0
+    assert text[0].shape[1] == mask[0].shape[1] and more[0].shape[1] == other[0].shape[1] == (bucket or 12)
+    assert int(mask[0].sum()) == 3 and (text[0][:, 12:] == 0).all()
+
+
+@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 238), (False, 729, 12)])
 def test_a_program_is_given_no_token_that_the_task_masks_for_good_and_the_original_all(drops, tokens, text):
     call = Recorded(drops)
     pipe = SimpleNamespace(vision_num_semantic_tokens=729, vision_states_dim=5)
     valid = (torch.arange(12) < 6)[None].float()
     embeddings = dict(zip(hunyuan_video15.EMBEDDINGS, (torch.ones(1, 12, 3), valid) * 2, strict=True))
-    inputs = hunyuan_video15._inputs(pipe, embeddings, settings(text_bucket=4), call)
+    inputs = hunyuan_video15._inputs(pipe, embeddings, settings(text_bucket=4), call, 10)
     assert inputs["image_embeds"][0].shape == (1, tokens, 5)
     assert inputs["encoder_hidden_states"][0].shape == (1, text, 3)
-    assert inputs["encoder_attention_mask_2"][0].shape == (1, text)
+    assert inputs["encoder_attention_mask_2"][0].shape == (1, 8 if drops else 12)
 
 
 def settings(**changes):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from torchport import load, tiny
 from torchport.card import find_pack
+from torchport.errors import AttentionError
 from torchport.run import run
 from torchport.task import Request
 
@@ -215,6 +216,16 @@ def test_cutting_the_text_to_the_prompts_changes_nothing(request_small, runs, tm
     overrides = (*request_small.overrides, "text_bucket=32")
     run(dataclasses.replace(request_small, out=tmp_path, stage="denoise", overrides=overrides))
     assert difference(latents_of(tmp_path), latents_of(runs["torchax"])) < 1e-5
+
+
+def test_an_implementation_of_attention_may_be_named(request_small, runs, tmp_path):
+    overrides = (*request_small.overrides, "attention=xla")
+    run(dataclasses.replace(request_small, out=tmp_path, stage="encode"))
+    run(dataclasses.replace(request_small, out=tmp_path, stage="denoise", overrides=overrides))
+    assert difference(latents_of(tmp_path), latents_of(runs["torchax"])) < 1e-5
+    named = (*request_small.overrides, "attention=splash")
+    with pytest.raises(AttentionError, match="It is a TPU kernel, and this program is for cpu"):
+        run(dataclasses.replace(request_small, out=tmp_path, stage="denoise", overrides=named))
 
 
 def test_every_patch_was_used_and_is_in_the_manifest(runs):

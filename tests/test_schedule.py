@@ -12,7 +12,7 @@ from torchport.schedule import Region, _loops, _refusal, compile_kernel, read
 V6E = parse_machine("v6e:1x1", "a.yaml:1")
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[tpu]' and run `pytest tests/test_schedule.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/test_schedule.py`",
 )
 KEY = "= control target key start\nLB: loop body\nPF: predicated region fallthrough\n= control target key end\n\n"
 FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's."

@@ -19,7 +19,7 @@ from torchport.topology import describe, environment
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[tpu]' and run `pytest tests/test_topology.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/test_topology.py`",
 )
 
 
@@ -83,7 +83,7 @@ def test_without_libtpu_the_reader_is_told_where_it_is(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     assert refusal(V6E) == (
         "machine v6e:2x4: libtpu, the TPU's compiler, is not installed (this is Darwin arm64). "
-        "pip install 'torchport[tpu]' on Linux x86-64, which is where libtpu is."
+        "pip install 'torchport[plan]' on Linux x86-64, which is where libtpu is."
     )
 
 

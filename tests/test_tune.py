@@ -16,7 +16,7 @@ from torchport.workload import asked, sized
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[tpu]' and run `pytest tests/test_tune.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/test_tune.py`",
 )
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
 JOB = sized(V6E, tokens=2304, heads=1, head_size=128)
@@ -224,3 +224,11 @@ def test_the_table_for_people_is_aligned(schedules):
         "  2048/256/512          60.0      64.0    0.97  0.05      12     6000",
         "  2048/512/512        dropped, VMEM: 130,000,000 bytes, limit 125,829,120 (120 MiB)",
     ]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
+    for file in (tmp_path, tmp_path / "none" / "table.yaml"):
+        with pytest.raises(OutputError) as caught:
+            tune.check_writable(file)
+        assert "It is a folder, or lies in none. Name a file in a folder that is there." in str(caught.value)
+    tune.check_writable(tmp_path / "new.yaml")

@@ -277,6 +277,8 @@ def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **o
     from torchport.workload import asked
 
     job = asked(**options)
+    if file is not None:
+        command.check_writable(file)
     results = command.tune_all(job, implementation, scores)
     if as_json:
         click.echo(json.dumps([row for result in results for row in command.rows(result)], indent=2))

@@ -115,9 +115,9 @@ class ScoreBound(Frozen):
     """Attention whose queries and keys leave a norm: the gains of those norms bound its scores."""
 
     component: str
-    queries: list[Regex]
+    queries: Annotated[list[Regex], pydantic.Field(min_length=1)]
     """The gains of every norm that queries leave, by whole name; those of one block have the same number in it."""
-    keys: list[Regex]
+    keys: Annotated[list[Regex], pydantic.Field(min_length=1)]
 
 
 class Checkout(Frozen):

@@ -21,7 +21,7 @@ from torchport import shard, stack
 from torchport.activations import constrain
 from torchport.attention import dispatch
 from torchport.card import ActivationRule, Rule, Stack
-from torchport.errors import MachineError, MeshError, UnmatchedError
+from torchport.errors import MachineError, MeshError, UnmatchedError, VmemError
 from torchport.progress import log, waiting
 
 Static = tuple[tuple[str, object], ...]
@@ -215,6 +215,9 @@ def _memory(what: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        if "memory space vmem" in str(error):
+            said = " ".join(str(error).split())[:200]
+            raise VmemError(what, f"A kernel's tile does not fit: {said}", "Take a smaller tile") from error
         asked = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
         shown = f" ({asked[1] or asked[2]} bytes at once)" if asked else ""
         raise MachineError(

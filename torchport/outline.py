@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ import torch
 
 from torchport import compile, load, patch, pipelines, shard, topology, upstream
 from torchport.attention import dispatch
-from torchport.errors import BadValueError, TorchportError
+from torchport.errors import BadValueError, TopologyError, TorchportError
 from torchport.task import Request, Task, accept, check_heads, published
 
 
@@ -133,7 +134,7 @@ def _outline(task: Task, stage: pipelines.Stage, network: Any, inputs: Mapping[s
         precision=card.components[name].precision,
         trace=None,
         # No gains are at hand: that they keep scores within their bound is assumed, and said.
-        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 0.0), calls.append),
+        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), calls.append),
         activations=strategy.activations.get(name, []),
         stacks=card.stacks.get(name, {}) if job.stacked else {},
         rules_place=lambda what: task.card_document.place([what.partition(".")[0]]),
@@ -175,16 +176,36 @@ def compiled(request: Mapping[str, Any]) -> dict[str, Any]:
         start = time.monotonic()
         lowered = outline.program.lowered(outline.inputs, outline.static)
         traced = time.monotonic()
-        program = lowered.compile()
-        memory = program.memory_analysis()
-    sizes = ("argument", "temp", "output", "alias", "generated_code")
+        sizes = _sizes(lowered, task.machine.name)
     return {
-        "bytes": {size: getattr(memory, f"{size}_size_in_bytes") for size in sizes},
+        **sizes,
         "flops": outline.flops,
         "attention": [dataclasses.asdict(call) for call in outline.calls],
         "trace_s": traced - start,
         "compile_s": time.monotonic() - traced,
     }
+
+
+def _sizes(lowered: Any, name: str) -> dict[str, Any]:
+    """Compiles, and returns the bytes on each device; or those asked for and at hand where it does not fit.
+
+    Raises:
+        TopologyError: The compiler refuses the program for another reason.
+    """
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        exceeds = _EXCEEDS.search(str(error))
+        if exceeds is None:
+            said = " ".join(str(error).split())[:300]
+            raise TopologyError(f"plan {name}", f"The compiler refuses it: {said}", "Plan another size") from error
+        asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
+        return {"exceeds": {"asked": asked, "limit": limit}}
+    sizes = ("argument", "temp", "output", "alias", "generated_code")
+    return {"bytes": {size: getattr(memory, f"{size}_size_in_bytes") for size in sizes}}
+
+
+_EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([KMG ])\)")
 
 
 def main(arguments: list[str]) -> int:

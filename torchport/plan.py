@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torchport import errors, hlo, topology
 from torchport.attention import tiles, transposed
+from torchport.attention.dispatch import HEAD_AXES
 from torchport.errors import BadValueError, TopologyError
 from torchport.machine import Chip, Machine, chip
 from torchport.run import versions
@@ -70,8 +71,9 @@ def plan(request: Request, topology_name: str | None, keep: Path | None = None) 
     if task.machine.platform != "tpu":
         place = f"machine {task.machine.name}"
         raise BadValueError(place, "It is no TPU, and a plan is for one", "Name a slice with --topology v6e:2x4")
-    found = _compiled(task, keep)
-    stages = {"encode": {"status": "not_ported"}, "denoise": _stage(task, *found), "decode": {"status": "not_planned"}}
+    result, program = _compiled(task, keep)
+    denoise = _unfit(result, task.machine) if program is None else _stage(task, result, program)
+    stages = {"encode": {"status": "not_ported"}, "denoise": denoise, "decode": {"status": "not_planned"}}
     return {
         "model": task.card.model,
         "machine": task.machine.name,
@@ -89,8 +91,8 @@ def _assumptions(task: Task) -> list[str]:
     return [*known, "every token is valid", "nothing overlaps"]
 
 
-def _compiled(task: Task, keep: Path | None) -> tuple[dict[str, Any], hlo.Program]:
-    """Returns the compiler's outcome and its program, from a process of its own."""
+def _compiled(task: Task, keep: Path | None) -> tuple[dict[str, Any], hlo.Program | None]:
+    """Returns the compiler's outcome and its program, none if it does not fit; from a process of its own."""
     request = task.request
     fields: dict[str, Any] = {
         "model": request.model,
@@ -119,7 +121,26 @@ def _compiled(task: Task, keep: Path | None) -> tuple[dict[str, Any], hlo.Progra
         if "refusal" in answer:
             kind = getattr(errors, answer["refusal"]["kind"])
             raise kind(*answer["refusal"]["args"])
-        return answer["result"], hlo.read(dump)
+        return answer["result"], hlo.read(dump) if "bytes" in answer["result"] else None
+
+
+def _unfit(result: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+    """Returns what is known of a stage that does not fit: there is no program."""
+    kind = chip(machine)
+    assert kind is not None
+    asked = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": result["exceeds"]["asked"]}
+    step = {"model_s": None, "floor_s": result["flops"] / (kind.flops * machine.devices), "flops": result["flops"]}
+    return {
+        "status": "ok",
+        "fits": False,
+        "per_device": {**asked, "hbm_bytes": result["exceeds"]["limit"]},
+        "per_block": None,
+        "step": step,
+        "attention": None,
+        "largest": [],
+        "trace_s": result["trace_s"],
+        "compile_s": result["compile_s"],
+    }
 
 
 def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[str, Any]:
@@ -170,7 +191,8 @@ def _attention(task: Task, calls: list[dict[str, Any]], kind: Chip) -> dict[str,
     implementation: Literal["splash_transposed", "splash"]
     if call["implementation"] in ("splash_transposed", "splash"):
         implementation = call["implementation"]
-        _, size = transposed.grouping(call["heads"], call["head_size"])
+        own = call["heads"] // math.prod(task.job.mesh.get(axis, 1) for axis in HEAD_AXES)
+        _, size = transposed.grouping(max(own, 1), call["head_size"])
         row = tiles.row(name, implementation, size, call["bounded"])
         found |= {"steady_percent": row.steady_percent, "peak_percent": row.peak_percent}
         found["ms"] = 1e3 * flops / (kind.flops * row.peak_percent / 100)
@@ -240,16 +262,19 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     text = [
         f"{found['model']} on {found['machine']}, {found['strategy']}, {mesh}: "
         f"{'fits' if found['fits'] else 'DOES NOT FIT'}",
-        f"  bytes per device  arguments {device['arguments_bytes'] / gib:.1f} GiB, temporaries "
-        f"{device['temporaries_bytes'] / gib:.1f}, in all {device['peak_bytes'] / gib:.1f} of "
-        f"{device['hbm_bytes'] / gib:.0f}",
+        f"  bytes per device  {device['peak_bytes'] / gib:.3g} GiB of {device['hbm_bytes'] / gib:.3g}",
     ]
+    if device["arguments_bytes"] is not None:
+        text[-1] += (
+            f", of them {device['arguments_bytes'] / gib:.3g} arguments and "
+            f"{device['temporaries_bytes'] / gib:.3g} temporaries"
+        )
     if block:
         moved = sum(one["bytes"] * one["count"] for one in block["collectives"])
-        kernel = "not known" if block["attention_ms"] is None else f"{block['attention_ms']:.1f} ms"
+        kernel = "not known" if block["attention_ms"] is None else f"{block['attention_ms']:.3g} ms"
         text.append(
-            f"  per block ({block['count']})  attention {kernel} (model), everything else {block['other_ms']:.1f} ms "
-            f"(compiler), {moved / 1e6:.0f} MB of collectives {block['communication_ms']:.1f} ms (model)"
+            f"  per block ({block['count']})  attention {kernel} (model), everything else {block['other_ms']:.3g} ms "
+            f"(compiler), {moved / 1e6:.3g} MB of collectives {block['communication_ms']:.3g} ms (model)"
         )
         text += [
             f"    {one['count']} x {one['kind']} of {one['bytes'] / 1e6:.1f} MB among {one['group']}"
@@ -258,12 +283,13 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         ]
     if step["model_s"] is not None:
         text.append(
-            f"  per step  {step['model_s']:.2f} s by the model (attention {step['attention_s']:.2f}, other "
-            f"{step['other_s']:.2f}, communication {step['communication_s']:.2f}); the arithmetic alone at peak takes "
-            f"{step['floor_s']:.2f} s"
+            f"  per step  {step['model_s']:.3g} s by the model (attention {step['attention_s']:.3g}, other "
+            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}); the arithmetic alone at peak takes "
+            f"{step['floor_s']:.3g} s"
         )
-    text.append("  the most expensive operations of a block:" if block else "  the most expensive operations:")
-    text += [f"    {one['ms']:6.2f} ms  {one['opcode']:8} {one['source']}" for one in stage["largest"]]
+    if stage["largest"]:
+        text.append("  the most expensive operations of a block:" if block else "  the most expensive operations:")
+    text += [f"    {one['ms']:6.3f} ms  {one['opcode']:8} {one['source']}" for one in stage["largest"]]
     text.append(f"  traced in {stage['trace_s']:.1f} s, compiled in {stage['compile_s']:.1f} s")
     text.append(f"  assumed: {'; '.join(found['assumptions'])}")
     return text

@@ -15,7 +15,7 @@ from typing import Any
 from torchport.errors import TopologyError
 from torchport.machine import TPU_CHIPS, Machine
 
-INSTALL = "pip install 'torchport[tpu]' on Linux x86-64, which is where libtpu is"
+INSTALL = "pip install 'torchport[plan]' on Linux x86-64, which is where libtpu is"
 
 
 def environment(dump: Path | None = None) -> dict[str, str]:

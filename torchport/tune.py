@@ -243,6 +243,19 @@ def lines(result: Result) -> list[str]:
     return shown
 
 
+def check_writable(file: Path) -> None:
+    """Refuses a file that a table cannot be written to, before an hour is spent on one.
+
+    Raises:
+        ConfigError: The file is there, and is no such table.
+        OutputError: It lies in no folder, or is one.
+    """
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise OutputError(str(file), "It is a folder, or lies in none", "Name a file in a folder that is there")
+    if file.is_file():
+        tiles.read_table(file)
+
+
 def write(file: Path, results: Iterable[Result]) -> None:
     """Puts the best tile of each result into a table; rows of other keys stay.
 
@@ -261,16 +274,18 @@ def write(file: Path, results: Iterable[Result]) -> None:
 
 
 def _best_row(result: Result) -> tiles.TransposedRow | tiles.SplashRow:
-    best = result.candidates[0]
-    if best.dropped or best.figures is None:
+    best = next(iter(result.candidates), None)
+    if best is None or best.dropped or best.figures is None:
         raise TopologyError(
             f"tune {result.implementation} on {result.job.name}",
-            f"Every tile was dropped; the first: {best.dropped}",
+            f"Every tile was dropped; the first: {best.dropped}" if best else "No tile fits this head size",
             "Name another chip or head size",
         )
+    work = result.job.work
+    _, head_size = transposed.grouping(work.heads, work.head_size)
     fields: dict[str, Any] = {
         "chip": result.job.name,
-        "head_size": result.job.work.head_size,
+        "head_size": work.head_size if result.implementation == "splash" else head_size,
         "tile": dataclasses.asdict(best.tile),
         "tokens": result.job.work.queries,
         "peak_percent": round(percent_of_peak(result, best), 1),

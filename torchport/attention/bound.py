@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy
 
-from torchport.errors import DeadRuleError, nearest
+from torchport.errors import BadValueError, DeadRuleError, nearest
 
 LOG2E = math.log2(math.e)
 
@@ -36,7 +36,8 @@ LIMIT = 80.0
 
 Underflow: every exponential is at least 2^-80, far from where float32 and bfloat16 lose precision (2^-126), so that
 nothing is flushed and every term keeps its relative precision. Overflow: a row's sum is at most T * 2^80, and with the
-values T * 2^80 * max|v|; for T up to 2^17 keys that stays finite for values up to 2^30 (1e9).
+values T * 2^80 * max|v|; for T up to 2^17 keys that stays finite for values up to 2^30 (1e9). At the other end, if all
+scores of a row are near -80, values below 2^-46 (1e-14) lose precision, as their products come near 2^-126.
 """
 
 ROUNDING = 1.0 + 2.0**-4
@@ -97,17 +98,13 @@ def of_weights(
         place: Where it is written.
 
     Raises:
-        DeadRuleError: An expression that matches no weight: a bound that leaves out a norm would be wrong.
+        DeadRuleError: An expression that matches no weight, or not every block's.
+        BadValueError: An expression that matches what is no gain, or gains that are all 0.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
     for side, patterns in enumerate((queries, keys)):
         for pattern in patterns:
-            found = [name for name in weights if re.fullmatch(pattern, name)]
-            if not found:
-                raise DeadRuleError(
-                    place, f"'{pattern}' of the bound '{what}' matches no weight", nearest(pattern, weights)
-                )
-            for name in found:
+            for name in _gains(weights, pattern, what, place):
                 number = re.search(r"\d+", name)
                 block = blocks.setdefault(number[0] if number else "", ([], [], [], []))
                 block[side].append(weights[name])
@@ -116,10 +113,37 @@ def of_weights(
                 block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
     if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
         return None
-    return max(
+    found = [
         _of_block(*([numpy.asarray(array, numpy.float64) for array in group] for group in block))
         for block in blocks.values()
-    )
+    ]
+    if min(found) <= 0:
+        fact = f"The gains of the bound '{what}' are all 0"
+        raise BadValueError(place, fact, "A norm that multiplies by 1 + weight has no place here")
+    return max(found)
+
+
+def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
+    """Returns the names of the gains that an expression matches.
+
+    Raises:
+        DeadRuleError: None, or not every block's: a bound that leaves out a norm would be wrong.
+        BadValueError: What it matches is no gain.
+    """
+    found = [name for name in weights if re.fullmatch(pattern, name)]
+    if not found:
+        fact = f"'{pattern}' of the bound '{what}' matches no weight"
+        raise DeadRuleError(place, fact, nearest(pattern, weights))
+    wrong = next((name for name in found if len(weights[name].shape) != 1 or name.endswith("bias")), None)
+    if wrong is not None:
+        fact = f"'{pattern}' of the bound '{what}' matches '{wrong}' {list(weights[wrong].shape)}, which is no gain"
+        raise BadValueError(place, fact, "Match the weights of norms alone")
+    kinds = {re.sub(r"\d+", "#", name, count=1) for name in found}
+    left = next((name for name in weights if re.sub(r"\d+", "#", name, count=1) in kinds and name not in found), None)
+    if left is not None:
+        fact = f"'{pattern}' of the bound '{what}' matches '{found[0]}' and not '{left}'"
+        raise DeadRuleError(place, fact, "It must match the norms of every block")
+    return found
 
 
 def _of_block(query_gains: Any, key_gains: Any, query_offsets: Any, key_offsets: Any) -> float:

@@ -28,16 +28,17 @@ from jax.sharding import PartitionSpec
 
 from torchport.attention import plain, splash, stock, tiles, transposed
 from torchport.attention.plain import Window
-from torchport.attention.request import Request, check_shapes, checked_lengths, platform
-from torchport.card import Implementation
+from torchport.attention.request import Request, check_bound, check_call, checked_lengths, platform
+from torchport.card import Axis, Implementation
 from torchport.errors import AttentionError, nearest
 from torchport.machine import TPU_CHIPS
 
 NAMES: tuple[str, ...] = get_args(Implementation)
+KERNELS = ("splash", "splash_transposed")
 MASKED = ("plain",)
 WINDOWED = ("plain", "splash", "cudnn", "xla")
-BATCH_AXES = ("dp",)
-HEAD_AXES = ("sp", "tp")
+BATCH_AXES: tuple[Axis, ...] = ("dp",)
+HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Settings:
     """What a program's attention is told from outside, while it is traced.
 
     Attributes:
-        implementation: The one that every call uses; None: chosen call by call.
+        implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
         bounds: Upper bounds of |q . k| by name, which calls refer to.
         note: Called with every call as it is traced: for plans.
     """
@@ -101,7 +102,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
-    Under a mesh (`jax.set_mesh`), kernels run on shards: batch over `dp`, heads over `sp` and `tp`.
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`; inside a
+    `jax.shard_map` of one's own (check_vma=False) on what it is given. It has no reverse mode.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
@@ -128,15 +130,14 @@ def attention(
         AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
         VmemError: A tile that does not fit the chip.
     """
-    check_shapes(q_BHSD, k_BHTD, v_BHTD, mask)
+    check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
     batch, _, queries, size = q_BHSD.shape
     keys = k_BHTD.shape[2]
     lengths_B = None if lengths is None else checked_lengths("lengths", lengths, batch, keys)
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
-    # The mean that smoothing takes away is no longer than the longest key.
-    limit = _limit(bound, 2 * factor if smooth_keys else factor)
+    limit = _limit(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     request = Request(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, tile, interpret)
     run = _chosen(implementation, request, q_BHSD.shape[:3], keys)
@@ -147,6 +148,7 @@ def attention(
 def _limit(bound: float | str | None, factor: float) -> float | None:
     """Returns the bound of scores, `factor` times that of products, which may be given by its name."""
     limit = _SETTINGS.get().bounds.get(bound) if isinstance(bound, str) else bound
+    check_bound(limit)
     return None if limit is None else limit * abs(factor)
 
 
@@ -167,7 +169,8 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
         AttentionError: The named one does not exist, or does not compute this.
     """
     current = _SETTINGS.get()
-    name = named or current.implementation or _by_platform(request)
+    # A program's own name is for attention over valid tokens; a mask of pairs is `plain`'s wherever it occurs.
+    name = named or (None if request.masked else current.implementation) or _by_platform(request)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
     if request.masked and name not in MASKED:
@@ -183,6 +186,10 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
             f"It is asked for causal={request.causal}, window={request.window}, and computes neither",
             f"Use one of {', '.join(WINDOWED)}",
             name=name,
+        )
+    if request.tile is not None and name not in KERNELS:
+        raise AttentionError(
+            f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
         )
     if current.note is not None:
         current.note(Traced(name, *shape, keys, request.head_size, request.bounded))
@@ -212,6 +219,11 @@ def _by_platform(request: Request) -> str:
 
 def _check_kernel(name: str, request: Request) -> None:
     """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
+    if request.platform == "tpu" and request.chip is None:
+        known = ", ".join(TPU_CHIPS)
+        raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {known}; or use 'plain'")
+    if request.tile is not None and not isinstance(request.tile, tiles.Tile):
+        raise AttentionError(f"attention {name}", f"The tile is {request.tile!r}", "It must be a tiles.Tile")
     if request.platform != "tpu" and not request.interpret:
         raise AttentionError(
             f"attention {name}",
@@ -285,6 +297,7 @@ def _sharded(run: Callable[..., jax.Array]) -> Run:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
             return run(q, k, v, lengths_B)
+        _check_axes(mesh)
         batch = _dividing(BATCH_AXES, dict(mesh.shape), q.shape[0])
         tensors = PartitionSpec(batch, _dividing(HEAD_AXES, dict(mesh.shape), q.shape[1]))
         if lengths_B is None:
@@ -294,6 +307,19 @@ def _sharded(run: Callable[..., jax.Array]) -> Run:
         return jax.shard_map(run, in_specs=specs, out_specs=tensors, check_vma=False)(q, k, v, lengths_B)
 
     return split
+
+
+def _check_axes(mesh: Any) -> None:
+    """Refuses a mesh on which every device would compute all of it, and one whose shardings are types."""
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
+        raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
+    known = (*BATCH_AXES, *HEAD_AXES)
+    if all(size == 1 for axis, size in mesh.shape.items() if axis in known):
+        remedy = f"Name its axes {', '.join(known)}, or call attention inside a jax.shard_map of your own"
+        raise AttentionError(
+            "attention", f"No axis of the mesh {dict(mesh.shape)} splits the batch or the heads", remedy
+        )
 
 
 def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:

@@ -69,26 +69,39 @@ def platform() -> tuple[str, str | None]:
     else:
         platform, kind = device.platform, device.device_kind
     chips = [name for name, chip in TPU_CHIPS.items() if kind in chip.kinds]
-    if platform == "tpu" and not chips:
-        raise AttentionError(
-            "attention", f"The TPU is a '{kind}'", f"Known: {', '.join(TPU_CHIPS)}; or use implementation 'plain'"
-        )
     return ("gpu" if platform in ("cuda", "gpu") else platform), (chips[0] if chips else None)
 
 
 def checked_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
     """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
-    shape = getattr(lengths, "shape", None)
-    if shape != (batch,):
-        raise AttentionError("attention", f"{name} has the shape {shape}", f"It must be [{batch}], one for each sample")
-    known = [] if isinstance(lengths, jax.core.Tracer) else numpy.asarray(lengths).tolist()
-    if not all(0 <= length <= tokens for length in known):
-        raise AttentionError("attention", f"{name} is {known}", f"Each must be 0 to {tokens}, the number of tokens")
-    return jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, tokens)
+    traced = isinstance(lengths, jax.core.Tracer)
+    given = lengths if traced else numpy.asarray(lengths)
+    if given.shape != (batch,) or not jnp.issubdtype(given.dtype, jnp.integer):
+        fact = f"{name} has the shape {list(given.shape)} and dtype {given.dtype}"
+        raise AttentionError("attention", fact, f"It must be [{batch}] integers, one for each sample")
+    if not traced and not all(0 <= length <= tokens for length in given.tolist()):
+        fact = f"{name} is {given.tolist()}"
+        raise AttentionError("attention", fact, f"Each must be 0 to {tokens}, the number of tokens")
+    return jnp.clip(jnp.asarray(given).astype(jnp.int32), 0, tokens)
 
 
-def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> None:
-    """Refuses tensors that do not belong together."""
+def check_window(window: Any) -> None:
+    """Refuses a window that is no pair of distances."""
+    sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
+    if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
+        remedy = "It must be (left, right), each a whole number of keys or None"
+        raise AttentionError("attention", f"window is {window!r}", remedy)
+
+
+def check_bound(bound: Any) -> None:
+    """Refuses a bound that bounds nothing."""
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
+        raise AttentionError("attention", f"bound is {bound!r}", "It must be a positive number, or the name of one")
+
+
+def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
+    """Refuses tensors that do not belong together, and a window that is none."""
+    check_window(window)
     shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
         raise AttentionError("attention", shown, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")

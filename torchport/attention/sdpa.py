@@ -29,8 +29,8 @@ def scaled_dot_product_attention(
 ) -> jax.Array:
     """Returns what `torch.nn.functional.scaled_dot_product_attention` does, through the one door.
 
-    A bool mask over keys alone ([B, 1, 1, T], or fewer dims) becomes lengths: valid keys are moved to the front, which
-    no sum over keys can tell. Any other mask is applied as it is, as long as somebody can hold it.
+    A bool mask over keys alone ([B, H or 1, 1, T], or fewer dims) becomes lengths: valid keys are moved to the front,
+    which no sum over keys can tell. Any other mask is applied as it is, as long as somebody can hold it.
 
     Args:
         query: [..., S, D], two to four dims.
@@ -48,6 +48,9 @@ def scaled_dot_product_attention(
     Raises:
         AttentionError: Dropout, a causal call with a mask, more than four dims, or a mask too large to hold.
     """
+    if attn_mask is not None and not (attn_mask.dtype == jnp.bool_ or jnp.issubdtype(attn_mask.dtype, jnp.floating)):
+        fact = f"The mask is {attn_mask.dtype}"
+        raise AttentionError("scaled_dot_product_attention", fact, "It must be bool, or float and added")
     if dropout_p:
         raise AttentionError("scaled_dot_product_attention", f"dropout_p is {dropout_p}", "It must be 0 in inference")
     if is_causal and attn_mask is not None:
@@ -59,16 +62,34 @@ def scaled_dot_product_attention(
         )
     q, k, v = (_four(x) for x in (query, key, value))
     if enable_gqa:
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
+    size = v.shape[3]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    q, k, v = _of_one_size(q, k, v)
     queries = jnp.full(q.shape[:1], q.shape[2])
     if attn_mask is None:
         output = attention(q, k, v, query_lengths=queries, scale=scale, causal=is_causal)
     elif _over_keys(attn_mask):
-        k, v, lengths = _valid_first(k, v, attn_mask)
-        output = attention(q, k, v, lengths=lengths, query_lengths=queries, scale=scale)
+        output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
         output = attention(q, k, v, query_lengths=queries, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
+    output = output[..., :size]
     return output.reshape(*lead, *output.shape[-2:])
+
+
+def _repeated(x: jax.Array, heads: int) -> jax.Array:
+    """Returns keys or values with each head as often as the queries' heads use it."""
+    if heads % x.shape[1]:
+        fact = f"Queries have {heads} heads, and keys or values {x.shape[1]}"
+        raise AttentionError("scaled_dot_product_attention", fact, "With enable_gqa it must divide")
+    return jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _of_one_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values with zeros for features that only the others have: no product sees them."""
+    size = max(q.shape[3], v.shape[3])
+    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3]))) for x in (q, k, v)]
+    return padded[0], padded[1], padded[2]
 
 
 def _four(x: jax.Array) -> jax.Array:
@@ -76,17 +97,26 @@ def _four(x: jax.Array) -> jax.Array:
 
 
 def _over_keys(mask: jax.Array) -> bool:
-    """Returns whether a mask says the same for every query and head."""
-    alike = all(size == 1 for size in mask.shape[-3:-1])
-    return bool(mask.dtype == jnp.bool_) and alike
+    """Returns whether a mask says the same for every query."""
+    return bool(mask.dtype == jnp.bool_) and (mask.ndim < 2 or mask.shape[-2] == 1)
 
 
-def _valid_first(k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns keys and values with the valid ones first, and how many they are in each sample."""
-    batch, _, keys, _ = k.shape
-    valid_BT = jnp.broadcast_to(mask.reshape(-1 if mask.ndim > 1 else 1, mask.shape[-1]), (batch, keys))
+def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
+    """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length.
+
+    A mask that may differ by head makes samples of the heads.
+    """
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    mask = jnp.broadcast_to(_four(mask)[:, :, 0], (batch, heads if _four(mask).shape[1] > 1 else 1, keys))
+    if mask.shape[1] > 1:
+        q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
+    valid_BT = mask.reshape(-1, keys)
     order = jnp.argsort(~valid_BT, axis=1, stable=True)[:, None, :, None]
-    return jnp.take_along_axis(k, order, axis=2), jnp.take_along_axis(v, order, axis=2), valid_BT.sum(axis=1)
+    k, v = jnp.take_along_axis(k, order, axis=2), jnp.take_along_axis(v, order, axis=2)
+    all_queries = jnp.full(q.shape[:1], queries)
+    output = attention(q, k, v, lengths=valid_BT.sum(axis=1), query_lengths=all_queries, scale=scale)
+    return output.reshape(batch, heads, *output.shape[2:])
 
 
 def _whole(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:

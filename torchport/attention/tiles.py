@@ -46,6 +46,18 @@ class Tile:
     block_kv: int
     columns: int = 512
 
+    def __post_init__(self) -> None:
+        """Refuses a tile that the kernel would compute something else with.
+
+        Raises:
+            AttentionError: A size that is not a positive multiple of what it must be.
+        """
+        for name, multiple in (("block_q", LANES), ("block_kv", TAIL), ("columns", LANES)):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size <= 0 or size % multiple:
+                remedy = f"It must be a positive multiple of {multiple}"
+                raise AttentionError("tile", f"{name} is {size!r}", remedy, name=name)
+
     def fitted(self, queries: int, keys: int) -> Tile:
         """Returns the tile for this many queries and keys: equal tiles, and no chunk larger than all keys."""
         tiles = math.ceil(queries / self.block_q)
@@ -306,7 +318,7 @@ def row(chip: str, implementation: Implementation, head_size: int, bounded: bool
     raise AttentionError(
         f"attention '{implementation}'",
         fact,
-        f"{known}; `torchport tune --implementation {implementation} --head-size {head_size} --write FILE` adds a row",
+        f"{known}; `torchport tune --help` says how to measure one",
         chip=chip,
         head_size=head_size,
     )

@@ -7,7 +7,7 @@ Three things bring it close:
 
 * **Two chunks of keys at once.** While the scores of chunk j are computed and exponentiated, the probabilities of chunk
   j - 1, kept in VMEM, meet its values. Neither waits for the other, so that the matrix unit works while the exponential
-  unit does, and nothing has to be held in registers: no spills. Without a bound it is the scores that are kept.
+  unit does, and little has to be held in registers. Without a bound it is the scores that are kept.
 * **Keys and values are fetched by the body itself**, a chunk ahead, across tiles too. As a grid dimension, the chunks
   would cost about 200 bundles of bookkeeping each, in which the matrix unit stands still.
 * **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition

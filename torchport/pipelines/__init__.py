@@ -65,21 +65,33 @@ class Settings:
     text_bucket: int | None = None
 
 
-def cut_text(values: Sequence[Sequence[torch.Tensor]], bucket: int | None) -> list[list[torch.Tensor]]:
-    """Returns tokens and masks of prompts without the padding that all conditions of guidance share.
+PIECE = 256
+"""Attention kernels read keys in pieces of this many: a sequence of whole pieces need not be padded in every block."""
+
+
+def fit_text(
+    values: Sequence[Sequence[torch.Tensor]], bucket: int | None, others: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Returns tokens and masks of prompts with as much padding as the program wants; a masked token changes nothing.
 
     Args:
-        values: Tokens [1, L, D] of each condition, their masks [1, L], nonzero for valid tokens, and so on in pairs.
-        bucket: The length becomes a multiple of this, so that similar prompts share a program; None: as it is.
+        values: Tokens [1, L, D] of each condition of guidance, their masks [1, L], nonzero if valid, and so on in
+            pairs, one pair for each text encoder.
+        bucket: Padding that all conditions share is cut, to a multiple of this, so that similar prompts share a
+            program; None: it stays.
+        others: Tokens of the sequence beside these: the first pair is padded until all are a multiple of `PIECE`; None:
+            it is not.
     """
-    if bucket is None:
-        return [list(value) for value in values]
-    cut = []
-    for tokens, masks in zip(values[::2], values[1::2], strict=True):
-        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in masks)
-        length = -(-longest // bucket) * bucket
-        cut += [[part[:, :length] for part in group] for group in (tokens, masks)]
-    return cut
+    fitted = [list(value) for value in values]
+    for n in range(0, len(fitted) if bucket else 0, 2):
+        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1])
+        length = -(-longest // (bucket or 1)) * (bucket or 1)
+        fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
+    if others is not None:
+        more = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
+        fitted[0] = [torch.nn.functional.pad(tokens, (0, 0, 0, more)) for tokens in fitted[0]]
+        fitted[1] = [torch.nn.functional.pad(mask, (0, more)) for mask in fitted[1]]
+    return fitted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, cut_text
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -150,7 +150,9 @@ def denoise(
     )
     _check_embeddings(pipe.transformer.config, settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
-    inputs = _inputs(pipe, embeddings, settings, call)
+    size, step = pipe.transformer.config.patch_size, pipe.transformer.config.patch_size_t
+    tokens = latents.shape[2] // step * (latents.shape[3] // size) * (latents.shape[4] // size)
+    inputs = _inputs(pipe, embeddings, settings, call, tokens)
     conditions = _Conditions(call, inputs)
     done = 0
     if steps.resume is not None:
@@ -195,7 +197,7 @@ def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, 
 
 
 def _inputs(
-    pipe: Any, embeddings: Mapping[str, torch.Tensor], settings: Settings, call: Call
+    pipe: Any, embeddings: Mapping[str, torch.Tensor], settings: Settings, call: Call, tokens: int
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """Returns the transformer's constant inputs by its own names, with one value for each condition of guidance."""
     names = ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2")
@@ -205,11 +207,11 @@ def _inputs(
         [[embeddings[prefix + key] for prefix in prefixes] for key in EMBEDDINGS],
     )
     if call.drops:
-        values = cut_text(values, settings.text_bucket)
+        values = fit_text(values, settings.text_bucket, tokens)
     inputs = {name: tuple(value.to(dtype) for value in group) for name, group in zip(names, values, strict=True)}
     # Text-to-video has no image: upstream passes zeros, which the transformer masks.
-    tokens = 0 if call.drops else pipe.vision_num_semantic_tokens
-    image = torch.zeros(1, tokens, pipe.vision_states_dim, dtype=dtype)
+    count = 0 if call.drops else pipe.vision_num_semantic_tokens
+    image = torch.zeros(1, count, pipe.vision_states_dim, dtype=dtype)
     return {**inputs, "image_embeds": (image,) * len(prefixes)}
 
 

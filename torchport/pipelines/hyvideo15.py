@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, cut_text
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -243,15 +243,14 @@ def _inputs(
     """Returns the transformer's constant inputs, the negative condition first, as upstream has them."""
     conditions = ["negative_", ""] if batch(settings.guidance_scale) == 2 else [""]
     values = [[embeddings[prefix + name] for prefix in conditions] for name in EMBEDDINGS]
-    if drops:
-        values = cut_text(values, settings.text_bucket)
-    embeds, mask, glyphs, glyphs_mask = (torch.cat(value) for value in values)
-    # Without an image upstream passes zeros, which the transformer masks.
-    tokens = 0 if drops else pipe.config.vision_num_semantic_tokens
-    features = pipe.transformer.config.vision_states_dim
-    vision = embeddings.get("image_embeds", torch.zeros(1, tokens, features))
     # Upstream computes the tables inside its forward, once for each step; as arguments they are no constants.
     cos, sin = pipe.transformer.get_rotary_pos_embed(size)
+    # Without an image upstream passes zeros, which the transformer masks.
+    tokens = 0 if drops else pipe.config.vision_num_semantic_tokens
+    vision = embeddings.get("image_embeds", torch.zeros(1, tokens, pipe.transformer.config.vision_states_dim))
+    if drops:
+        values = fit_text(values, settings.text_bucket, cos.shape[0] + vision.shape[1])
+    embeds, mask, glyphs, glyphs_mask = (torch.cat(value) for value in values)
     if settings.dtypes["transformer"] == torch.float32:
         # No autocast then, which otherwise brings upstream's half-precision embeddings to the weights' dtype.
         embeds, glyphs, vision = embeds.float(), glyphs.float(), vision.float()
