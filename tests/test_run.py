@@ -218,6 +218,23 @@ def test_cutting_the_text_to_the_prompts_changes_nothing(request_small, runs, tm
     assert difference(latents_of(tmp_path), latents_of(runs["torchax"])) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("strategy=ulysses", "mesh={dp: 2, sp: 4}"),
+        ("strategy=ulysses", "mesh={dp: 2, sp: 4}", "stacked=false"),
+        ("strategy=tp", "mesh={dp: 2, tp: 4}", "stacked=false"),
+        ("strategy=tp", "mesh={}", "machine=cpu:1"),
+    ],
+    ids=["ulysses", "ulysses unstacked", "tp unstacked", "unsharded"],
+)
+def test_strategies_stacked_and_unstacked_blocks_and_one_device_agree(request_small, runs, tmp_path, changed):
+    overrides = (*request_small.overrides, *changed)
+    run(dataclasses.replace(request_small, out=tmp_path, stage="encode"))
+    run(dataclasses.replace(request_small, out=tmp_path, stage="denoise", overrides=overrides))
+    assert difference(latents_of(tmp_path), latents_of(runs["torchax"])) < 1e-5
+
+
 def test_an_implementation_of_attention_may_be_named(request_small, runs, tmp_path):
     overrides = (*request_small.overrides, "attention=xla")
     run(dataclasses.replace(request_small, out=tmp_path, stage="encode"))
