@@ -40,7 +40,20 @@ FLOORS = {
 }
 COMMAND = 8
 """The floor of every command: what the command line may choose."""
-COMMANDS = {"doctor", "plan", "check", "verify", "scan", "tune", "exec", "bench", "patches_command", "serve", "profile"}
+COMMANDS = {
+    "doctor",
+    "plan",
+    "check",
+    "verify",
+    "scan",
+    "tune",
+    "exec",
+    "bench",
+    "patches_command",
+    "shard_command",
+    "serve",
+    "profile",
+}
 LIGHT = {"errors", "config", "progress", "patch", "scan", "__main__"}
 HEAVY = {"torch", "jax", "jaxlib", "torchax"}
 AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "ruamel", "click", "packaging", "torchport"}
