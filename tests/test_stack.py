@@ -127,6 +127,15 @@ def test_shapes_alone_are_stacked_with_their_placement():
     assert made.shape == (3, 4, 3) and tuple(made.sharding.spec) == (None, "tp") and not arrays
 
 
+def test_weights_that_are_called_like_stacked_ones_are_left_alone():
+    mesh = shard.make_mesh({}, jax.devices()[:1])
+    array = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=shard.sharding(RULES[0], mesh))
+    name = "up.0.block.1.weight"
+    assert stack.weights({name: array}, {}, {}) == {name: array}
+    made = stack.weights({name: array, "blocks.0.w": array}, {"blocks": CARRIES}, {"blocks": 1})
+    assert made[name].shape == (4,) and made["blocks.0.block.w"].shape == (1, 4)
+
+
 def test_something_is_done_after_each_block_with_its_number():
     module = network(3)
     with torch.no_grad():

@@ -186,7 +186,8 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
     made: dict[str, Any] = {}
     for new, parts in names(list(arrays), stacks, counts).items():
         taken = [arrays.pop(part) for part in parts]
-        made[new] = taken[0] if f".0.{BLOCK}." not in new else _stacked(taken)
+        # A network may have blocks called so itself: only the lists that are stacked count.
+        made[new] = _stacked(taken) if any(new.startswith(f"{name}.0.{BLOCK}.") for name in stacks) else taken[0]
     return made
 
 
