@@ -167,8 +167,12 @@ class Compiled:
         environment = torchax.default_env()
         # Views that stay lazy break boolean indexing and type_as.
         environment.config.force_materialize_views = True
-        ambient = (jax.set_mesh(self.mesh), jax.default_matmul_precision(self.precision))
-        with warnings.catch_warnings(), ambient[0], ambient[1], dispatch.settings(self.attention):
+        with (
+            warnings.catch_warnings(),
+            jax.set_mesh(self.mesh),
+            jax.default_matmul_precision(self.precision),
+            dispatch.settings(self.attention),
+        ):
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             return jax.jit(program).lower(self.weights, dict(arrays))
