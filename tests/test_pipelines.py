@@ -110,7 +110,7 @@ def test_text_is_padded_until_the_sequence_is_whole_pieces(bucket):
     assert int(mask[0].sum()) == 3 and (text[0][:, 12:] == 0).all()
 
 
-@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 238), (False, 729, 12)])
+@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 248), (False, 729, 12)])
 def test_a_program_is_given_no_token_that_the_task_masks_for_good_and_the_original_all(drops, tokens, text):
     call = Recorded(drops)
     pipe = SimpleNamespace(vision_num_semantic_tokens=729, vision_states_dim=5)

@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy
 import numpy.typing
 
 from torchport.attention.tiles import LANES, TAIL, SplashTile, Tile, up
 from torchport.errors import TopologyError
-from torchport.machine import Chip
-from torchport.schedule import MATMUL, Region, Schedule
+from torchport.machine import TPU_CHIPS, Chip, Machine
+from torchport.schedule import MATMUL, Region, Schedule, compile_kernel
 
 BFLOAT16 = 2
 """Bytes."""
@@ -48,10 +49,11 @@ class Work:
 
     Attributes:
         queries: S.
-        keys: T, all of them valid.
+        keys: T, all of them valid, of the first array.
         heads: H.
         head_size: D.
         group: g, heads that share a tile.
+        further: Keys in a second array, all of them valid.
     """
 
     queries: int
@@ -59,11 +61,12 @@ class Work:
     heads: int
     head_size: int
     group: int = 1
+    further: int = 0
 
     @property
     def flops(self) -> int:
         """Useful bfloat16 flop: two products, a multiply and an add each, of no padded row and no padded feature."""
-        return 4 * self.queries * self.keys * self.head_size * self.heads
+        return 4 * self.queries * (self.keys + self.further) * self.head_size * self.heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +93,33 @@ def transposed_trips(work: Work, tile: Tile, cores: int) -> Trips:
     tiles, chunks = math.ceil(work.queries / tile.block_q), work.keys // tile.block_kv
     groups, cells = math.ceil(work.heads / work.group / cores), tile.block_q // tile.columns
     pieces = math.ceil((work.keys - chunks * tile.block_kv) / TAIL)
-    unrolled = cells == 1
-    each = () if unrolled else (cells,)
+    each = () if cells == 1 else (cells,)  # a loop of one pass is none
+    some = () if cells == tile.together else (cells // tile.together,)
+    further = (math.ceil(work.further / TAIL), *some) if work.further else ()
     # Tiles; first halves of the first chunk; chunks in pairs; second halves of the last; pieces, cells; outputs.
-    return Trips((groups * tiles, *each, chunks - 1, *each, pieces, *each, *each))
+    return Trips((groups * tiles, *each, chunks - 1, *each, pieces, *some, *further, *each))
 
 
 def splash_trips(work: Work, tile: SplashTile, cores: int) -> Trips:
     """Returns the trips of JAX's own kernel: one loop over all tiles and chunks, padded to whole ones."""
     tiles, chunks = math.ceil(work.queries / tile.block_q), math.ceil(work.keys / tile.block_kv)
     return Trips((math.ceil(work.heads / cores) * tiles * chunks,), once_in=chunks)
+
+
+def pass_seconds(found: Mapping[str, Any], machine: Machine) -> float:
+    """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes where they take longer.
+
+    Args:
+        found: The fields of a `dispatch.Pass`.
+        machine: A TPU slice.
+
+    Raises:
+        TopologyError: It does not compile alone, or its schedule is another than one loop.
+    """
+    kind = TPU_CHIPS[machine.name.partition(":")[0]]
+    schedule = compile_kernel(found["build"], dict(found["arguments"]), machine).schedule
+    bundles = executed(schedule, Trips((math.ceil(found["steps"] / kind.cores),)))
+    return max(bundles / kind.clock, int(found["bytes"]) / kind.bandwidth)
 
 
 def executed(schedule: Schedule, trips: Trips, slot: str | None = None) -> int:

@@ -5,7 +5,7 @@ Shapes: B batch, S tokens, H heads, D features.
 
 import torch
 
-from torchport.attention.for_torch import attention
+from torchport.attention.for_torch import Stream, joint, token_multiple
 from torchport.errors import BadValueError
 
 
@@ -49,19 +49,57 @@ def valid_tokens_first(
     return tokens, torch.gather(valid, 1, order)
 
 
-def masked_attention(query, key, value, attention_mask):
-    """Returns the attention [B, S, H, D] of tokens [B, S, H, D] over the valid ones; 0 where a query is not valid.
+def padded_tokens(original, self, hidden_states):
+    """Returns the pictures' tokens [B, S, H * D], padded with zeros to the multiple that the mesh and the kernel want.
 
     Args:
-        query: Queries.
+        original: Upstream's method.
+        self: The module.
+        hidden_states: The latents [B, C, T, H, W].
+    """
+    tokens = original(self, hidden_states)
+    missing = -tokens.shape[1] % token_multiple(tokens)
+    return torch.nn.functional.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+
+
+def projected_tokens(self, hidden_states, temb, image_rotary_emb):
+    """Returns the prediction [B, S, D] of every token that has a position: the others are padding.
+
+    Args:
+        self: The transformer.
+        hidden_states: Tokens after the last block.
+        temb: The time's embedding.
+        image_rotary_emb: Cosines and sines, a row for each token.
+    """
+    return self.proj_out(self.norm_out(hidden_states, temb))[:, : image_rotary_emb[0].shape[0]]
+
+
+def joint_attention(attn, query, key, value, encoder_hidden_states, attention_mask, image_rotary_emb):
+    """Returns the attention [B, S, D] of the pictures' tokens and [B, T, D] of the text's over the valid ones of both.
+
+    Args:
+        attn: The module, with projections and norms of both.
+        query: Queries [B, S, D] of the pictures.
         key: Keys.
         value: Values.
-        attention_mask: [B, S], true for valid tokens, which come first: the image is whole, and `valid_tokens_first`
-            has put the text in order. Their number is therefore the whole mask.
+        encoder_hidden_states: Tokens [B, T, D] of the text.
+        attention_mask: [B, T], true for valid tokens, which come first: `valid_tokens_first` has put them in order.
+            Their number is therefore the whole mask.
+        image_rotary_emb: Cosines and sines, a row for each of the pictures' tokens; what lies beyond is padding.
     """
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    lengths = attention_mask.sum(dim=1)
-    return attention(query, key, value, lengths=lengths, bound="joint").transpose(1, 2)
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    pictures, text = joint(
+        Stream(query, key, value, attn.norm_q, attn.norm_k),
+        Stream(*(layer(encoder_hidden_states) for layer in projections), attn.norm_added_q, attn.norm_added_k),
+        rotary=image_rotary_emb,
+        rotate=lambda tokens: apply_rotary_emb(tokens, image_rotary_emb, sequence_dim=1),
+        lengths=attention_mask.sum(dim=1),
+        project=attn.to_out[0],
+        bound="joint",
+    )
+    return attn.to_out[1](pictures), attn.to_add_out(text)
 
 
 def key_mask(attention_mask):

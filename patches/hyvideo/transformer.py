@@ -6,14 +6,84 @@ Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D featur
 import torch
 from torch.nn import functional
 
-from torchport.attention.for_torch import attention
+from torchport.attention.for_torch import Stream, attention, joint, token_multiple
 from torchport.errors import BadValueError
 
 DENSE = ("flash", "flash2", "flash3", "torch")
 """Attention modes that compute the same thing: softmax over image and valid text tokens."""
 
 
-def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=None, attn_param=None, block_idx=None):
+def padded_tokens(original, self, x):
+    """Returns the image's tokens [B, S, C], padded with zeros to the multiple that the mesh and the kernel want.
+
+    Args:
+        original: Upstream's method.
+        self: The module.
+        x: The latents [B, C, T, H, W].
+    """
+    tokens = original(self, x)
+    missing = -tokens.shape[1] % token_multiple(tokens)
+    return functional.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+
+
+def final_tokens(self, img, vec, freqs_cos):
+    """Returns the prediction [B, S, C] of every token that has a position: the others are padding.
+
+    Args:
+        self: The transformer.
+        img: The image's tokens after the last block.
+        vec: The modulation's vector.
+        freqs_cos: Cosines, a row for each token.
+    """
+    return self.final_layer(img, vec)[:, : freqs_cos.shape[0]]
+
+
+def unrotated(img_q, img_k):
+    """Returns the image's queries and keys as they are: `joint_attention` normalises and turns them."""
+    return img_q, img_k
+
+
+def joint_attention(
+    self, img, img_q, img_k, img_v, txt_q, txt_k, txt_v, freqs_cis, text_mask, attn_mode, img_mod1_gate
+):
+    """Returns the image's tokens [B, S, C] after attention, and the text's attention [B, L, H * D].
+
+    Args:
+        self: The block.
+        img: The image's tokens before it.
+        img_q: The image's queries [B, S, H, D], neither normalised nor turned.
+        img_k: Its keys, likewise.
+        img_v: Its values.
+        txt_q: The text's queries [B, L, H, D], normalised.
+        txt_k: Its keys, likewise.
+        txt_v: Its values.
+        freqs_cis: Cosines and sines, a row for each of the image's tokens; what lies beyond is padding.
+        text_mask: [B, L], nonzero for valid tokens, which come first: `valid_tokens_first` has put them in order. Their
+            number is therefore the whole mask.
+        attn_mode: One of the dense modes.
+        img_mod1_gate: What the image's attention is multiplied by.
+
+    Raises:
+        BadValueError: `sageattn` (attends to padding, in 8 bits), `flex-block-attn` (leaves blocks out), or no mask.
+    """
+    from hyvideo.models.transformers.modules.modulate_layers import apply_gate
+    from hyvideo.models.transformers.modules.posemb_layers import apply_rotary_emb
+
+    _check(attn_mode, text_mask)
+    images = (x.flatten(2) for x in (img_q, img_k, img_v))
+    attended, text = joint(
+        Stream(*images, self.img_attn_q_norm, self.img_attn_k_norm),
+        Stream(*(x.flatten(2) for x in (txt_q, txt_k, txt_v))),
+        rotary=freqs_cis,
+        rotate=lambda x: apply_rotary_emb(x, x, freqs_cis, head_first=False)[0],
+        lengths=text_mask.bool().sum(dim=1),
+        project=self.img_attn_proj,
+        bound="joint",
+    )
+    return img + apply_gate(attended, gate=img_mod1_gate), text
+
+
+def whole_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=None, attn_param=None, block_idx=None):
     """Returns the attention [B, S, H * D] of image and text tokens over image and valid text tokens.
 
     Args:
@@ -30,6 +100,14 @@ def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=No
     Raises:
         BadValueError: `sageattn` (attends to padding, in 8 bits), `flex-block-attn` (leaves blocks out), or no mask.
     """
+    _check(attn_mode, text_mask)
+    query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in (q, k, v))
+    # The image is whole, and `valid_tokens_first` has put the text in order: the number of valid tokens is the mask.
+    lengths = q[0].shape[1] + text_mask.bool().sum(dim=1)
+    return attention(query, key, value, lengths=lengths, bound="joint").transpose(1, 2).flatten(2)
+
+
+def _check(attn_mode, text_mask):
     if attn_mode not in DENSE:
         raise BadValueError(
             "hyvideo's attn_mode",
@@ -38,10 +116,6 @@ def joint_attention(q, k, v, img_q_len, img_kv_len, attn_mode=None, text_mask=No
         )
     if text_mask is None:
         raise BadValueError("hyvideo's text_mask", "It is None", "Pass the mask: upstream has no unmasked mode either")
-    query, key, value = (torch.cat(pair, dim=1).transpose(1, 2) for pair in (q, k, v))
-    # The image is whole, and `valid_tokens_first` has put the text in order: the number of valid tokens is the mask.
-    lengths = q[0].shape[1] + text_mask.bool().sum(dim=1)
-    return attention(query, key, value, lengths=lengths, bound="joint").transpose(1, 2).flatten(2)
 
 
 def refiner_attention(q, k, v, drop_rate=0.0, attn_mask=None, causal=False, attn_mode="flash"):

@@ -55,18 +55,39 @@ class Traced:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pass:
+    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves.
+
+    Attributes:
+        kernel: Its name.
+        build: `module:function` for `schedule.compile_kernel`.
+        arguments: What that is called with.
+        steps: How often the kernel's body runs.
+        bytes: Read from HBM and written there.
+    """
+
+    kernel: str
+    build: str
+    arguments: Mapping[str, int]
+    steps: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """What a program's attention is told from outside, while it is traced.
 
     Attributes:
         implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
         bounds: Upper bounds of |q . k| by name, which calls refer to.
-        note: Called with every call as it is traced: for plans.
+        note: Called with every call, of attention or of a kernel beside it, as it is traced: for plans.
+        interpret: Run TPU kernels as plain JAX, on any platform: for tests.
     """
 
     implementation: Implementation | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    note: Callable[[Traced], None] | None = None
+    note: Callable[[Traced | Pass], None] | None = None
+    interpret: bool = False
 
 
 NONE = Settings()
@@ -81,6 +102,11 @@ def settings(value: Settings) -> Iterator[None]:
         yield
     finally:
         _SETTINGS.reset(token)
+
+
+def current() -> Settings:
+    """Returns the settings that apply."""
+    return _SETTINGS.get()
 
 
 def attention(
@@ -137,17 +163,17 @@ def attention(
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
-    limit = _limit(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
+    limit = limited(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    request = Request(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, tile, interpret)
-    run = _chosen(implementation, request, q_BHSD.shape[:3], keys)
-    output = run(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
+    how = (tile, interpret or current().interpret)
+    request = Request(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *how)
+    output = _chosen(implementation, request, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zeroed(output, query_lengths)
 
 
-def _limit(bound: float | str | None, factor: float) -> float | None:
+def limited(bound: float | str | None, factor: float) -> float | None:
     """Returns the bound of scores, `factor` times that of products, which may be given by its name."""
-    limit = _SETTINGS.get().bounds.get(bound) if isinstance(bound, str) else bound
+    limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     check_bound(limit)
     return None if limit is None else limit * abs(factor)
 
@@ -168,9 +194,9 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
     Raises:
         AttentionError: The named one does not exist, or does not compute this.
     """
-    current = _SETTINGS.get()
+    program = current()
     # A program's own name is for attention over valid tokens; a mask of pairs is `plain`'s wherever it occurs.
-    name = named or (None if request.masked else current.implementation) or _by_platform(request)
+    name = named or (None if request.masked else program.implementation) or _by_platform(request)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
     if request.masked and name not in MASKED:
@@ -191,8 +217,8 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
         raise AttentionError(
             f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
         )
-    if current.note is not None:
-        current.note(Traced(name, *shape, keys, request.head_size, request.bounded))
+    if program.note is not None:
+        program.note(Traced(name, *shape, keys, request.head_size, request.bounded))
     if name == "plain":
         # A mask has a layout of its own; XLA splits that form by itself.
         whole = functools.partial(_plain, request)
@@ -266,24 +292,31 @@ def _splash(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 
 
 def _transposed(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    heads, head_size = transposed.grouping(q.shape[1], request.head_size)
+    options = transposed_options(request, q.shape[2], k.shape[2], heads, head_size)
+    return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
+
+
+def transposed_options(request: Request, queries: int, keys: int, heads: int, head_size: int) -> dict[str, Any]:
+    """Returns the keywords with which `transposed` computes a request.
+
+    Args:
+        request: The call.
+        queries: S.
+        keys: T.
+        heads: That share a tile.
+        head_size: As padded.
+
+    Raises:
+        VmemError: The tile does not fit the chip.
+    """
     chip = request.chip or "v6e"  # interpreted: any tile will do
     vmem = TPU_CHIPS[chip].vmem
-    heads, head_size = transposed.grouping(q.shape[1], request.head_size)
     tile = request.tile or tiles.best(chip, "splash_transposed", head_size, request.bounded)
-    fitted = tile.fitted(q.shape[2], k.shape[2])
-    itemsize = jnp.dtype(request.dtype).itemsize
+    fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(request.dtype).itemsize
     tiles.checked(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=request.bounded, vmem=vmem)
-    return transposed.attention(
-        q,
-        k,
-        v,
-        lengths_B=lengths_B,
-        scale=request.scale,
-        bounded=request.bounded,
-        tile=tile,
-        vmem_bytes=vmem - tiles.RESERVED,
-        interpret=request.interpret,
-    )
+    how = {"scale": request.scale, "bounded": request.bounded, "interpret": request.interpret}
+    return {**how, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
 def _sharded(run: Callable[..., jax.Array]) -> Run:

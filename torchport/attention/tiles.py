@@ -58,6 +58,12 @@ class Tile:
                 remedy = f"It must be a positive multiple of {multiple}"
                 raise AttentionError("tile", f"{name} is {size!r}", remedy, name=name)
 
+    @property
+    def together(self) -> int:
+        """Cells of a piece of the tail that are scheduled as one: a part of them all, five at most."""
+        cells = self.block_q // self.columns
+        return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
+
     def fitted(self, queries: int, keys: int) -> Tile:
         """Returns the tile for this many queries and keys: equal tiles, and no chunk larger than all keys."""
         tiles = math.ceil(queries / self.block_q)

@@ -1,12 +1,15 @@
 """`splash_transposed`: the project's own kernel (see `transposed_kernel`), and how q, k and v are brought to it.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
-W = g * D features of a group.
+W = g * D features of a group, F = G * W; N parts of the values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from torchport.attention.bound import LOG2E
 from torchport.attention.tiles import LANES, TAIL, Tile, up
-from torchport.attention.transposed_kernel import Plan, kernel, scratch
+from torchport.attention.transposed_kernel import kernel
+from torchport.attention.transposed_memory import Plan, scratch
 
 
 def attention(
@@ -50,38 +54,83 @@ def attention(
     batch, all_heads, queries, size = q_BHSD.shape
     keys = k_BHTD.shape[2]
     heads, head_size = grouping(all_heads, size)
-    fitted = tile.fitted(queries, keys)
-    precision = lax.Precision.HIGHEST if q_BHSD.dtype == jnp.float32 else None
-    plan = Plan(fitted, heads, head_size, all_heads // heads, scale * LOG2E, bounded, precision)
     if lengths_B is None:
         lengths_B = jnp.full((batch,), keys, jnp.int32)
-    q = _grouped(q_BHSD, plan, queries)
-    k = _grouped(k_BHTD, plan, up(keys, TAIL))
-    v = _grouped(v_BHTD, plan, up(keys, TAIL))
-    # Columns of 128 keys, each with all features: the layout that the kernel's second product reads.
-    v = v.reshape(v.shape[0], -1, LANES, v.shape[2]).swapaxes(2, 3)
-    out = _call(plan, lengths_B.astype(jnp.int32), q, k, v, vmem_bytes, interpret)
-    out = out.reshape(batch, all_heads, head_size, queries)[:, :, :size]
-    return jnp.swapaxes(out, 2, 3)
+    # A sample of its own for each group of heads: they lie one after another, not side by side.
+    q, k, v = (
+        _grouped(x, heads, head_size, n)
+        for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
+    )
+    further = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], jnp.repeat(lengths_B, all_heads // heads))
+    how: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
+    how |= {"heads": heads, "head_size": head_size, "interpret": interpret}
+    out = side_by_side(q, [further], **how)
+    out = out.reshape(batch, all_heads // heads, queries, heads, head_size)[..., :size]
+    return jnp.swapaxes(out, 2, 3).reshape(q_BHSD.shape)
 
 
-def _call(
-    plan: Plan, lengths_B: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, vmem_bytes: int, interpret: bool
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """An array of keys with its values, as `side_by_side` takes them.
+
+    Attributes:
+        keys: [B, T, F], T a multiple of 256.
+        values: [B, N, F, T / N], T / N a multiple of 128.
+        lengths: int32 [B], 0 to T: keys and values from there on may hold anything.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    lengths: jax.Array
+
+
+def side_by_side(
+    q_BSF: jax.Array,
+    arrays: Sequence[Keys],
+    *,
+    heads: int,
+    head_size: int,
+    scale: float,
+    bounded: bool,
+    tile: Tile,
+    vmem_bytes: int,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Returns [B * G, W, S] of queries [B * G, S, W], keys [B * G, T, W] and values [B * G, T / 128, W, 128]."""
-    rows, queries, width = q.shape
-    block_q = plan.tile.block_q
+    """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
+
+    Args:
+        q_BSF: Queries [B, S, F], bfloat16 or float32.
+        arrays: Keys and values; the first should hold most of them.
+        heads: g.
+        head_size: D; g * D is a multiple of 128.
+        scale: What scores are multiplied by.
+        bounded: The caller's word that every score lies within `bound.LIMIT`.
+        tile: How the work is cut.
+        vmem_bytes: What the compiler may use of VMEM.
+        interpret: Run the kernel as plain JAX, on any platform.
+
+    Returns:
+        [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
+    """
+    batch, queries, features = q_BSF.shape
+    precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
+    fitted, groups = tile.fitted(queries, arrays[0].keys.shape[1]), features // (heads * head_size)
+    plan = Plan(fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays))
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    block = pl.BlockSpec(
+        (None, fitted.block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups))
+    )
+    lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
+    call = pl.pallas_call(
         functools.partial(kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(rows, -(-queries // block_q)),
-            in_specs=[pl.BlockSpec((None, block_q, width), lambda r, i, _: (r, i, 0)), hbm, hbm],
-            out_specs=pl.BlockSpec((None, width, block_q), lambda r, i, _: (r, 0, i)),
-            scratch_shapes=scratch(plan, q.dtype),
+            grid=(batch * groups, -(-queries // fitted.block_q)),
+            in_specs=[block, *[hbm] * (2 * len(arrays))],
+            out_specs=block,
+            scratch_shapes=scratch(plan, q_BSF.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct((rows, width, queries), q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q_BSF.shape, q_BSF.dtype),
         compiler_params=pltpu.CompilerParams(
             # Heads are independent; a tile finds its first chunk fetched by the tile before it.
             dimension_semantics=("parallel", "arbitrary"),
@@ -89,7 +138,9 @@ def _call(
         ),
         name="splash_transposed",
         interpret=interpret,
-    )(lengths_B, q, k, v)
+    )
+    output: jax.Array = call(lengths, q_BSF, *(a.keys for a in arrays), *(a.values for a in arrays))
+    return output
 
 
 def grouping(heads: int, size: int) -> tuple[int, int]:
@@ -103,12 +154,10 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
     return 1, up(size, LANES)
 
 
-def _grouped(x_BHTD: jax.Array, plan: Plan, tokens: int) -> jax.Array:
+def _grouped(x_BHTD: jax.Array, heads: int, head_size: int, tokens: int) -> jax.Array:
     """Returns tokens as [B * G, tokens, W]: the heads of a group side by side, padded with zeros."""
-    batch, heads, have, size = x_BHTD.shape
-    if (have, size) != (tokens, plan.head_size):
-        x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, plan.head_size - size)))
-    if plan.heads == 1:
-        return x_BHTD.reshape(batch * heads, tokens, plan.head_size)
-    x = x_BHTD.reshape(batch, plan.groups, plan.heads, tokens, plan.head_size)
-    return jnp.swapaxes(x, 2, 3).reshape(batch * plan.groups, tokens, plan.heads * plan.head_size)
+    batch, all_heads, have, size = x_BHTD.shape
+    if (have, size) != (tokens, head_size):
+        x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, head_size - size)))
+    x = x_BHTD.reshape(batch * all_heads // heads, heads, tokens, head_size)
+    return jnp.swapaxes(x, 1, 2).reshape(-1, tokens, heads * head_size)

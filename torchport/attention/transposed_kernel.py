@@ -19,8 +19,12 @@ rows are neighbours, where the usual order would have every one put together fro
 Padding costs nothing: whole chunks beyond a sample's length are never fetched, and what is left of it is cut into
 pieces of `TAIL` keys, of which only the last is masked.
 
+Operands lie as an all-to-all leaves them, so that nobody has to turn or join them: tokens first, heads side by side,
+values transposed and in the parts that came from each device; further keys (a text's) in arrays of their own, taken
+piece by piece after the first.
+
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
-W = g * D features of a group; C keys of a chunk.
+W = g * D features of a group, F = G * W; N parts of the values; C keys of a chunk.
 
 Source: K Q^T with V^T S, several heads to a tile and a bound in place of the maximum are ideas of maxdiffusion's
 `custom_splash_attention.py` (Apache-2.0, commit 7cfb8801). The order of work is ours; no code is taken over.
@@ -28,131 +32,26 @@ Source: K Q^T with V^T S, several heads to a tile and a bound in place of the ma
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from torchport.attention.tiles import LANES, SLOTS, SUBLANES, TAIL, Tile
+from torchport.attention.tiles import LANES, SUBLANES, TAIL
+from torchport.attention.transposed_memory import Cell, Chunks, Plan, Refs
 
 ROWS = (((1,), (1,)), ((), ()))
 PLAIN = (((1,), (0,)), ((), ()))
-
-Cell = tuple[int, Any, int]
-"""A head of the group, its first query, and how many queries."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is known before tracing.
-
-    Attributes:
-        tile: Fitted to the numbers of queries and keys.
-        heads: g.
-        head_size: D.
-        groups: H / g.
-        scale: What scores are multiplied by, in units of log 2.
-        bounded: Whether exp2 of a score can neither overflow nor vanish.
-        precision: Of the products: float32 needs `HIGHEST` to be float32.
-    """
-
-    tile: Tile
-    heads: int
-    head_size: int
-    groups: int
-    scale: float
-    bounded: bool
-    precision: lax.Precision | None
-
-    def cells(self) -> list[Cell]:
-        """Returns the cells of a chunk; the last queries may be fewer."""
-        width, end = self.tile.columns, self.tile.block_q
-        return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
-
-    def rows(self, head: int) -> slice:
-        """Returns where a head's features are in its group's."""
-        return slice(head * self.head_size, (head + 1) * self.head_size)
-
-
-@dataclasses.dataclass
-class _Refs:
-    """The kernel's memory."""
-
-    lengths: Any  # int32 [B], scalar memory
-    q: Any  # [block_q, W]
-    k_hbm: Any  # [B * G, T, W], in HBM
-    v_hbm: Any  # [B * G, T / 128, W, 128], in HBM
-    o: Any  # [W, block_q]
-    acc: Any  # float32 [W, block_q]
-    sums: Any  # float32 [g, 8, block_q]: row sums, by sublane
-    waiting: Any  # [g, block_q / 128, C, 128]: what a chunk leaves to the next step: probabilities, or float32 scores
-    peaks: Any  # float32 [g, 8, block_q]: the waiting scores' maximum, by sublane; not used under a bound
-    maximum: Any  # float32 [g, 8, block_q]: the running maximum, in every sublane; not used under a bound
-    keys: Any  # [SLOTS, C, W]
-    values: Any  # [SLOTS, C / 128, W, 128]
-    tail_keys: Any  # [TAIL, W]
-    tail_values: Any  # [TAIL / 128, W, 128]
-    chunk_done: Any  # [2, SLOTS]
-    tail_done: Any  # [2]
-    heads: Any = None  # [g, block_q, W]: each head's queries, zeros for the others' features; if g > 1
-
-
-class _Chunks:
-    """Keys and values on their way from HBM, into two slots in turn.
-
-    Chunk 0 is fetched for the next tile of the same heads while this one's tail is computed.
-    """
-
-    def __init__(self, refs: _Refs, row: Any, block: int) -> None:
-        self.refs = refs
-        self.row = row
-        self.block = block
-
-    @staticmethod
-    def slot(j: Any) -> Any:
-        """Returns the slot of chunk j."""
-        return lax.rem(j, SLOTS)
-
-    def keys(self, j: Any, slot: Any) -> Any:
-        """Returns the copy of the keys of chunk j."""
-        here = pl.ds(pl.multiple_of(j * self.block, self.block), self.block)
-        refs = self.refs
-        return pltpu.make_async_copy(refs.k_hbm.at[self.row, here], refs.keys.at[slot], refs.chunk_done.at[0, slot])
-
-    def values(self, j: Any, slot: Any) -> Any:
-        """Returns the copy of the values of chunk j."""
-        columns = self.block // LANES
-        refs, here = self.refs, pl.ds(j * columns, columns)
-        return pltpu.make_async_copy(refs.v_hbm.at[self.row, here], refs.values.at[slot], refs.chunk_done.at[1, slot])
-
-    def fetch_first(self) -> None:
-        """Starts to fetch chunk 0."""
-        self.keys(0, 0).start()
-        self.values(0, 0).start()
-
-    def fetch_tail(self, start: Any) -> None:
-        """Fetches a piece of the tail."""
-        refs, here = self.refs, pl.ds(pl.multiple_of(start, TAIL), TAIL)
-        columns = pl.ds(lax.div(start, LANES), TAIL // LANES)
-        copies = (
-            pltpu.make_async_copy(refs.k_hbm.at[self.row, here], refs.tail_keys, refs.tail_done.at[0]),
-            pltpu.make_async_copy(refs.v_hbm.at[self.row, columns], refs.tail_values, refs.tail_done.at[1]),
-        )
-        for copy in copies:
-            copy.start()
-        for copy in copies:
-            copy.wait()
 
 
 class _Softmax:
     """The products and the softmax of one chunk, cell by cell."""
 
-    def __init__(self, plan: Plan, refs: _Refs) -> None:
+    def __init__(self, plan: Plan, refs: Refs) -> None:
         self.plan = plan
         self.refs = refs
 
@@ -197,17 +96,20 @@ class _Softmax:
         else:
             self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
 
-    def both(self, keys: jax.Array, values: Any, valid: jax.Array, cell: Cell) -> None:
+    def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
         """Adds a piece of the tail at once; keys that are not valid [TAIL, 1] are left out."""
-        g, a, n = cell
-        s = self._scores(keys, cell)
+        # All scores first: while some are exponentiated, others are multiplied.
+        scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
-            p = jnp.where(valid, jnp.exp2(s), 0.0)
-            self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
-            self._add(values, cell, p)
+            weights = [jnp.where(valid, jnp.exp2(s), 0.0) for s in scores]
+            for (g, a, n), p in zip(cells, weights, strict=True):
+                self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            for cell, p in zip(cells, weights, strict=True):
+                self._add(values, cell, p)
         else:
-            s = jnp.where(valid, s, -jnp.inf)
-            self._online(values, cell, s, _by_sublane(s).max(0))
+            for cell, score in zip(cells, scores, strict=True):
+                s = jnp.where(valid, score, -jnp.inf)
+                self._online(values, cell, s, _by_sublane(s).max(0))
 
     def _leave(self, cell: Cell, x: jax.Array) -> None:
         g, a, n = cell
@@ -250,27 +152,30 @@ def _by_sublane(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
 
 
-def kernel(plan: Plan, *everything: Any) -> None:
+def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
     """One tile of queries against all keys of its sample."""
-    refs = _Refs(*everything)
+    n = plan.arrays
+    refs = Refs(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
-    length = refs.lengths[lax.div(row, plan.groups)]
-    full = lax.div(length, block)
-    chunks, softmax = _Chunks(refs, row, block), _Softmax(plan, refs)
-    pl.when((tile == 0) & (full > 0))(chunks.fetch_first)
+    first, *further = [Chunks(plan, refs, row, array) for array in range(n)]
+    length = lengths[0, first.sample]
+    full, softmax = lax.div(length, block), _Softmax(plan, refs)
+    pl.when((tile == 0) & (full > 0))(first.fetch_first)
     softmax.clear()
-    pl.when(full > 0)(lambda: _full_chunks(softmax, chunks, full))
-    pl.when((tile < pl.num_programs(1) - 1) & (full > 0))(chunks.fetch_first)
-    _tail(softmax, chunks, full * block, length)
+    pl.when(full > 0)(lambda: _full_chunks(softmax, first, full))
+    pl.when((tile < pl.num_programs(1) - 1) & (full > 0))(first.fetch_first)
+    _tail(softmax, first, full * block, length)
+    for array, chunks in enumerate(further, 1):
+        _tail(softmax, chunks, 0, lengths[array, chunks.sample])
     _finish(softmax)
 
 
-def _full_chunks(softmax: _Softmax, chunks: _Chunks, full: Any) -> None:
+def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
     """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, lambda cell: softmax.first(refs.keys[0], cell))
+    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
         chunks.keys(j, slot(j)).wait()
@@ -287,10 +192,10 @@ def _full_chunks(softmax: _Softmax, chunks: _Chunks, full: Any) -> None:
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
-    _each(plan, lambda cell: softmax.second(refs.values.at[slot(last)], cell))
+    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
 
 
-def _tail(softmax: _Softmax, chunks: _Chunks, start: Any, length: Any) -> None:
+def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:
     """Adds what is left of the keys after the last whole chunk."""
     refs = softmax.refs
 
@@ -303,7 +208,8 @@ def _tail(softmax: _Softmax, chunks: _Chunks, start: Any, length: Any) -> None:
         shape = refs.tail_values.shape
         key = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
         refs.tail_values[...] = jnp.where(key < left, refs.tail_values[...], jnp.zeros_like(refs.tail_values))
-        _each(softmax.plan, lambda cell: softmax.both(refs.tail_keys[...], refs.tail_values, valid, cell))
+        work = functools.partial(softmax.both, refs.tail_keys[...], refs.tail_values, valid)
+        _each(softmax.plan, work, softmax.plan.tile.together)
 
     lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
 
@@ -312,47 +218,39 @@ def _finish(softmax: _Softmax) -> None:
     """Writes the outputs: 0 where there was no key."""
     refs, plan = softmax.refs, softmax.plan
 
-    def work(cell: Cell) -> None:
-        g, a, n = cell
-        here = (plan.rows(g), pl.ds(a, n))
-        sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
-        share = jnp.where(sums == 0, 0.0, 1.0 / sums)
-        refs.o[here] = (refs.acc[here] * share).astype(refs.o.dtype)
+    def work(cells: Sequence[Cell]) -> None:
+        parts = []
+        for g, a, n in cells:
+            sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
+            share = jnp.where(sums == 0, 0.0, 1.0 / sums)
+            parts.append(refs.acc[plan.rows(g), pl.ds(a, n)] * share)
+        refs.o[pl.ds(a, n), :] = jnp.concatenate(parts, axis=0).T.astype(refs.o.dtype)
 
     _each(plan, work)
 
 
-def _each(plan: Plan, work: Callable[[Cell], None]) -> None:
-    """Works on every cell in a loop: what runs once for each tile need not be unrolled."""
+def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1) -> None:
+    """Works on every cell in a loop: what runs once for each tile need not be unrolled.
+
+    Args:
+        plan: Has the cells.
+        work: What is done with some of them, all heads of the same queries among them.
+        together: The queries of how many cells: a part of them all.
+    """
     width, end = plan.tile.columns, plan.tile.block_q
 
     def step(i: Any, _: None) -> None:
-        for g in range(plan.heads):
-            work((g, pl.multiple_of(i * width, LANES), width))
+        starts = [pl.multiple_of((i * together + one) * width, LANES) for one in range(together)]
+        work([(g, a, width) for a in starts for g in range(plan.heads)])
 
-    lax.fori_loop(0, end // width, step, None)
+    lax.fori_loop(0, end // width // together, step, None)
     if end % width:
-        for g in range(plan.heads):
-            work((g, end // width * width, end % width))
+        work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def scratch(plan: Plan, dtype: Any) -> list[Any]:
-    """Returns the kernel's scratch memory, in the order of `_Refs` from `acc` on."""
-    block_q, block_kv, g = plan.tile.block_q, plan.tile.block_kv, plan.heads
-    width = g * plan.head_size
-    # A bound leaves the maximum unused; a reference has to be there.
-    statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
-    scratch = [
-        pltpu.VMEM((width, block_q), jnp.float32),
-        pltpu.VMEM((g, SUBLANES, block_q), jnp.float32),
-        pltpu.VMEM((g, block_q // LANES, block_kv, LANES), dtype if plan.bounded else jnp.float32),
-        statistics,
-        statistics,
-        pltpu.VMEM((SLOTS, block_kv, width), dtype),
-        pltpu.VMEM((SLOTS, block_kv // LANES, width, LANES), dtype),
-        pltpu.VMEM((TAIL, width), dtype),
-        pltpu.VMEM((TAIL // LANES, width, LANES), dtype),
-        pltpu.SemaphoreType.DMA((2, SLOTS)),
-        pltpu.SemaphoreType.DMA((2,)),
-    ]
-    return [*scratch, pltpu.VMEM((g, block_q, width), dtype)] if g > 1 else scratch
+def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    def all_of_them(cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            work(cell)
+
+    return all_of_them

@@ -15,7 +15,8 @@ class Source:
     function: str
 
     def __str__(self) -> str:
-        return f"{re.sub(r'^.*/(?:site|dist)-packages/', '', self.file).rstrip('>')}:{self.line} in {self.function}"
+        short = re.sub(r"^.*/(?:(?:site|dist)-packages/|(?=patches/))", "", self.file)
+        return f"{short.rstrip('>')}:{self.line} in {self.function}"
 
 
 @dataclasses.dataclass(frozen=True)

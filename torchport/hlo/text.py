@@ -16,8 +16,10 @@ INTERNAL = (
     r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)",
     rf"^{re.escape(str(Path(__file__).parent.parent))}/(?!pipelines/)",
+    r"/patches/(torch|torchax)/",
 )
-"""Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport."""
+"""Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport, and
+the patches of these."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _ROW = re.compile(r'(\d+) (?:"(?P<name>.*)"|\{(?P<numbers>.*)\})')
 _START = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{")

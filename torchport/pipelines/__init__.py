@@ -79,8 +79,8 @@ def fit_text(
             pairs, one pair for each text encoder.
         bucket: Padding that all conditions share is cut, to a multiple of this, so that similar prompts share a
             program; None: it stays.
-        others: Tokens of the sequence beside these: the first pair is padded until all are a multiple of `PIECE`; None:
-            it is not.
+        others: Tokens of the text's stream beside these: the first pair is padded until all are a multiple of
+            `PIECE`; None: it is not.
     """
     fitted = [list(value) for value in values]
     for n in range(0, len(fitted) if bucket else 0, 2):

@@ -207,7 +207,7 @@ def _inputs(
         [[embeddings[prefix + key] for prefix in prefixes] for key in EMBEDDINGS],
     )
     if call.drops:
-        values = fit_text(values, settings.text_bucket, tokens)
+        values = fit_text(values, settings.text_bucket, 0)
     inputs = {name: tuple(value.to(dtype) for value in group) for name, group in zip(names, values, strict=True)}
     # Text-to-video has no image: upstream passes zeros, which the transformer masks.
     count = 0 if call.drops else pipe.vision_num_semantic_tokens

@@ -249,7 +249,7 @@ def _inputs(
     tokens = 0 if drops else pipe.config.vision_num_semantic_tokens
     vision = embeddings.get("image_embeds", torch.zeros(1, tokens, pipe.transformer.config.vision_states_dim))
     if drops:
-        values = fit_text(values, settings.text_bucket, cos.shape[0] + vision.shape[1])
+        values = fit_text(values, settings.text_bucket, vision.shape[1])
     embeds, mask, glyphs, glyphs_mask = (torch.cat(value) for value in values)
     if settings.dtypes["transformer"] == torch.float32:
         # No autocast then, which otherwise brings upstream's half-precision embeddings to the weights' dtype.

@@ -48,11 +48,9 @@ class MMDoubleStreamBlock(nn.Module):
     def _heads(self, stream, x, shift, scale):
         """Returns the queries, keys and values [B, L, H, D] of a stream."""
         hidden = modulate(getattr(self, f"{stream}_norm1")(x), shift=shift, scale=scale)
-        q, k, v = (getattr(self, f"{stream}_attn_{name}")(hidden).unflatten(-1, (self.heads_num, -1)) for name in "qkv")
-        return [getattr(self, f"{stream}_attn_q_norm")(q).to(v), getattr(self, f"{stream}_attn_k_norm")(k).to(v), v]
+        return [getattr(self, f"{stream}_attn_{name}")(hidden).unflatten(-1, (self.heads_num, -1)) for name in "qkv"]
 
-    def _rest(self, stream, x, mixed, vectors):
-        x = x + apply_gate(getattr(self, f"{stream}_attn_proj")(mixed), gate=vectors[2])
+    def _rest(self, stream, x, vectors):
         hidden = modulate(getattr(self, f"{stream}_norm2")(x), shift=vectors[3], scale=vectors[4])
         return x + apply_gate(getattr(self, f"{stream}_mlp")(hidden), gate=vectors[5])
 
@@ -60,16 +58,23 @@ class MMDoubleStreamBlock(nn.Module):
         self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False, block_idx=None
     ):  # fmt: skip
         img_vectors, txt_vectors = self.img_mod(vec).chunk(6, dim=-1), self.txt_mod(vec).chunk(6, dim=-1)
-        ours, theirs = self._heads("img", img, *img_vectors[:2]), self._heads("txt", txt, *txt_vectors[:2])
+        img_mod1_gate = img_vectors[2]
+        img_q, img_k, img_v = self._heads("img", img, *img_vectors[:2])
+        img_q = self.img_attn_q_norm(img_q).to(img_v)
+        img_k = self.img_attn_k_norm(img_k).to(img_v)
         if freqs_cis is not None:
-            ours[:2] = apply_rotary_emb(ours[0], ours[1], freqs_cis, head_first=False)
-        q, k, v = zip(ours, theirs, strict=True)
-        mixed = parallel_attention(
-            q, k, v, img_q_len=img.shape[1], img_kv_len=img.shape[1], text_mask=text_mask,
-            attn_mode="flash" if is_flash else self.attn_mode, attn_param=attn_param, block_idx=block_idx,
+            img_q, img_k = apply_rotary_emb(img_q, img_k, freqs_cis, head_first=False)
+        txt_q, txt_k, txt_v = self._heads("txt", txt, *txt_vectors[:2])
+        txt_q, txt_k = self.txt_attn_q_norm(txt_q).to(txt_v), self.txt_attn_k_norm(txt_k).to(txt_v)
+        attn_mode = "flash" if is_flash else self.attn_mode
+        attn = parallel_attention(
+            (img_q, txt_q), (img_k, txt_k), (img_v, txt_v), img_q_len=img.shape[1], img_kv_len=img.shape[1],
+            text_mask=text_mask, attn_mode=attn_mode, attn_param=attn_param, block_idx=block_idx,
         )  # fmt: skip
-        of_img, of_txt = mixed[:, : img.shape[1]], mixed[:, img.shape[1] :]
-        return self._rest("img", img, of_img, img_vectors), self._rest("txt", txt, of_txt, txt_vectors)
+        img_attn, txt_attn = attn[:, : img.shape[1]], attn[:, img.shape[1] :]
+        img = img + apply_gate(self.img_attn_proj(img_attn), gate=img_mod1_gate)
+        txt = txt + apply_gate(self.txt_attn_proj(txt_attn), gate=txt_vectors[2])
+        return self._rest("img", img, img_vectors), self._rest("txt", txt, txt_vectors)
 
 
 class MMSingleStreamBlock(nn.Module):
@@ -269,7 +274,8 @@ class HunyuanVideo_1_5_DiffusionTransformer(ModelMixin, ConfigMixin, PeftAdapter
         for block in self.single_blocks:
             img = block(x=torch.cat([img[:, :image], txt], dim=1), txt_len=txt.shape[1], **shared)
             txt = img[:, image:]
-        img = self.final_layer(img[:, :image], vec)
+        img = img[:, :image]
+        img = self.final_layer(img, vec)
         if state.sp_enabled:
             img = all_gather(img, dim=1, group=state.sp_group)
         assert return_dict is False, "return_dict is not supported"
