@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from torchport import doctor, machine, run, tiny
+from torchport import cache, doctor, machine, run
 from torchport.doctor import Finding, advice, examine, known_bad
 
 FUSION = "--xla_tpu_enable_async_collective_fusion=true"
@@ -38,11 +38,11 @@ def test_a_sound_machine_has_nothing_bad_and_is_told_the_next_command(findings, 
 
 
 def test_looking_changes_nothing(findings, tmp_path, unchanged, monkeypatch):
-    cache = unchanged(tiny.cache_folder()).keys()
+    before = unchanged(cache.folder()).keys()
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
     environment = dict(os.environ)
     findings()
-    assert unchanged(tmp_path) == {} and unchanged(tiny.cache_folder()).keys() == cache and os.environ == environment
+    assert unchanged(tmp_path) == {} and unchanged(cache.folder()).keys() == before and os.environ == environment
 
 
 def requirements(monkeypatch, *lines):

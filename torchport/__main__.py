@@ -49,6 +49,9 @@ def cli() -> None:
     help="torchax, or the original: upstream, eager, in PyTorch.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option(
+    "--cache/--no-cache", default=True, help="Keep compiled programs, and load them instead of tracing [yes]."
+)
 @path_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and the video's path.")
 @click.option("-v", "--verbose", is_flag=True, help="Print what upstream logs, too.")

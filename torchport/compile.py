@@ -7,6 +7,7 @@ unplaced, and none becomes a constant.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 import types
@@ -32,6 +33,15 @@ class Trace(Protocol):
 
     def check(self) -> None:
         """Raises StaleTraceError if it is about to be traced without that set."""
+
+
+class Programs(Protocol):
+    """Where programs come from, if not from the compiler alone."""
+
+    def program(
+        self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static, lower: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Returns the program of these inputs, and whether it was loaded; `lower` traces it."""
 
 
 How = Callable[..., Any]
@@ -103,6 +113,7 @@ class Compiled:
         stacks: Mapping[str, Stack] = types.MappingProxyType({}),
         rules_place: Callable[[str], str] = str,
         how: How = plainly,
+        kept: Programs | None = None,
     ) -> None:
         constrain(module, activations, mesh, rules_place("activations"))
         counts = stack.stack(module, stacks, lambda name: rules_place(f"stacks.{name}"))
@@ -115,6 +126,7 @@ class Compiled:
         self.precision = precision
         self.trace = trace
         self.attention = attention
+        self.kept = kept
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
 
@@ -183,12 +195,18 @@ class Compiled:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
             log.debug("%s takes %s", self.what, shapes)
             start = time.perf_counter()
-            with waiting(f"compile {self.what}"):
-                self.programs[key] = self.lowered(arrays, static).compile()
+            self.programs[key], loaded = self._made(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            log.info("compile %s: %.1f s", self.what, spent)
+            log.info("%s %s: %.1f s", "load" if loaded else "compile", self.what, spent)
         return self.programs[key]
+
+    def _made(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
+        lower = functools.partial(self.lowered, arrays, static)
+        if self.kept is None:
+            with waiting(f"compile {self.what}"):
+                return lower().compile(), False
+        return self.kept.program(self.weights, arrays, static, lower)
 
     def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
         return shard.to_jax(tensor, self._where(name, tensor))

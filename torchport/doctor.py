@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from torchport import card, machine, run, tiny
+from torchport import cache, card, machine, run, tiny
 
 State = Literal["ok", "note", "bad"]
 
@@ -94,7 +94,7 @@ def _tpu_kinds() -> set[str]:
 
 def _disk() -> list[Finding]:
     findings = []
-    for what, folder in (("output folder", Path("outputs")), ("torchport's cache", tiny.cache_folder())):
+    for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         writable = os.access(existing, os.W_OK)

@@ -16,7 +16,21 @@ from typing import Any
 
 import torch
 
-from torchport import checkpoint, compile, load, machine, patch, pipelines, resume, save, shard, tiny, upstream, video
+from torchport import (
+    checkpoint,
+    compile,
+    load,
+    machine,
+    patch,
+    pipelines,
+    programs,
+    resume,
+    save,
+    shard,
+    tiny,
+    upstream,
+    video,
+)
 from torchport.attention import bound, dispatch
 from torchport.card import STAGES
 from torchport.errors import ArtefactForeignError
@@ -44,10 +58,17 @@ class Summary:
 class Journey:
     """A task on its way: its weights, and what it has left behind so far."""
 
-    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: resume.Stopping) -> None:
+    def __init__(
+        self,
+        task: Task,
+        weights: checkpoint.Checkpoint,
+        stopping: resume.Stopping,
+        kept: programs.Programs,
+    ) -> None:
         self.task = task
         self.weights = weights
         self.stopping = stopping
+        self.programs = kept
         self.seconds: dict[str, float] = {}
         self.shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self.made: list[str] = []  # the stages whose artefacts this run has written, or found finished
@@ -65,10 +86,16 @@ def run(request: Request) -> Summary:
         task = accept(request)
         entries = task.patches(task.stages)
         hush = not log.isEnabledFor(logging.DEBUG)
-        with upstream.on_path(task.upstream), patch.applied(entries), load.hushed(hush), _folder(task.folder):
+        with (
+            upstream.on_path(task.upstream),
+            patch.applied(entries),
+            load.hushed(hush),
+            _folder(task.folder),
+            programs.Programs.opened(task) as kept,
+        ):
             check_machine(task)
             check_heads(task)
-            journey = Journey(task, _weights(task), stopping)
+            journey = Journey(task, _weights(task), stopping, kept)
             _check_parts(journey)
             finished = resume.finished(task, journey.weights)
             for stage in task.stages:
@@ -233,7 +260,8 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         return None
     task, name = journey.task, stage.network
     module, folder = parts[name].get_submodule(stage.submodule), task.component_folder(journey.weights.folder, name)
-    how = functools.partial(stage.call, settings=task.settings) if stage.call is not None else compile.plainly
+    settings = task.settings if task.original else programs.fixed(task.settings)
+    how = functools.partial(stage.call, settings=settings) if stage.call is not None else compile.plainly
     if task.original:
         load.fill(parts[name], folder, name)
         return compile.Eager(module, how)
@@ -245,6 +273,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     tensors = load.tensors(parts[name], folder, name)
     own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
     weights = shard.place(own, rules, mesh)
+    bounds = _score_bounds(task, name, weights)
     return compile.Compiled(
         module,
         weights,
@@ -254,11 +283,12 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         place=task.rules_place("inputs", name),
         precision=task.card.components[name].precision,
         trace=ledger.trace(),
-        attention=dispatch.Settings(task.job.attention, _score_bounds(task, name, weights)),
+        attention=dispatch.Settings(task.job.attention, bounds),
         activations=strategy.activations.get(name, []),
         stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
         rules_place=functools.partial(_rules_place, task, name),
         how=how,
+        kept=journey.programs.of(stage, module, journey.weights.folder, bounds, mesh, ledger),
     )
 
 
@@ -301,6 +331,7 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
         "config": task.job.model_dump(),
         "backend": task.request.backend,
         "patches": ledger.rows(),
+        "programs": journey.programs.made.get(stage.name, []),
         "versions": versions(),
         "seconds": {key: round(s, 3) for key, s in journey.seconds.items() if key.startswith(f"{stage.name} ")},
     }

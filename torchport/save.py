@@ -57,6 +57,7 @@ class Manifest(pydantic.BaseModel):
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
+        programs: One row for each program of the stage: whether it was "compiled" or "cached", and when it was traced.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
@@ -72,6 +73,7 @@ class Manifest(pydantic.BaseModel):
     config: dict[str, Any]
     backend: str
     patches: list[dict[str, Any]]
+    programs: list[dict[str, Any]] = []
     versions: dict[str, str]
     seconds: dict[str, float]
     tensors: dict[str, Tensor]

@@ -42,6 +42,7 @@ class Request:
         noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
         image: A file with the first frame, for image-to-video.
         upstream_path: The checkout of an upstream that is no installed package.
+        cache: Whether compiled programs are kept, and loaded instead of traced.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Request:
     noise: torch.Tensor | None = None
     image: Path | None = None
     upstream_path: str | None = None
+    cache: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

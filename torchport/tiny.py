@@ -11,13 +11,13 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchport import cache
 from torchport.card import Card, TinyTokenizer
 from torchport.errors import BadValueError, OutputError
 from torchport.progress import log
@@ -30,11 +30,6 @@ DONE = ".complete"
 """A file that marks a folder as written to its end."""
 
 
-def cache_folder() -> Path:
-    """Returns torchport's cache folder: `$XDG_CACHE_HOME/torchport`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
-
-
 def folder_of(card: Card) -> Path:
     """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
@@ -43,7 +38,7 @@ def folder_of(card: Card) -> Path:
     here = Path(__file__).parent
     for file in (Path(__file__), here / "pipelines" / f"{card.family}.py"):  # the code that makes and arranges it
         sha.update(file.read_bytes() if file.is_file() else b"")
-    return cache_folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
+    return cache.folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
 
 
 Make = Callable[..., Any]
@@ -68,12 +63,12 @@ def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Pa
     if (folder / DONE).is_file():
         return folder
     log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)
+    cache.make(folder.parent)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     except OSError as error:
         raise OutputError(
-            str(folder.parent), f"It cannot be written: {error.strerror}", "Set XDG_CACHE_HOME to a folder that can be"
+            str(folder.parent), f"It cannot be written: {error.strerror}", f"Name another folder with {cache.VARIABLE}"
         ) from error
     try:
         make = functools.partial(_made, card)

@@ -114,7 +114,7 @@ class Ledger:
             "target": entry.target,
             "kind": entry.kind,
             "equivalence": entry.equivalence.written(),
-            "state": record.state(),
+            "state": self._state(record),
             "calls": None if entry.kind == "value" or not entry.counted else self.calls(record),
             "plumbing": entry.plumbing,
             "late": record.late,
@@ -123,6 +123,11 @@ class Ledger:
             "why": " ".join(entry.why.split()),
             "place": entry.place,
         }
+
+    def _state(self, record: Record) -> str:
+        """Returns the record's state; what the trace of a credited program called is used, though not called here."""
+        state = record.state()
+        return "used" if state in ("armed", "applied") and self._traced.get(record.entry.id) else state
 
     def ops(self) -> list[Op]:
         """Returns the `op` entries with their functions; the same objects each time."""
