@@ -127,3 +127,18 @@ def test_a_tpu_is_shown_with_its_memory(findings, monkeypatch):
 def test_things_to_mend_are_counted(root):
     bad = Finding("bad", "a", "b")
     assert advice([bad, Finding("note", "a", "b"), bad], str(root)) == "2 thing(s) to mend."
+
+
+def test_it_tells_whether_compiled_programs_may_be_loaded(monkeypatch, tmp_path):
+    def told():
+        (finding,) = doctor._programs()
+        return finding.state, finding.fact
+
+    assert told() == ("note", "not kept: TORCHPORT_CACHE is off")
+    monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
+    assert told() == ("ok", f"{tmp_path}/programs: none yet")
+    folder = cache.make(tmp_path / "programs")
+    assert told() == ("ok", f"{folder}: 0")
+    folder.chmod(0o777)
+    state, fact = told()
+    assert state == "bad" and fact.startswith(f"{folder}: Others can write to it (mode 0777)")

@@ -54,7 +54,7 @@ class Kept:
     def __init__(self, world, pack, mesh, root):
         self.world, self.mesh, self.root = world, mesh, root
         self.torchax = patch.read(pack.patches, ["torchax"])
-        self.parts = {"versions": {"jax": "1"}, "attention": None}
+        self.common, self.parts = {"versions": {"jax": "1"}}, {"attention": None}
         world.write("up/net.py", NETWORK)
         world.python(PATCH)
         self.entries = world.one("replace: p.py:new", "up.net:activation", "must_be_called: [denoise]")
@@ -72,7 +72,7 @@ class Kept:
             weights = shard.place(tensors.items(), rules, self.mesh)
             parts = {**self.parts, "patches": dict(ledger.trace().digests)}
             self.made = []
-            kept = store.StagePrograms(self.root, STAGE, parts, self.mesh, ledger, self.made)
+            kept = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
             options = {"what": "net", "place": "card.yaml:9", "precision": "highest", "trace": ledger.trace()}
             yield compile.Compiled(module.to("meta"), weights, INPUTS, self.mesh, kept=kept, **options), ledger
 
@@ -154,7 +154,8 @@ def test_a_program_brings_the_calls_of_its_own_trace_only(kept):
 def test_a_program_whose_key_differs_is_not_loaded_and_it_is_told_what_differs(kept, said, change, told):
     kept.run()
     traced = kept.made[0]["traced"]
-    kept.parts |= change
+    kept.common |= {part: value for part, value in change.items() if part == "versions"}
+    kept.parts |= {part: value for part, value in change.items() if part != "versions"}
     assert kept.run()[1] == "compiled"
     assert f"denoise: the program traced {traced} is another: {told}" in said()
     assert len(kept.entries_on_disk()) == 2 and kept.run()[1] == "cached"
@@ -450,7 +451,7 @@ def test_every_installed_version_is_in_the_key():
     assert found["jax"] == jax.__version__
 
 
-def test_the_sources_of_the_upstream_are_in_the_key_without_importing_it(kept, tmp_path):
+def test_the_sources_of_the_upstream_are_in_the_key_without_importing_it(kept):
     """A checkout or an editable install keeps its version while it is edited."""
     before = key.sources("up")
     kept.world.write("up/unused.txt", "no source")
@@ -459,6 +460,13 @@ def test_the_sources_of_the_upstream_are_in_the_key_without_importing_it(kept, t
     more = key.sources("up")
     kept.world.write("up/inner/more.py", "A = 2")
     assert len({before, more, key.sources("up")}) == 3
+    elsewhere = kept.world.site.parent / "elsewhere"
+    elsewhere.mkdir()
+    (kept.world.site / "up" / "linked").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(kept.world.site / "up")
+    before = key.sources("up")
+    (elsewhere / "one.py").write_text("")
+    assert key.sources("up") != before
     assert key.sources("no_such_package") == "absent"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchport import cache, card, machine, run, tiny
+from torchport.errors import BadValueError
 
 State = Literal["ok", "note", "bad"]
 
@@ -43,6 +44,7 @@ def examine(path: str | None) -> list[Finding]:
         *_versions(),
         *_devices(),
         *_disk(),
+        *_programs(),
         *_checkpoints(pack),
         *known_bad(os.environ, list(_tpu_kinds())),
     ]
@@ -102,6 +104,20 @@ def _disk() -> list[Finding]:
         fact = f"{folder}: {free / machine.GIB:.1f} GiB free" + ("" if writable else ", not writable: choose another")
         findings.append(Finding(state, what, fact))
     return findings
+
+
+def _programs() -> list[Finding]:
+    """Returns whether compiled programs are kept, and may be loaded."""
+    folder = cache.folder() / "programs"
+    if cache.is_off():
+        return [Finding("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
+    if not folder.is_dir():
+        return [Finding("ok", "compiled programs", f"{folder}: none yet")]
+    try:
+        cache.check_trusted(folder)
+    except BadValueError as error:
+        return [Finding("bad", "compiled programs", str(error))]
+    return [Finding("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
 
 
 def _checkpoints(pack: card.Pack) -> list[Finding]:

@@ -70,9 +70,10 @@ def read(path: Path, key: dict[str, Any]) -> tuple[Manifest, bytes] | None:
         BadValueError: Somebody else owns it or can write to it.
         DamagedError: It is not whole, not what its manifest says, or another key's.
     """
-    if not path.is_dir():
+    try:
+        cache.check_trusted(path)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    cache.check_trusted(path)
     manifest = read_manifest(path)
     if manifest.key != json.loads(json.dumps(key)):
         raise DamagedError("its manifest has another key than its name")

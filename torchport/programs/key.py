@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,22 @@ def sources(package: str) -> str:
     roots = [Path(root) for root in spec.submodule_search_locations or ()] or [Path(spec.origin or "")]
     kinds = (".py", ".yaml") if package == "torchport" else (".py",)
     for root in roots:
-        found = sorted(file for file in (root.rglob("*") if root.is_dir() else [root]) if file.suffix in kinds)
-        for file in found:
+        for file in sorted(_files(root, kinds) if root.is_dir() else [root]):
             sha.update(f"{file.relative_to(root)}\0".encode())
             sha.update(hashlib.sha256(file.read_bytes()).digest())
     return sha.hexdigest()[:16]
+
+
+def _files(root: Path, kinds: tuple[str, ...]) -> Iterator[Path]:
+    """Yields the files of some kinds in a folder, links to folders followed as an import follows them."""
+    seen: set[str] = set()
+    for folder, inner, names in os.walk(root, followlinks=True):
+        inner[:] = [name for name in inner if name != "__pycache__"]
+        if os.path.realpath(folder) in seen:
+            inner.clear()  # a link to where we have been: there is no end to it otherwise
+            continue
+        seen.add(os.path.realpath(folder))
+        yield from (Path(folder, name) for name in names if name.endswith(kinds))
 
 
 def environment(packages: Iterable[str]) -> dict[str, str]:

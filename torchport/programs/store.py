@@ -87,24 +87,35 @@ class Programs:
         """
         made = self.made.setdefault(stage.name, [])
         if self.root is None:
-            return StagePrograms(None, stage, {}, mesh, ledger, made)
+            return StagePrograms(None, stage, dict, {}, mesh, ledger, made)
         parts = {
-            **self.common,
             **key.of_stage(self.task, stage, weights, bounds),
             **key.of_mesh(mesh),
             "patches": dict(ledger.trace().digests),
             "network": key.of_module(module),
         }
-        return StagePrograms(self.root, stage, parts, mesh, ledger, made)
+        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, made)
 
 
 class StagePrograms:
-    """The programs of one stage; see `Programs.of`."""
+    """The programs of one stage; see `Programs.of`.
+
+    Args:
+        root: Where programs lie; None where none is kept.
+        stage: The stage.
+        common: Returns the parts of the key that all programs of this process have: asked when a program is, since
+            hashing takes a moment.
+        parts: Those that all programs of the stage have.
+        mesh: The devices.
+        ledger: The stage's patches, in force.
+        made: Gets a row for each program; see `Programs`.
+    """
 
     def __init__(
         self,
         root: Path | None,
         stage: pipelines.Stage,
+        common: Callable[[], Mapping[str, Any]],
         parts: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         ledger: patch.Ledger,
@@ -112,6 +123,7 @@ class StagePrograms:
     ) -> None:
         self.root = root
         self.stage = stage
+        self.common = common
         self.parts = parts
         self.mesh = mesh
         self.ledger = ledger
@@ -162,7 +174,7 @@ class StagePrograms:
         call = key.of_call(weights, arrays, static)
         if call is None:
             log.info("%s: an argument of '%s' is no plain data: it is not cached", self.stage.name, self.component)
-        return None if call is None else {**self.parts, **call}
+        return None if call is None else {**self.common(), **self.parts, **call}
 
     def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
         self.made.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
@@ -219,12 +231,13 @@ class StagePrograms:
         try:
             data, _, _ = serialize_executable.serialize(program)
             entry.write(path, wanted, created, trace, data)
-            entry.prune(path.parent, self.component)
         except OSError as error:
             log.warning("%s: the program is not kept: %s: %s", self.stage.name, path, error.strerror or error)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             said = " ".join(str(error).split())[:200]
             log.warning("%s: the program is not kept: it cannot be serialised: %s", self.stage.name, said)
+        with contextlib.suppress(OSError):  # what another run removes at the same time
+            entry.prune(path.parent, self.component)
 
     def _tell_nearest(self, wanted: dict[str, Any]) -> None:
         """Logs in what the most similar entry of the component differs, leaving out those of this run."""
