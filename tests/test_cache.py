@@ -49,8 +49,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     with pytest.raises(OutputError) as caught:
         cache.make(tmp_path / "file" / "cache")
     assert str(caught.value) == (
-        f"{tmp_path}/file/cache: The cache folder cannot be made: File exists. "
-        "Name another folder with TORCHPORT_CACHE."
+        f"{tmp_path}/file: The cache folder cannot be made: File exists. Name another folder with TORCHPORT_CACHE."
     )
 
 

@@ -138,8 +138,7 @@ def test_a_cache_that_cannot_be_made_is_refused(saving, tmp_path):
     with pytest.raises(OutputError) as caught:
         saving()
     assert str(caught.value) == (
-        f"{tmp_path}/torchport/tiny: The cache folder cannot be made: File exists. "
-        "Name another folder with TORCHPORT_CACHE."
+        f"{tmp_path}/torchport: The cache folder cannot be made: File exists. Name another folder with TORCHPORT_CACHE."
     )
 
 

@@ -50,7 +50,7 @@ def make(path: Path) -> Path:
                 part.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         fact = f"The cache folder cannot be made: {error.strerror}"
-        raise OutputError(str(path), fact, f"Name another folder with {VARIABLE}") from error
+        raise OutputError(str(error.filename or path), fact, f"Name another folder with {VARIABLE}") from error
     return path
 
 
