@@ -107,21 +107,9 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
     """
     card, _ = pack.card(model)
     with tempfile.TemporaryDirectory() as out:
-        words = [
-            "run",
-            "--model",
-            model,
-            "--config",
-            card.demo,
-            "--prompt",
-            "check",
-            "--out",
-            out,
-            "--quiet",
-            "--no-cache",
-        ]
+        words = ["run", "--model", model, "--config", card.demo, "--prompt", "check", "--out", out, "--quiet"]
         words += ["--path", str(pack.root), *(["--upstream-path", str(upstream_path)] if upstream_path else [])]
-        words += [word for override in SMALL for word in ("--set", override)]
+        words += ["--no-cache", *(word for override in SMALL for word in ("--set", override))]
         done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=False)
         if done.returncode:
             return [_ended(model, done.stderr)]
