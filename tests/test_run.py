@@ -250,13 +250,16 @@ def test_every_patch_was_used_and_is_in_the_manifest(runs):
     used = {row["id"]: row for stage in manifest["stages"].values() for row in stage["patches"]}
     assert {key for key, row in used.items() if row["state"] == "used"} >= {
         "diffusers.hunyuan15.image-condition",
+        "diffusers.hunyuan15.token-cut",
         "diffusers.hunyuan15.token-order",
+        "diffusers.hunyuan15.token-padding",
         "diffusers.hunyuan15.attention",
         "diffusers.hunyuan15.refiner-mask",
         "diffusers.hunyuan15.rotary-tables",
         "diffusers.hunyuan15.causal-mask",
     }
     assert {row["id"] for row in manifest["deviations"]} == {
+        "diffusers.hunyuan15.token-padding",
         "diffusers.hunyuan15.attention",
         "diffusers.hunyuan15.refiner-mask",
         "torch.scaled-dot-product-attention",
