@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Outline:
     inputs: dict[str, jax.ShapeDtypeStruct]
     static: compile.Static
     flops: int
-    calls: list[dispatch.Traced | dispatch.Pass]
+    calls: list[dispatch.Traced]
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _outline(task: Task, stage: pipelines.Stage, network: Any, inputs: Mapping[s
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
     tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
     static = tuple(sorted((key, value) for key, value in inputs.items() if key not in tensors))
-    flops, calls = _flops(stage, task, module, {**tensors, **dict(static)}), list[dispatch.Traced | dispatch.Pass]()
+    flops, calls = _flops(stage, task, module, {**tensors, **dict(static)}), list[dispatch.Traced]()
     program = compile.Compiled(
         module,
         weights,
@@ -180,19 +180,10 @@ def compiled(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **sizes,
         "flops": outline.flops,
-        "attention": [dataclasses.asdict(call) for call in outline.calls if isinstance(call, dispatch.Traced)],
-        "passes": _once(dataclasses.asdict(call) for call in outline.calls if isinstance(call, dispatch.Pass)),
+        "attention": [dataclasses.asdict(call) for call in outline.calls],
         "trace_s": traced - start,
         "compile_s": time.monotonic() - traced,
     }
-
-
-def _once(passes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns of each kernel the call that moves most."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in sorted(passes, key=lambda one: one["bytes"]):
-        found[one["kernel"]] = one
-    return list(found.values())
 
 
 def _sizes(lowered: Any, name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import cost, errors, hlo, topology
+from torchport import errors, hlo, topology
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES
 from torchport.errors import BadValueError, TopologyError
@@ -150,9 +150,8 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
     sizes = result["bytes"]
     peak = sizes["argument"] + sizes["temp"] + sizes["output"] + sizes["generated_code"] - sizes["alias"]
     attention, loop = _attention(task, result["attention"], kind), _loop(program)
-    passes = {one["kernel"]: cost.pass_seconds(one, machine) for one in result["passes"]}
-    block = _block(program, attention, passes, machine, kind)
-    step = _step(program, block, attention, passes, result["flops"], machine, kind)
+    block = _block(program, attention, machine, kind)
+    step = _step(program, block, attention, result["flops"], machine, kind)
     return {
         "status": "ok",
         "fits": peak <= kind.memory,
@@ -166,15 +165,8 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
         "step": step,
         "attention": attention,
         "largest": [
-            *({"ms": 1e3 * s, "opcode": "kernel", "source": name} for name, s in passes.items()),
-            *(
-                {
-                    "ms": _ms(one.cycles, kind),
-                    "opcode": one.instruction.opcode,
-                    "source": str(one.instruction.source or ""),
-                }
-                for one in program.largest(10, None if loop is None else loop.body)
-            ),
+            {"ms": _ms(one.cycles, kind), "opcode": one.instruction.opcode, "source": str(one.instruction.source or "")}
+            for one in program.largest(10, None if loop is None else loop.body)
         ],
         "trace_s": result["trace_s"],
         "compile_s": result["compile_s"],
@@ -208,11 +200,7 @@ def _attention(task: Task, calls: list[dict[str, Any]], kind: Chip) -> dict[str,
 
 
 def _block(
-    program: hlo.Program,
-    attention: Mapping[str, Any] | None,
-    passes: Mapping[str, float],
-    machine: Machine,
-    kind: Chip,
+    program: hlo.Program, attention: Mapping[str, Any] | None, machine: Machine, kind: Chip
 ) -> dict[str, Any] | None:
     """Returns what one block costs, if blocks run in a loop; unrolled ones cannot be told apart."""
     loop = _loop(program)
@@ -222,7 +210,7 @@ def _block(
     found = _exchanges(program, loop.body)
     return {
         "count": loop.trips,
-        "other_ms": _ms(loop.cycles, kind) + 1e3 * _in_passes(program, passes, loop.body),
+        "other_ms": _ms(loop.cycles, kind),
         "attention_ms": attention.get("ms") if attention else None,
         "communication_ms": 1e3 * sum(one.seconds(name) for one in found),
         "collectives": [dataclasses.asdict(one) for one in found],
@@ -242,17 +230,15 @@ def _step(
     program: hlo.Program,
     block: Mapping[str, Any] | None,
     attention: Mapping[str, Any] | None,
-    passes: Mapping[str, float],
     flops: int,
     machine: Machine,
     kind: Chip,
 ) -> dict[str, Any]:
     """Returns the model of one denoising step, in seconds, with its parts; and the floor from arithmetic alone."""
     name = machine.name.partition(":")[0]
-    calls = program.kernels()
-    count = block["count"] if block else sum(times for kernel, times in calls.items() if kernel not in passes)
+    count = block["count"] if block else sum(program.kernels().values())
     kernel = count * attention["ms"] / 1e3 if attention and "ms" in attention else None
-    other = program.cycles() / kind.clock + _in_passes(program, passes, None)
+    other = program.cycles() / kind.clock
     moved = sum(one.seconds(name) for one in _exchanges(program, None))
     return {
         "attention_s": kernel,
@@ -262,11 +248,6 @@ def _step(
         "floor_s": flops / (kind.flops * machine.devices),
         "flops": flops,
     }
-
-
-def _in_passes(program: hlo.Program, passes: Mapping[str, float], of: str | None) -> float:
-    """Returns the seconds of a computation's kernels beside attention."""
-    return sum(times * passes.get(kernel, 0.0) for kernel, times in program.kernels(of).items())
 
 
 def _ms(cycles: int, kind: Chip) -> float:
