@@ -26,6 +26,8 @@ FLOORS = {
     "attention": 3,
     "activations": 3,
     "stack": 3,
+    "calls": 4,
+    "report": 4,
     "load": 4,
     "schedule": 4,
     "hlo": 4,

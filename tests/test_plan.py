@@ -36,7 +36,7 @@ def test_a_plan_says_what_the_compiler_says(planned):
     assert found["stages"]["encode"] == {"status": "not_ported"}
     device = stage["per_device"]
     assert 0 < device["arguments_bytes"] < device["peak_bytes"] < device["hbm_bytes"] == 32 * 2**30
-    program = hlo.read(keep / "hlo")
+    program = hlo.read(keep / "denoise")
     loop = max((loop for loop in program.loop_bodies() if program.kernels(loop.body)), key=lambda loop: loop.cycles)
     assert stage["per_block"]["count"] == loop.trips == 2
     assert stage["per_block"]["other_ms"] == pytest.approx(1e3 * loop.cycles / 1.755e9)
@@ -66,7 +66,7 @@ def test_the_model_of_a_step_is_the_sum_of_its_parts_and_above_the_floor(planned
 
 @needs_libtpu
 def test_a_plan_reads_as_text(planned):
-    text = "\n".join(plan.lines(planned[0]))
+    text = "\n".join(report.lines(planned[0]))
     assert text.startswith("hunyuan on v6e:2x4, ulysses, dp=2 x sp=4: fits")
     assert "(compiler)" in text and "by the model" in text and "assumed: uncalibrated" in text
     assert "diffusers/models/" in text
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_a_finding(monkeypatch):
     monkeypatch.setattr(plan, "_compiled", lambda task, keep: (exceeds, None))
     found = plan.plan(request(*ULYSSES), "v5e:2x4")
     assert not found["fits"] and found["stages"]["denoise"]["per_device"]["peak_bytes"] == 20 * 2**30
-    text = plan.lines(found)
+    text = report.lines(found)
     assert text[0].endswith("DOES NOT FIT") and text[1] == "  bytes per device  20 GiB of 16"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchport.errors import TopologyError, UnknownNameError, VmemError
 from torchport.machine import parse_machine
-from torchport.schedule import Region, _loops, _refusal, compile_kernel, read
+from torchport.schedule import Region, _loops, compile_kernel, read, refused
 
 V6E = parse_machine("v6e:1x1", "a.yaml:1")
 REAL = pytest.mark.skipif(
@@ -210,17 +210,17 @@ SCOPED = (
 
 
 def test_vector_memory_that_the_kernel_may_use_is_told_from_what_there_is():
-    error = _refusal(SCOPED.format("16.00"), V6E, "m:f(bq=8)")
+    error = refused(SCOPED.format("16.00"), V6E, "m:f(bq=8)")
     assert type(error) is VmemError and (error.asked, error.limit) == (76021760, 16 * 2**20)
     assert str(error) == (
         "m:f(bq=8): The tile takes 72.5 MiB of VMEM on v6e:1x1, and the limit is 16.0 MiB. "
         "Take a smaller tile, or raise vmem_limit_bytes: a core has 128 MiB."
     )
-    assert str(_refusal(SCOPED.format("128.00"), V6E, "m:f()")).endswith("128.0 MiB. Take a smaller tile.")
+    assert str(refused(SCOPED.format("128.00"), V6E, "m:f()")).endswith("128.0 MiB. Take a smaller tile.")
 
 
 def test_another_complaint_of_the_compiler_is_quoted():
-    assert str(_refusal("INTERNAL: LLO_CHECK\n failure", V6E, "m:f()")) == (
+    assert str(refused("INTERNAL: LLO_CHECK\n failure", V6E, "m:f()")) == (
         "m:f(): The compiler for v6e:1x1 refuses it: INTERNAL: LLO_CHECK failure. Change the kernel or its tile."
     )
 

@@ -10,62 +10,41 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import torch
 
-from torchport import compile, load, patch, pipelines, shard, topology, upstream
+from torchport import calls, compile, errors, load, patch, pipelines, save, schedule, shard, topology, upstream
 from torchport.attention import dispatch
-from torchport.errors import BadValueError, TopologyError, TorchportError
+from torchport.errors import BadValueError, OutputError, TopologyError, TorchportError, VmemError
+from torchport.machine import Machine
 from torchport.task import Request, Task, accept, check_heads, published
 
-
-class _CalledError(Exception):
-    """The network is called for the first time: with these inputs."""
-
-    def __init__(self, inputs: dict[str, Any]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-
-class _Recorder:
-    """Stands where a compiled network stands, up to its first call."""
-
-    batches = True
-    drops = True
-
-    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
-        """Returns the inputs: only their shapes count."""
-        return inputs
-
-    def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Raises what the verb would have passed."""
-        raise _CalledError(inputs)
+SCHEDULED = "*after_codegen.txt"
+"""Files of the dump that have a scheduled program; see `hlo`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A stage's program before it is lowered.
+    """A stage's network, and all that its verb calls it with, before anything is lowered.
 
     Attributes:
         program: The network on the mesh, its weights shapes alone.
-        inputs: Shapes of its inputs, placed.
-        static: What is no tensor.
-        flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included.
-        calls: Of attention; filled while the program is lowered.
+        called: Each set of shapes it is called with, in the order of first calls.
+        attention: Calls of attention; more with every lowering.
     """
 
     program: compile.Compiled
-    inputs: dict[str, jax.ShapeDtypeStruct]
-    static: compile.Static
-    flops: int
-    calls: list[dispatch.Traced]
+    called: list[calls.Called]
+    attention: list[dispatch.Traced]
 
 
 @contextlib.contextmanager
@@ -85,9 +64,7 @@ def outlined(task: Task, stage: pipelines.Stage, devices: Any) -> Iterator[Outli
     with upstream.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name) as ledger:
         with compile.operators({op.target: op.function for op in ledger.ops()}), load.hushed(True):
             check_heads(task)
-            parts = _parts(task, stage)
-            inputs = _inputs(task, stage, parts)
-            yield _outline(task, stage, parts[stage.network], inputs, devices)
+            yield _outline(task, stage, devices)
 
 
 def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
@@ -104,26 +81,14 @@ def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
     return parts
 
 
-def _inputs(task: Task, stage: pipelines.Stage, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the verb calls the network with: the verb itself says it."""
-    assert stage.like is not None
-    try:
-        stage.run(parts, _Recorder(), task.settings, pipelines.Steps(), **stage.like(parts, task.settings))
-    except _CalledError as called:
-        return called.inputs
-    raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
-
-
-def _outline(task: Task, stage: pipelines.Stage, network: Any, inputs: Mapping[str, Any], devices: Any) -> Outline:
-    name, job, card = str(stage.network), task.job, task.card
-    module = network.get_submodule(stage.submodule)
+def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
+    name, job, card, parts = str(stage.network), task.job, task.card, _parts(task, stage)
+    module = parts[name].get_submodule(stage.submodule)
     mesh, strategy = shard.make_mesh(job.mesh, devices), card.strategies[job.strategy]
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     rules = shard.match(strategy.weights[name], shard.named_shapes(held), job.mesh, task.rules_place("weights", name))
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
-    tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-    static = tuple(sorted((key, value) for key, value in inputs.items() if key not in tensors))
-    flops, calls = _flops(stage, task, module, {**tensors, **dict(static)}), list[dispatch.Traced]()
+    called, attention = calls.recorded(stage, parts, module, _how(stage, task), task.settings), list[dispatch.Traced]()
     program = compile.Compiled(
         module,
         weights,
@@ -134,38 +99,28 @@ def _outline(task: Task, stage: pipelines.Stage, network: Any, inputs: Mapping[s
         precision=card.components[name].precision,
         trace=None,
         # No gains are at hand: that they keep scores within their bound is assumed, and said.
-        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), calls.append),
+        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), attention.append),
         activations=strategy.activations.get(name, []),
         stacks=card.stacks.get(name, {}) if job.stacked else {},
         rules_place=lambda what: task.card_document.place([what.partition(".")[0]]),
         how=_how(stage, task),
     )
-    return Outline(program, program.shapes(tensors), static, flops, calls)
+    return Outline(program, called, attention)
 
 
 def _how(stage: pipelines.Stage, task: Task) -> compile.How:
     return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
 
 
-def _flops(stage: pipelines.Stage, task: Task, module: torch.nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Returns the floating-point operations of one call, counted on meta."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    module.to("meta")
-    there = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        _how(stage, task)(module, **there)
-    return int(counter.get_total_flops())
-
-
-def compiled(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Compiles a stage, and returns what the compiler says of it.
+def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Compiles a stage's programs, one for each set of shapes that its verb calls with.
 
     Args:
-        request: `task`, the fields of a `task.Request`; `stage`.
+        request: `task`, the fields of a `task.Request`; `stage`; `dump`, the folder into which the compiler writes.
 
     Returns:
-        Bytes per device, seconds, the kernel's operands; the program itself is in the dump.
+        Of each program: shapes, how often it is called, bytes per device or what it lacks, seconds, the kernel's
+        operands, and the name of its file in the dump.
     """
     fields = dict(request["task"])
     fields["overrides"] = tuple(fields["overrides"])
@@ -173,23 +128,49 @@ def compiled(request: Mapping[str, Any]) -> dict[str, Any]:
     stage = next(stage for stage in task.stages if stage.name == request["stage"])
     devices = topology.describe(task.machine).devices
     with outlined(task, stage, devices) as outline:
-        start = time.monotonic()
-        lowered = outline.program.lowered(outline.inputs, outline.static)
-        traced = time.monotonic()
-        sizes = _sizes(lowered, task.machine.name)
+        return [_program(outline, called, task.machine, Path(request["dump"])) for called in outline.called]
+
+
+def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Path) -> dict[str, Any]:
+    """Compiles for one set of shapes."""
+    written, traced = set(dump.glob(SCHEDULED)), len(outline.attention)
+    start = lowered_at = time.monotonic()
+    try:
+        lowered = outline.program.lowered(outline.program.shapes(called.tensors), called.static)
+        lowered_at = time.monotonic()
+        outcome = _sizes(lowered, machine)
+    except VmemError as error:
+        outcome = {"vmem": _overflow(error, outline.attention[traced:])}
+    written = set(dump.glob(SCHEDULED)) - written
     return {
-        **sizes,
-        "flops": outline.flops,
-        "attention": [dataclasses.asdict(call) for call in outline.calls],
-        "trace_s": traced - start,
-        "compile_s": time.monotonic() - traced,
+        **outcome,
+        "inputs": {name: list(tensor.shape) for name, tensor in called.tensors.items()},
+        "times": called.times,
+        "flops": called.flops,
+        "attention": [dataclasses.asdict(call) for call in outline.attention[traced:]],
+        "dump": next((path.name for path in written), None),
+        "trace_s": lowered_at - start,
+        "compile_s": time.monotonic() - lowered_at,
     }
 
 
-def _sizes(lowered: Any, name: str) -> dict[str, Any]:
+def _overflow(error: VmemError, traced: list[dispatch.Traced]) -> dict[str, Any]:
+    """Returns what of a kernel does not fit into vector memory; the last one traced, where it was not yet compiled."""
+    tile = getattr(error, "tile", None)
+    return {
+        "kernel": error.place if tile is None else traced[-1].implementation,
+        "tile": None if tile is None else "/".join(map(str, dataclasses.astuple(tile))),
+        "fact": error.fact,
+        "asked": getattr(error, "asked", None),
+        "limit": getattr(error, "limit", None),
+    }
+
+
+def _sizes(lowered: Any, machine: Machine) -> dict[str, Any]:
     """Compiles, and returns the bytes on each device; or those asked for and at hand where it does not fit.
 
     Raises:
+        VmemError: A kernel's tile does not fit the chip's vector memory.
         TopologyError: The compiler refuses the program for another reason.
     """
     try:
@@ -197,8 +178,14 @@ def _sizes(lowered: Any, name: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         exceeds = _EXCEEDS.search(str(error))
         if exceeds is None:
+            kernel = _KERNEL.search(str(error))
+            found = schedule.refused(str(error), machine, kernel[1] if kernel else "a kernel")
+            if isinstance(found, VmemError):
+                raise found from error
             said = " ".join(str(error).split())[:300]
-            raise TopologyError(f"plan {name}", f"The compiler refuses it: {said}", "Plan another size") from error
+            raise TopologyError(
+                f"plan {machine.name}", f"The compiler refuses it: {said}", "Plan another size"
+            ) from error
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
         return {"exceeds": {"asked": asked, "limit": limit}}
     sizes = ("argument", "temp", "output", "alias", "generated_code")
@@ -206,13 +193,60 @@ def _sizes(lowered: Any, name: str) -> dict[str, Any]:
 
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([KMG ])\)")
+_KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
+
+
+def apart(task: Task, stage: str, folder: Path) -> list[dict[str, Any]]:
+    """Returns what `compiled` does, from a process of its own, with the compiler's dump in a folder.
+
+    Args:
+        task: The job.
+        stage: Its name.
+        folder: For the dump; it is made.
+
+    Raises:
+        TopologyError: The process stopped without a word.
+        OutputError: The folder cannot be made, or holds a dump already.
+        TorchportError: Whatever it refuses.
+    """
+    request = task.request
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "config": request.config,
+        "stage": stage,
+        "prompt": None,
+        "checkpoint": request.checkpoint,
+        "upstream_path": str(request.upstream_path) if request.upstream_path else None,
+        "path": request.path,
+        "overrides": list(request.overrides),
+    }
+    dump = folder.resolve()
+    if any(dump.glob(SCHEDULED)):
+        raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
+    save.make_folder(dump)
+    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
+        asked, outcome = Path(scratch) / "request.json", Path(scratch) / "outcome.json"
+        asked.write_text(json.dumps({"task": fields, "stage": stage, "dump": str(dump)}))
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
+        own = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **topology.environment()}
+        command = [sys.executable, "-P", "-m", "torchport.outline", str(asked), str(outcome)]
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+        if not outcome.is_file():
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise TopologyError(f"plan {task.machine.name}", f"The compiler stopped: {said[:300]}", "Run it with -v")
+        answer = json.loads(outcome.read_text())
+    if "refusal" in answer:
+        kind = getattr(errors, answer["refusal"]["kind"])
+        raise kind(*answer["refusal"]["args"])
+    programs: list[dict[str, Any]] = answer["result"]
+    return programs
 
 
 def main(arguments: list[str]) -> int:
     """Reads the request, compiles, and writes the outcome: a result, or a refusal."""
     request, outcome = (Path(argument) for argument in arguments)
     try:
-        found = {"result": compiled(json.loads(request.read_text()))}
+        found: dict[str, Any] = {"result": compiled(json.loads(request.read_text()))}
     except TorchportError as error:
         found = {"refusal": {"kind": type(error).__name__, "args": [error.place, error.fact, error.remedy]}}
     outcome.write_text(json.dumps(found))

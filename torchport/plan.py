@@ -8,21 +8,18 @@ links, one after the other. Nothing of it has been calibrated against a chip.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import errors, hlo, topology
+from torchport import hlo, outline, save
 from torchport.attention import tiles, transposed
-from torchport.attention.dispatch import HEAD_AXES
-from torchport.errors import BadValueError, TopologyError
+from torchport.attention.dispatch import HEAD_AXES, KERNELS
+from torchport.errors import BadValueError
 from torchport.machine import Chip, Machine, chip
+from torchport.pipelines import Stage
 from torchport.run import versions
 from torchport.task import Request, Task, accept
 
@@ -35,6 +32,9 @@ PORTS = 2
 """Links that a group of neighbours has for itself: a square of four chips."""
 MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
+
+PARTS = ("attention_s", "other_s", "communication_s", "model_s")
+"""Of the model of a step, and their sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +54,21 @@ class Exchange:
         return self.count * MOVED.get(self.kind, 1.0) * size * share / (PORTS * LINKS[chip_name])
 
 
-def plan(request: Request, topology_name: str | None, keep: Path | None = None) -> dict[str, Any]:
+def plan(
+    request: Request, topology_name: str | None, keep: Path | None = None, stages: Sequence[str] = ("denoise",)
+) -> dict[str, Any]:
     """Returns the plan of a job, as `--json` prints it.
 
     Args:
         request: Model, config and overrides.
         topology_name: A TPU slice in place of the config's machine.
-        keep: A folder for the compiler's dump, from which every figure can be computed again.
+        keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
+        stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes.
 
     Raises:
+        BadValueError: The machine is no TPU, or nothing of a stage is compiled.
         TopologyError: No libtpu, no such slice, or a program that the compiler refuses.
+        OutputError: The folder has a dump already, or cannot be written.
         TorchportError: Whatever the job is refused for; see `task.accept`.
     """
     overrides = request.overrides if topology_name is None else (*request.overrides, f"machine={topology_name}")
@@ -71,19 +76,96 @@ def plan(request: Request, topology_name: str | None, keep: Path | None = None) 
     if task.machine.platform != "tpu":
         place = f"machine {task.machine.name}"
         raise BadValueError(place, "It is no TPU, and a plan is for one", "Name a slice with --topology v6e:2x4")
-    result, program = _compiled(task, keep)
-    denoise = _unfit(result, task.machine) if program is None else _stage(task, result, program)
-    stages = {"encode": {"status": "not_ported"}, "denoise": denoise, "decode": {"status": "not_planned"}}
-    return {
+    ported = [stage.name for stage in task.family.STAGES if stage.network is not None]
+    for name in stages:
+        if name not in ported:
+            fact = "Nothing of it is compiled: it runs on the host, in PyTorch"
+            raise BadValueError(f"--stage {name}", fact, f"Name one of {', '.join(ported)}, or all")
+    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
+        folder = Path(scratch) if keep is None else keep
+        planned = {name: _planned(task, name, folder / name) for name in stages}
+    found = {
         "model": task.card.model,
         "machine": task.machine.name,
         "strategy": task.job.strategy,
         "mesh": dict(task.job.mesh),
-        "fits": stages["denoise"]["fits"],
+        "fits": all(stage["fits"] for stage in planned.values()),
         "versions": versions(),
         "assumptions": ["uncalibrated", *_assumptions(task)],
-        "stages": stages,
+        "stages": {stage.name: planned.get(stage.name, _left_out(stage)) for stage in task.family.STAGES},
     }
+    if keep is not None:
+        save.write_json(keep / "plan.json", found)
+    return found
+
+
+def _left_out(stage: Stage) -> dict[str, Any]:
+    """Returns what is said of a stage that is not compiled."""
+    if stage.network is None:
+        return {"status": "not_ported", "why": "It runs on the host, in PyTorch: nothing of it is compiled"}
+    return {"status": "not_asked", "why": f"Add --stage {stage.name}, or --stage all"}
+
+
+def _planned(task: Task, name: str, folder: Path) -> dict[str, Any]:
+    """Compiles a stage's programs, and returns what is known of each and of all together."""
+    programs = []
+    for result in outline.apart(task, name, folder):
+        known = _stage(task, result, hlo.read(folder / result["dump"])) if "bytes" in result else _unfit(task, result)
+        shared = {"inputs": result["inputs"], "times": result["times"]}
+        dump = None if result["dump"] is None else f"{name}/{result['dump']}"
+        programs.append(shared | known | {"dump": dump})
+    # What is counted once for each call becomes what one denoising step takes, or one whole decode.
+    return together(programs, task.settings.steps if name == "denoise" else 1)
+
+
+def together(programs: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Returns a stage's figures from those of its programs: bytes of the largest, sums of the rest.
+
+    Args:
+        programs: One for each set of shapes, with `times`, how often the stage calls it.
+        steps: How many steps these calls make.
+    """
+    first = max(programs, key=lambda program: (not program["fits"], program["per_device"]["peak_bytes"] or 0))
+    longest = max(programs, key=lambda program: program["step"]["flops"] * program["times"])
+    alone = len(programs) == 1 and programs[0]["times"] == steps
+    stage = {key: value for key, value in longest.items() if key not in ("inputs", "times", "dump")}
+    largest = [{**one, "ms": one["ms"] * p["times"] / steps} for p in programs for one in p["largest"]]
+    return stage | {
+        "fits": all(program["fits"] for program in programs),
+        "per_device": first["per_device"],
+        "per_block": longest["per_block"] if alone else None,
+        "per_step": dict(longest["per_step"]) if alone else _collected(programs, steps),
+        "step": dict(longest["step"]) if alone else _sum_of_steps(programs, steps),
+        "steps": steps,
+        "largest": longest["largest"] if alone else sorted(largest, key=lambda one: -one["ms"])[:10],
+        "findings": [finding for program in programs for finding in program["findings"]],
+        "not_modelled": list(dict.fromkeys(said for program in programs for said in program["not_modelled"])),
+        "programs": list(programs),
+        "trace_s": sum(program["trace_s"] for program in programs),
+        "compile_s": sum(program["compile_s"] for program in programs),
+    }
+
+
+def _collected(programs: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Returns the collectives of all calls, a step."""
+    found = [
+        {**one, "count": one["count"] * program["times"] / steps}
+        for program in programs
+        for one in (program["per_step"]["collectives"] if program["per_step"] else ())
+    ]
+    times = [(p["per_step"] or {"communication_ms": None})["communication_ms"] for p in programs]
+    spent = None if None in times else sum(ms * p["times"] / steps for ms, p in zip(times, programs, strict=True))
+    return {"communication_ms": spent, "collectives": found}
+
+
+def _sum_of_steps(programs: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Returns the seconds and the arithmetic of all calls, a step; None for what is not known of one of them."""
+    total: dict[str, Any] = {}
+    for key in programs[0]["step"]:
+        parts = [program["step"].get(key) for program in programs]
+        known = None not in parts
+        total[key] = sum(part * p["times"] for part, p in zip(parts, programs, strict=True)) / steps if known else None
+    return total
 
 
 def _assumptions(task: Task) -> list[str]:
@@ -91,60 +173,39 @@ def _assumptions(task: Task) -> list[str]:
     return [*known, "every token is valid", "nothing overlaps"]
 
 
-def _compiled(task: Task, keep: Path | None) -> tuple[dict[str, Any], hlo.Program | None]:
-    """Returns the compiler's outcome and its program, none if it does not fit; from a process of its own."""
-    request = task.request
-    fields: dict[str, Any] = {
-        "model": request.model,
-        "config": request.config,
-        "stage": "denoise",
-        "prompt": None,
-        "checkpoint": request.checkpoint,
-        "upstream_path": str(request.upstream_path) if request.upstream_path else None,
-        "path": request.path,
-        "overrides": list(request.overrides),
-    }
-    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
-        folder = Path(keep if keep is not None else scratch).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        asked, outcome, dump = (Path(scratch) / name for name in ("request.json", "outcome.json", "hlo"))
-        dump = folder / "hlo"
-        asked.write_text(json.dumps({"task": fields, "stage": "denoise"}))
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
-        own = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **topology.environment()}
-        command = [sys.executable, "-P", "-m", "torchport.outline", str(asked), str(outcome)]
-        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
-        if not outcome.is_file():
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise TopologyError(f"plan {task.machine.name}", f"The compiler stopped: {said[:300]}", "Run it with -v")
-        answer = json.loads(outcome.read_text())
-        if "refusal" in answer:
-            kind = getattr(errors, answer["refusal"]["kind"])
-            raise kind(*answer["refusal"]["args"])
-        return answer["result"], hlo.read(dump) if "bytes" in answer["result"] else None
-
-
-def _unfit(result: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
-    """Returns what is known of a stage that does not fit: there is no program."""
-    kind = chip(machine)
+def _unfit(task: Task, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is known of a program that does not fit: there is none."""
+    machine, kind = task.machine, chip(task.machine)
     assert kind is not None
-    asked = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": result["exceeds"]["asked"]}
-    step = {"model_s": None, "floor_s": result["flops"] / (kind.flops * machine.devices), "flops": result["flops"]}
+    memory = result.get("exceeds", {"asked": None, "limit": kind.memory})
+    known = {
+        "kernel": None,
+        "tile": None,
+        "asked": memory["asked"],
+        "limit": memory["limit"],
+        "fact": "Too large for HBM",
+    }
+    finding = {"what": "vmem" if "vmem" in result else "hbm", **known, **result.get("vmem", {})}
+    asked = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": memory["asked"]}
+    floor = result["flops"] / (kind.flops * machine.devices)
     return {
         "status": "ok",
         "fits": False,
-        "per_device": {**asked, "hbm_bytes": result["exceeds"]["limit"]},
+        "per_device": {**asked, "hbm_bytes": memory["limit"]},
         "per_block": None,
-        "step": step,
+        "per_step": None,
+        "step": {**dict.fromkeys(PARTS), "floor_s": floor, "flops": result["flops"]},
         "attention": None,
         "largest": [],
+        "findings": [{(f"{key}_bytes" if key in ("asked", "limit") else key): value for key, value in finding.items()}],
+        "not_modelled": [],
         "trace_s": result["trace_s"],
         "compile_s": result["compile_s"],
     }
 
 
 def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[str, Any]:
-    """Returns what is known of a stage."""
+    """Returns what is known of a program."""
     machine, kind = task.machine, chip(task.machine)
     assert kind is not None
     sizes = result["bytes"]
@@ -162,12 +223,15 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
             "hbm_bytes": kind.memory,
         },
         "per_block": block,
+        "per_step": _per_step(program, machine),
         "step": step,
         "attention": attention,
         "largest": [
             {"ms": _ms(one.cycles, kind), "opcode": one.instruction.opcode, "source": str(one.instruction.source or "")}
             for one in program.largest(10, None if loop is None else loop.body)
         ],
+        "findings": [],
+        "not_modelled": _not_modelled(program, result["attention"], loop),
         "trace_s": result["trace_s"],
         "compile_s": result["compile_s"],
     }
@@ -217,6 +281,29 @@ def _block(
     }
 
 
+def _per_step(program: hlo.Program, machine: Machine) -> dict[str, Any]:
+    """Returns the exchanges between devices of one run of the program."""
+    found, name = _exchanges(program, None), machine.name.partition(":")[0]
+    spent = 1e3 * sum(one.seconds(name) for one in found)
+    return {"communication_ms": spent, "collectives": [dataclasses.asdict(one) for one in found]}
+
+
+def _not_modelled(program: hlo.Program, calls: list[dict[str, Any]], loop: hlo.Loop | None) -> list[str]:
+    """Returns what takes time and is in no part of the model."""
+    said, unpriced = [], program.unpriced()
+    beside = sum(program.kernels().values()) - (loop.trips * sum(program.kernels(loop.body).values()) if loop else 0)
+    if loop and beside:
+        said.append(f"{beside} call(s) of kernels outside the blocks")
+    if unpriced:
+        size = sum(one.instruction.bytes * one.times for one in unpriced)
+        said.append(
+            f"{len(unpriced)} operation(s) without an estimate of the compiler's, {size / 1e6:.3g} MB of output"
+        )
+    if loop is None and any(call["implementation"] not in KERNELS for call in calls):
+        said.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
+    return said
+
+
 def _exchanges(program: hlo.Program, of: str | None) -> list[Exchange]:
     """Returns the collectives of a computation, those of one kind, size and line counted together."""
     together: dict[Exchange, int] = {}
@@ -237,14 +324,15 @@ def _step(
     """Returns the model of one denoising step, in seconds, with its parts; and the floor from arithmetic alone."""
     name = machine.name.partition(":")[0]
     count = block["count"] if block else sum(program.kernels().values())
-    kernel = count * attention["ms"] / 1e3 if attention and "ms" in attention else None
+    # Attention that is no kernel is XLA's, and in its estimate.
+    kernel = count * attention["ms"] / 1e3 if attention and "ms" in attention else 0.0
     other = program.cycles() / kind.clock
     moved = sum(one.seconds(name) for one in _exchanges(program, None))
     return {
         "attention_s": kernel,
         "other_s": other,
         "communication_s": moved,
-        "model_s": None if kernel is None else kernel + other + moved,
+        "model_s": kernel + other + moved,
         "floor_s": flops / (kind.flops * machine.devices),
         "flops": flops,
     }
@@ -252,44 +340,3 @@ def _step(
 
 def _ms(cycles: int, kind: Chip) -> float:
     return 1e3 * cycles / kind.clock
-
-
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """Returns a plan as text."""
-    stage, gib = found["stages"]["denoise"], 2**30
-    device, block, step = stage["per_device"], stage["per_block"], stage["step"]
-    mesh = " x ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
-    text = [
-        f"{found['model']} on {found['machine']}, {found['strategy']}, {mesh}: "
-        f"{'fits' if found['fits'] else 'DOES NOT FIT'}",
-        f"  bytes per device  {device['peak_bytes'] / gib:.3g} GiB of {device['hbm_bytes'] / gib:.3g}",
-    ]
-    if device["arguments_bytes"] is not None:
-        text[-1] += (
-            f", of them {device['arguments_bytes'] / gib:.3g} arguments and "
-            f"{device['temporaries_bytes'] / gib:.3g} temporaries"
-        )
-    if block:
-        moved = sum(one["bytes"] * one["count"] for one in block["collectives"])
-        kernel = "not known" if block["attention_ms"] is None else f"{block['attention_ms']:.3g} ms"
-        text.append(
-            f"  per block ({block['count']})  attention {kernel} (model), everything else {block['other_ms']:.3g} ms "
-            f"(compiler), {moved / 1e6:.3g} MB of collectives {block['communication_ms']:.3g} ms (model)"
-        )
-        text += [
-            f"    {one['count']} x {one['kind']} of {one['bytes'] / 1e6:.1f} MB among {one['group']}"
-            f"  {one['source'] or ''}"
-            for one in block["collectives"]
-        ]
-    if step["model_s"] is not None:
-        text.append(
-            f"  per step  {step['model_s']:.3g} s by the model (attention {step['attention_s']:.3g}, other "
-            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}); the arithmetic alone at peak takes "
-            f"{step['floor_s']:.3g} s"
-        )
-    if stage["largest"]:
-        text.append("  the most expensive operations of a block:" if block else "  the most expensive operations:")
-    text += [f"    {one['ms']:6.3f} ms  {one['opcode']:8} {one['source']}" for one in stage["largest"]]
-    text.append(f"  traced in {stage['trace_s']:.1f} s, compiled in {stage['compile_s']:.1f} s")
-    text.append(f"  assumed: {'; '.join(found['assumptions'])}")
-    return text

@@ -366,11 +366,11 @@ def _compile(build: str, arguments: dict[str, Any], machine: str, place: str) ->
             program = jax.jit(call).lower(*operands).compile()
         took, text = time.monotonic() - began, program.as_text()  # XLA cannot print every program that it compiles
     except jax.errors.JaxRuntimeError as error:
-        raise _refusal(str(error), parse_machine(machine, place), place) from error
+        raise refused(str(error), parse_machine(machine, place), place) from error
     return took, tuple(sorted(set(_PALLAS.findall(text))))
 
 
-def _refusal(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
+def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
     """Returns what the compiler's refusal means."""
     scoped, whole = _SCOPED.search(text), _WHOLE.search(text)
     if scoped and "memory space vmem" in text:

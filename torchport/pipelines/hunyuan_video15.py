@@ -248,6 +248,14 @@ class _Conditions:
         return noise
 
 
+def latents_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    """Returns latents of the shape and dtype that `denoise` returns."""
+    vae = parts["vae"]
+    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+    sides = ((settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
+    return {"latents": torch.zeros(1, vae.config.latent_channels, *sides, dtype=settings.dtypes["transformer"])}
+
+
 def decode(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -311,5 +319,13 @@ STAGES = (
         prepare=prepare,
         like=embeddings_like,
     ),
-    Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder"),
+    Stage(
+        "decode",
+        decode,
+        DECODE_USES,
+        needs=("denoise",),
+        network="vae",
+        submodule="decoder",
+        like=latents_like,
+    ),
 )

@@ -288,6 +288,14 @@ def call_decoder(module: torch.nn.Module, settings: Settings, **inputs: Any) -> 
         return module(inputs["z"])
 
 
+def latents_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+    """Returns latents of the shape and dtype that `denoise` returns."""
+    config = parts["vae"].config
+    space, time = config.ffactor_spatial, config.ffactor_temporal
+    sides = ((settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
+    return {"latents": torch.zeros(1, config.latent_channels, *sides)}
+
+
 def decode(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -392,5 +400,14 @@ STAGES = (
         call=call_transformer,
         like=embeddings_like,
     ),
-    Stage("decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder),
+    Stage(
+        "decode",
+        decode,
+        DECODE_USES,
+        needs=("denoise",),
+        network="vae",
+        submodule="decoder",
+        call=call_decoder,
+        like=latents_like,
+    ),
 )
