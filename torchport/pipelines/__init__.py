@@ -142,6 +142,28 @@ class Stage:
     call: Callable[..., Any] | None = None
 
 
+def latents_like(
+    parts: Mapping[str, Any], settings: Settings, *, space: str, time: str, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns latents of the shape and dtype that a VAE decodes: `like` of a stage.
+
+    Args:
+        parts: The VAE.
+        settings: The video's size.
+        space: The name in its configuration of the pixels along a side of a latent position.
+        time: The name of the frames of a latent frame.
+        dtype: Of the latents, by default the transformer's.
+    """
+    config = parts["vae"].config
+    sides = [
+        1 + (settings.frames - 1) // config[time],
+        settings.height // config[space],
+        settings.width // config[space],
+    ]
+    made = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
+    return {"latents": made}
+
+
 class Called(torch.nn.Module):
     """Stands where upstream's own module of one input stood, and passes that input on to a call.
 

@@ -8,6 +8,7 @@ Shapes: B batch, C channels, T latent frames, H W latent height and width, F fra
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -248,14 +249,6 @@ class _Conditions:
         return noise
 
 
-def latents_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
-    """Returns latents of the shape and dtype that `denoise` returns."""
-    vae = parts["vae"]
-    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
-    sides = ((settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
-    return {"latents": torch.zeros(1, vae.config.latent_channels, *sides, dtype=settings.dtypes["transformer"])}
-
-
 def decode(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -326,6 +319,6 @@ STAGES = (
         needs=("denoise",),
         network="vae",
         submodule="decoder",
-        like=latents_like,
+        like=functools.partial(latents_like, space="spatial_compression_ratio", time="temporal_compression_ratio"),
     ),
 )

@@ -9,6 +9,7 @@ Shapes: B batch, C channels, T latent frames, H W latent height and width, F fra
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -26,7 +27,6 @@ TAKES_IMAGE = True
 CPU = torch.device("cpu")
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 """Stage files have these, and the same with `negative_` before them; `_2` is ByT5's."""
-
 
 VARIANTS = (
     "480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v", "480p_t2v_distilled", "480p_i2v_distilled", "720p_t2v_distilled",
@@ -288,14 +288,6 @@ def call_decoder(module: torch.nn.Module, settings: Settings, **inputs: Any) -> 
         return module(inputs["z"])
 
 
-def latents_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
-    """Returns latents of the shape and dtype that `denoise` returns."""
-    config = parts["vae"].config
-    space, time = config.ffactor_spatial, config.ffactor_temporal
-    sides = ((settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
-    return {"latents": torch.zeros(1, config.latent_channels, *sides)}
-
-
 def decode(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -391,23 +383,11 @@ DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 STAGES = (
     Stage("encode", encode, ENCODE_USES, load=load_encoders, meta=("transformer", "vae")),
     Stage(
-        "denoise",
-        denoise,
-        DENOISE_USES,
-        needs=("encode",),
-        network="transformer",
-        meta=("vae",),
-        call=call_transformer,
-        like=embeddings_like,
+        "denoise", denoise, DENOISE_USES, needs=("encode",), network="transformer", meta=("vae",),
+        call=call_transformer, like=embeddings_like,
     ),
     Stage(
-        "decode",
-        decode,
-        DECODE_USES,
-        needs=("denoise",),
-        network="vae",
-        submodule="decoder",
-        call=call_decoder,
-        like=latents_like,
+        "decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder,
+        like=functools.partial(latents_like, space="ffactor_spatial", time="ffactor_temporal", dtype=torch.float32),
     ),
-)
+)  # fmt: skip
