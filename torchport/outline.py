@@ -134,14 +134,15 @@ def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Path) -> dict[str, Any]:
     """Compiles for one set of shapes."""
     written, traced = set(dump.glob(SCHEDULED)), len(outline.attention)
-    start = lowered_at = time.monotonic()
+    start, lowered_at = time.monotonic(), None
     try:
         lowered = outline.program.lowered(outline.program.shapes(called.tensors), called.static)
         lowered_at = time.monotonic()
         outcome = _sizes(lowered, machine)
     except VmemError as error:
         outcome = {"vmem": _overflow(error, outline.attention[traced:])}
-    written = set(dump.glob(SCHEDULED)) - written
+    written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
+    lowered_at = lowered_at or end  # a tile may be refused while it is traced
     return {
         **outcome,
         "inputs": {name: list(tensor.shape) for name, tensor in called.tensors.items()},
@@ -150,7 +151,7 @@ def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Pat
         "attention": [dataclasses.asdict(call) for call in outline.attention[traced:]],
         "dump": next((path.name for path in written), None),
         "trace_s": lowered_at - start,
-        "compile_s": time.monotonic() - lowered_at,
+        "compile_s": end - lowered_at,
     }
 
 

@@ -173,7 +173,7 @@ def _split(
         rest,
         ("communication", "communication (model)", communication_ms),
     ]
-    return [(kind, label, ms, f"{ms:.4g} ms") for kind, label, ms in parts]
+    return [(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms") for kind, label, ms in parts]
 
 
 def _picture(title: str, parts: Sequence[Part], total: float, below: Part | None = None) -> dict[str, Any]:
