@@ -155,7 +155,8 @@ def plan(
     request = Request(model, config, path=path, upstream_path=place, overrides=given)
     if report is not None:
         form.check_writable(report)
-    found = command.plan(request, topology, keep, ("denoise", "decode") if stage == "all" else (stage,))
+    stages = ("denoise", "decode") if stage == "all" else (stage,)
+    found = command.plan(request, topology, keep, stages=stages)
     if report is not None:
         form.write(report, found, shlex.join(["torchport", *sys.argv[1:]]))
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(form.lines(found)))

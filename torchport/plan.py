@@ -55,7 +55,7 @@ class Exchange:
 
 
 def plan(
-    request: Request, topology_name: str | None, keep: Path | None = None, stages: Sequence[str] = ("denoise",)
+    request: Request, topology_name: str | None, keep: Path | None = None, *, stages: Sequence[str] = ("denoise",)
 ) -> dict[str, Any]:
     """Returns the plan of a job, as `--json` prints it.
 
