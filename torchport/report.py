@@ -147,7 +147,8 @@ def _times(stage: Mapping[str, Any]) -> list[dict[str, Any]]:
     if step["model_s"] is not None:
         what = "One step" if stage["steps"] > 1 else "The whole stage"
         seconds = (step["attention_s"], step["other_s"], step["communication_s"])
-        attention, other, moved = (1e3 * part for part in seconds)
+        # The parts make up the whole as it is modelled, whatever it was divided by.
+        attention, other, moved = (1e3 * part * step["model_s"] / sum(seconds) for part in seconds)
         parts = _split(attention, other, moved, [] if block else stage["largest"])
         title = f"{what}, modelled: {step['model_s']:.4g} s; below it the arithmetic alone at peak, the floor"
         floor = ("floor", "floor: arithmetic alone at peak", step["floor_s"] * 1e3, f"{step['floor_s']:.4g} s")
