@@ -106,7 +106,7 @@ UNFIT = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "tr
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
     exceeds = {"exceeds": {"asked": 20 * 2**30, "limit": 16 * 2**30}}
-    monkeypatch.setattr(outline, "apart", lambda task, stage, folder: [UNFIT | exceeds])
+    monkeypatch.setattr(outline, "apart", lambda *_: [UNFIT | exceeds])
     found = plan.plan(request(*ULYSSES), "v5e:2x4")
     stage = found["stages"]["denoise"]
     assert not found["fits"] and stage["per_device"]["peak_bytes"] == 20 * 2**30
@@ -132,7 +132,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     result = outline._program(outline.Outline(network, [called], notes), called, V6E, plan.Path("nowhere"))
     overflow = result["vmem"]
     assert (overflow["kernel"], overflow["limit"]) == ("splash_transposed", 120 * 2**20) and result["dump"] is None
-    monkeypatch.setattr(outline, "apart", lambda task, stage, folder: [UNFIT | {"vmem": overflow}])
+    monkeypatch.setattr(outline, "apart", lambda *_: [UNFIT | {"vmem": overflow}])
     found = plan.plan(request(*ULYSSES), "v6e:2x4")
     [finding] = found["stages"]["denoise"]["findings"]
     assert finding["what"] == "vmem" and finding["asked_bytes"] > finding["limit_bytes"] == 120 * 2**20
@@ -281,7 +281,7 @@ def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes
         {"inputs": {"z": [1, 32, 3, 9, 16]}, "times": 3, "bytes": sizes | {"temp": 10}, **shared},
     ]
 
-    def apart(task, stage, folder):
+    def apart(task, stage, folder, *_):
         folder.mkdir()
         (folder / "copy.txt").write_text((keep / one["dump"]).read_text())
         return results
