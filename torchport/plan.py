@@ -110,7 +110,8 @@ def _planned(task: Task, name: str, folder: Path) -> dict[str, Any]:
     """Compiles a stage's programs, and returns what is known of each and of all together."""
     programs = []
     for result in outline.apart(task, name, folder):
-        known = _stage(task, result, hlo.read(folder / result["dump"])) if "bytes" in result else _unfit(task, result)
+        file = folder / (result["dump"] or "")  # of the folder `hlo` says what is there in its stead
+        known = _stage(task, result, hlo.read(file)) if "bytes" in result else _unfit(task, result)
         shared = {"inputs": result["inputs"], "times": result["times"]}
         dump = None if result["dump"] is None else f"{name}/{result['dump']}"
         programs.append(shared | known | {"dump": dump})
