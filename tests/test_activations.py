@@ -86,12 +86,39 @@ def test_a_dim_that_does_not_divide_and_an_output_that_is_not_there_are_refused(
     with pytest.raises(MeshError) as caught:
         made(**x)
     assert str(caught.value) == (
-        "card.yaml:9: sp=4 does not divide dim 1 of what 'two' returns, [2, 6, 4]. Choose sp among the divisors of 6."
+        "card.yaml:9: sp=4 does not divide dim 1 of what 'two' returns, [2, 6, 4]. "
+        "Choose sp among the divisors of 6, or pad it with `uneven: true`."
     )
     made, x = program([ActivationRule(match=r"two\.mix", outputs=[None, ["dp"]])])
     with pytest.raises(MeshError) as caught:
         made(**x)
     assert "has 2 specs, and 'two.mix' returns 1 tensor(s)" in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6, 7])
+def test_an_uneven_dim_is_padded_where_the_rule_says_so_and_the_numbers_stay(tokens):
+    plain, x = program([], tokens)
+    padded, _ = program([ActivationRule(match="two", outputs=[["dp", "sp"]], uneven=True)])
+    assert float((plain(**x) - padded(**x)).abs().max()) < 1e-6
+
+
+def test_a_dim_may_be_split_by_several_axes():
+    made, x = program([ActivationRule(match="two", outputs=[[None, ["dp", "sp"]]])])
+    plain, _ = program([])
+    assert float((plain(**x) - made(**x)).abs().max()) < 1e-6
+    made, x = program([ActivationRule(match="two", outputs=[[None, ["dp", "sp"]]])], tokens=12)
+    with pytest.raises(MeshError, match="dp=2 x sp=4 does not divide dim 1 of what 'two' returns") as caught:
+        made(**x)
+    assert "Choose dp x sp among the divisors of 12" in str(caught.value)
+
+
+def test_a_spec_of_more_dims_than_an_output_has_is_refused():
+    made, x = program([ActivationRule(match="two", outputs=[[None, None, None, "sp"]], uneven=True)])
+    with pytest.raises(MeshError) as caught:
+        made(**x)
+    assert str(caught.value) == (
+        "card.yaml:9: 'two' has a spec of 4 dims, and what 'two' returns has 3. Shorten the spec."
+    )
 
 
 def test_the_first_rule_that_matches_is_a_modules_rule():

@@ -130,6 +130,15 @@ def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch)
             "weights.transformer.0.spec.0' is 'pt' (text). It must be 'dp', 'sp' or 'tp'.",
         ),
         ("models/hunyuan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
+        ("models/hunyuan", "spec: [tp]", "spec: [[dp, tp], [tp]]", WrongTypeError, "fallbacks go under 'otherwise'"),
+        ("models/hunyuan", "spec: [tp]", "spec: [[]]", WrongTypeError, "spec.0' is [] (a list). It must "),
+        (
+            "models/hunyuan",
+            "spec: replicate",
+            "spec: replicate, gather: true",
+            WrongTypeError,
+            "'gather' needs a spec that splits: what is whole everywhere cannot be gathered",
+        ),
         ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (text). It must be"),
         (
             "models/hunyuan",

@@ -1,5 +1,7 @@
 """Programs on the mesh: equal to the eager module, their inputs placed by rule, operators registered and taken out."""
 
+import re
+
 import jax
 import pytest
 import torch
@@ -7,7 +9,7 @@ from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
 from torchport import compile, patch, shard
-from torchport.card import Rule
+from torchport.card import Rule, Stack, WeightRule
 from torchport.errors import MeshError, StaleTraceError, UnmatchedError
 
 WEIGHTS = [
@@ -116,6 +118,55 @@ def test_the_matmul_precision_is_in_the_program(program):
     assert "precision = [HIGHEST, HIGHEST]" in text
     program.precision = "default"
     assert "HIGHEST" not in program.lowered(program.place(x=torch.randn(2, 8)), ()).as_text()
+
+
+class Blocks(torch.nn.Module):
+    """Blocks alike, each with a matrix, and a matrix before them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(16, 16, bias=False)
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(torch.nn.Module):
+    """A matrix and a nonlinearity."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.mix(x))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unstacked"])
+def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_time(stacked):
+    mesh, x = shard.make_mesh({"dp": 2, "sp": 4}, jax.devices()), torch.randn(2, 8, 16)
+    rules = [WeightRule(match=".*", spec=[["dp", "sp"]], gather=True)]
+    module = Blocks().eval().requires_grad_(False)
+    expected = module(x)
+    tensors = {name: tensor.clone() for name, tensor in module.named_parameters()}
+    found = shard.match(rules, shard.named_shapes(tensors), dict(mesh.shape), "card.yaml:1")
+    arrays = shard.place(tensors.items(), found, mesh)
+    options = {"what": "blocks", "place": "card.yaml:9", "precision": "highest", "trace": None}
+    stacks = {"blocks": Stack(carries=["x"])} if stacked else {}
+    inputs = [Rule(match="x", spec=["dp", "sp"])]
+    program = compile.Compiled(
+        module.to("meta"), arrays, inputs, mesh, gathered=shard.gathered(found), stacks=stacks, **options
+    )
+    torch.testing.assert_close(program(x=x), expected, rtol=1e-5, atol=1e-5)
+    text = program.lowered(program.place(x=x), ()).compile().as_text()
+    shapes = re.findall(r"= \(?(f32\[[\d,]+\])\S* all-gather", text)
+    assert set(shapes) <= {"f32[16,16]", "f32[1,16,16]"} and len(shapes) == (2 if stacked else 4), "never all blocks'"
+    assert "all-reduce" not in text and "all-to-all" not in text
 
 
 def test_tracing_asks_whether_the_patches_are_those_of_the_first_trace(module, mesh8):

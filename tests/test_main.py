@@ -149,7 +149,9 @@ def test_flags_that_do_not_exist_are_refused_with_usage(torchport, capsys, args)
 def test_models_are_listed_with_checkpoint_and_strategies(torchport, capsys, root, card):
     code, out, err = torchport("models", "--path", root, capsys=capsys)
     assert (code, err) == (0, []) and any(line.split()[0] == "hunyuan" and card.title in line for line in out)
-    assert any(card.checkpoint in line and line.endswith("strategies tp, ulysses") for line in out)
+    assert any(
+        card.checkpoint in line and line.endswith("strategies tp, tp_replicated_rows, ulysses, fsdp") for line in out
+    )
 
 
 def test_an_error_is_explained_by_its_id_and_all_of_them_as_a_page(torchport, capsys):

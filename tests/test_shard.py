@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from torchport import shard
-from torchport.card import Rule
+from torchport.card import Job, Rule, Strategy, WeightRule
+from torchport.config import overridden, parse_document, validated
 from torchport.errors import DeadRuleError, MeshError, PlacementError, ShardError, UnmatchedError
 
 MESH = {"dp": 2, "tp": 4}
@@ -103,15 +104,46 @@ def test_where_no_fallback_divides_the_error_is_about_the_rules_own_spec():
     )
 
 
+def test_several_axes_split_one_dim_and_fall_back_to_fewer():
+    """The practice's list for a VAE's columns: both axes, then one, then the other."""
+    rules = [rule(".*", [["dp", "tp"]], ["tp"], ["dp"], "replicate")]
+    shapes = {"eight": (16, 3), "four": (4, 3), "two": (6, 3), "none": (5, 3)}
+    found = shard.match(rules, shapes, MESH, "x")
+    assert {name: one.spec for name, one in found.items()} == {
+        "eight": [["dp", "tp"]],
+        "four": ["tp"],
+        "two": ["dp"],
+        "none": "replicate",
+    }
+    assert shard.device_bytes(shapes, found, MESH, "float32") == 4 * (6 + 3 + 9 + 15)
+
+
+def test_several_axes_that_do_not_divide_are_refused_together():
+    assert refusal(MeshError, [rule("a", [None, ["dp", "tp"]])], {"a": (8, 12)}) == (
+        "card.yaml:30: dp=2 x tp=4 does not divide dim 1 of 'a' [8, 12]. Choose dp x tp among the divisors of 12."
+    )
+
+
+def test_a_dim_split_by_two_axes_is_placed_first_axis_outermost(mesh8):
+    tensor = torch.arange(16.0)
+    placed = shard.place([("a", tensor)], {"a": rule("a", [["dp", "tp"]])}, mesh8)["a"]
+    for number, device in enumerate(mesh8.devices.reshape(-1)):
+        [part] = [part for part in placed.addressable_shards if part.device == device]
+        assert numpy.asarray(part.data).tolist() == [2 * number, 2 * number + 1]
+
+
 SIZES = st.dictionaries(st.sampled_from(["dp", "sp", "tp"]), st.integers(1, 4))
 SHAPES = st.lists(st.integers(1, 12), max_size=4).map(tuple)
-AXES = st.permutations(["dp", "sp", "tp", None, None])
+AXES = st.permutations(["dp", "sp", "tp", None, None]) | st.permutations([["dp", "sp"], "tp", None])
 
 
 @given(mesh=SIZES, shape=SHAPES, axes=AXES, length=st.integers(0, 4), fall_back=st.booleans())
 def test_a_spec_is_kept_if_and_only_if_it_divides(mesh, shape, axes, length, fall_back):
     spec = axes[:length]
-    divides = all(shape[dim] % mesh.get(axis, 1) == 0 for dim, axis in enumerate(spec[: len(shape)]) if axis)
+    parts = [
+        math.prod(mesh.get(axis, 1) for axis in ([axes] if isinstance(axes, str) else axes or [])) for axes in spec
+    ]
+    divides = all(size % part == 0 for size, part in zip(shape, parts, strict=False))
     rules = [rule("a", spec, *(["replicate"] if fall_back else []))]
     try:
         found = shard.match(rules, {"a": shape}, mesh, "x")["a"]
@@ -121,7 +153,7 @@ def test_a_spec_is_kept_if_and_only_if_it_divides(mesh, shape, axes, length, fal
     assert length <= len(shape) and (divides or fall_back)
     assert found.spec == (spec if divides else "replicate")
     bytes_ = shard.device_bytes({"a": shape}, {"a": found}, mesh, "bfloat16")
-    split = math.prod(mesh.get(axis, 1) for axis in spec if axis) if divides else 1
+    split = math.prod(parts) if divides else 1
     assert bytes_ * split == 2 * math.prod(shape)
 
 
@@ -156,6 +188,34 @@ def test_an_axis_must_divide_what_it_splits():
     assert str(caught.value) == (
         "a.yaml:7: tp=3 does not divide transformer.num_attention_heads, which is 16. tp must be one of 1, 2, 4, 8, 16."
     )
+
+
+def job_of(text, *overrides):
+    """A job with its document, overrides applied."""
+    document = parse_document(text, "job.yaml")
+    for override in overrides:
+        document = overridden(document, override)
+    return validated(Job, document), document
+
+
+JOB = "{height: 64, width: 64, frames: 5, fps: 8, steps: 3, guidance_scale: 6.0, machine: cpu:8, strategy: tp"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "mesh"),
+    [
+        (JOB + "}", (), {"dp": 2, "sp": 4}),
+        (JOB + ", mesh: {tp: 8}}", (), {"tp": 8}),
+        (JOB + ", mesh: {tp: 8}}", ("strategy=fsdp",), {"dp": 2, "sp": 4}),
+        (JOB + ", mesh: {tp: 8}}", ("strategy=fsdp", "mesh={sp: 8}"), {"sp": 8}),
+        (JOB + ", mesh: {tp: 8}}", ("strategy=fsdp", "mesh.tp=4"), {"tp": 4}),
+        (JOB + "}", ("mesh={}",), {}),
+    ],
+)
+def test_a_job_has_its_own_mesh_or_that_of_the_strategy_that_was_exchanged(text, overrides, mesh):
+    job, document = job_of(text, *overrides)
+    strategy = Strategy(mesh={"dp": 2, "sp": 4}, weights={}, inputs={})
+    assert shard.with_mesh(job, strategy, document).mesh == mesh
 
 
 def test_the_mesh_has_all_three_axes_in_a_fixed_order():
@@ -247,20 +307,33 @@ def test_an_array_that_lies_elsewhere_than_its_rule_says_is_refused(mesh8, monke
     assert text.startswith("some.weight: It lies as NamedSharding(") and "with shape (8,). Its rule puts it as" in text
 
 
+def test_weights_are_gathered_that_are_split_and_whose_rule_says_so():
+    rules = [
+        WeightRule(match="a|b", spec=["tp"], otherwise=["replicate"], gather=True),
+        WeightRule(match="c", spec=["tp"]),
+    ]
+    found = shard.match(rules, {"a": (8,), "b": (7,), "c": (8,)}, MESH, "x")
+    assert shard.gathered(found) == {"a"}
+
+
 def test_shapes_are_read_from_meta_tensors_too():
     assert shard.named_shapes({"a": torch.empty(2, 3, device="meta"), "b": torch.zeros(())}) == {"a": (2, 3), "b": ()}
 
 
-def test_the_shipped_rules_cover_the_published_networks_without_a_dead_rule(card, published):
-    """Every rule that splits something finds it in the published transformer, and at tp=4 all of them divide."""
+def test_the_shipped_rules_cover_the_published_network_without_a_dead_rule(card, published):
+    """On each strategy's own mesh all rules divide, and what a device holds is the share that the name says."""
     shapes = shard.named_shapes(dict(published["transformer"].named_parameters())) | {
         "rope.cos": (9, 9),
         "rope.sin": (9, 9),
     }
-    rules = card.strategies["tp"].weights["transformer"]
-    found = shard.match(rules, shapes, {"dp": 2, "tp": 4}, "card")
-    assert {one.match for one in found.values() if one.spec != "replicate"} == {
-        one.match for one in rules if one.spec != "replicate"
+    whole = sum(math.prod(shape) for shape in shapes.values())
+    held = {}
+    for name, strategy in card.strategies.items():
+        found = shard.match(strategy.weights["transformer"], shapes, strategy.mesh, "card")
+        held[name] = shard.device_bytes(shapes, found, strategy.mesh, "bfloat16") / (2 * whole)
+    assert held == {
+        "tp": pytest.approx(0.51, abs=0.005),
+        "tp_replicated_rows": pytest.approx(0.715, abs=0.005),
+        "ulysses": 1,
+        "fsdp": pytest.approx(1 / 8, abs=0.001),
     }
-    split = [name for name, one in found.items() if one.spec != "replicate"]
-    assert sum(math.prod(shapes[name]) for name in split) > 5e9

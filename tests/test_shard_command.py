@@ -3,8 +3,14 @@
 import pytest
 
 from torchport.errors import MeshError
-from torchport.shard_command import Row, _size, lines, shown
+from torchport.shard_command import Row, _size, lines, request_of, shown
 from torchport.task import Request
+
+
+def found(*overrides, strategy, config="configs/demo.yaml"):
+    """The transformer's rows by kind and pattern."""
+    rows = shown(request_of("hunyuan", config, strategy, None, overrides=overrides))
+    return {(row.kind, row.pattern): row for row in rows if row.component == "transformer"}
 
 
 def request(*overrides):
@@ -30,6 +36,29 @@ def test_activation_rules_are_shown_with_the_modules_they_match():
     }
 
 
+def test_without_a_config_the_published_network_is_shown_on_the_strategys_own_mesh():
+    rows = found(config=None, strategy="fsdp")
+    matrices = rows["weights", r".*\.weight"]
+    # 3 rows of 2048 features, which eight devices cannot share by rows.
+    assert matrices.specs == ("[(dp, sp)]", "[-, (dp, sp)]") and matrices.matches == 786
+    assert matrices.notes == ("gathered where they are used", "1 by fallback from [(dp, sp)]")
+    assert 2 * 2**30 < matrices.bytes * 1.04 < 2.1 * 2**30
+
+
+def test_inputs_whose_shapes_are_known_are_shown_with_what_they_get():
+    rows = shown(request("strategy=tp_replicated_rows"))
+    found = {row.component: row for row in rows if row.kind == "inputs"}
+    assert found["transformer"].specs == ("[dp]",) and found["transformer"].matches == 7
+    assert found["vae"].specs == ("[-, -, -, -, (dp, tp)]", "[-, -, -, -, tp]", "[-, -, -, -, dp]", "replicate")
+    assert found["vae"].notes == ("the first that divides",)
+
+
+def test_a_module_is_counted_for_the_rule_that_it_has():
+    rows = found(strategy="tp_replicated_rows")
+    assert rows["activations", r"transformer_blocks\.\d+\.attn"].matches == 2
+    assert rows["activations", r"transformer_blocks\.\d+"].notes == ("may be padded",)
+
+
 def test_a_rule_that_does_not_divide_is_refused_here_too():
     with pytest.raises(MeshError, match="tp=3 does not divide"):
         shown(request("mesh={tp: 3}", "machine=cpu:3"))
@@ -38,11 +67,11 @@ def test_a_rule_that_does_not_divide_is_refused_here_too():
 def test_the_table_reads_as_text():
     rows = [
         Row("net", "weights", r"a\..*", ("[tp]",), 12, 3 * 2**20),
-        Row("net", "activations", "b", ("[dp, sp]", "free"), 2, None),
+        Row("net", "activations", "b", ("[dp, sp]", "free"), 2, None, ("may be padded",)),
     ]
     assert lines(rows) == [
         "net: 3 MiB of weights on each device",
         r"  weights     [tp]                       12      3 MiB  a\..*",
-        "  activations [dp, sp] | free             2             b",
+        "  activations [dp, sp] | free             2             b  (may be padded)",
     ]
     assert [_size(n) for n in (0, 1023, 1024, 5 * 2**30)] == ["0 B", "1.02e+03 B", "1 KiB", "5 GiB"]

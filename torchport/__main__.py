@@ -170,26 +170,25 @@ def shard() -> None:
 
 @shard.command("show")
 @click.option("--model", required=True, metavar="NAME", help="The model card.")
-@click.option("--config", required=True, metavar="FILE", help="The job, which has the mesh.")
+@click.option("--config", metavar="FILE", help="A job; by default the published network on the strategy's own mesh.")
 @click.option("--strategy", metavar="NAME", help="The sharding rules, in place of the config's.")
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
 @path_option
 def show_rules(
     model: str,
-    config: str,
+    config: str | None,
     strategy: str | None,
     upstream_path: Path | None,
     overrides: tuple[str, ...],
     path: str | None,
 ) -> None:
     """Prints every rule: where it puts what, how much it matches, and bytes on each device."""
-    from torchport.shard_command import lines, shown
-    from torchport.task import Request
+    from torchport.shard_command import lines, request_of, shown
 
-    given = (*overrides, f"strategy={strategy}") if strategy else overrides
     place = None if upstream_path is None else str(upstream_path)
-    click.echo("\n".join(lines(shown(Request(model, config, path=path, upstream_path=place, overrides=given)))))
+    request = request_of(model, config, strategy, path, upstream_path=place, overrides=overrides)
+    click.echo("\n".join(lines(shown(request))))
 
 
 @cli.group()

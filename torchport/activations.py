@@ -12,7 +12,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport.card import ActivationRule, Spec
+from torchport.card import ActivationRule, Spec, dims_of
 from torchport.errors import DeadRuleError, MeshError, nearest
 
 
@@ -27,7 +27,8 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
 
     Raises:
         DeadRuleError: A rule that matches no module.
-        MeshError: While tracing: outputs that are fewer than a rule has specs, or a dim that its axes do not divide.
+        MeshError: While tracing: outputs that are fewer than a rule has specs, or a dim that its axes do not divide and
+            that may not be padded.
     """
     taken: set[int] = set()
     names = [name for name, _ in module.named_modules() if name]
@@ -58,24 +59,30 @@ def _constrained(
             name=name,
         )
     specs = [*rule.outputs, *[None] * (len(outputs) - len(rule.outputs))]
-    placed = tuple(_placed(f"'{name}'", *pair, mesh, place) for pair in zip(outputs, specs, strict=True))
+    placed = tuple(_placed(name, rule, *pair, mesh, place) for pair in zip(outputs, specs, strict=True))
     return placed if isinstance(output, tuple) else placed[0]
 
 
-def _placed(name: str, tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh, place: str) -> Any:
+def _placed(
+    name: str, rule: ActivationRule, tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh, place: str
+) -> Any:
     if spec is None:
         return tensor
     from torchax import interop
 
-    axes = [] if spec == "replicate" else spec
-    for dim, axis in enumerate(axes):
-        if axis is not None and (dim >= tensor.ndim or tensor.shape[dim] % mesh.shape[axis]):
+    for dim, axes in enumerate(dims_of(spec)):
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if axes and dim >= tensor.ndim:
+            fact = f"'{rule.match}' has a spec of {dim + 1} dims, and what '{name}' returns has {tensor.ndim}"
+            raise MeshError(place, fact, "Shorten the spec", name=name)
+        if axes and tensor.shape[dim] % parts and not rule.uneven:
+            shown = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
             raise MeshError(
                 place,
-                f"{axis}={mesh.shape[axis]} does not divide dim {dim} of what {name} returns, {list(tensor.shape)}",
-                f"Choose {axis} among the divisors of {tensor.shape[dim] if dim < tensor.ndim else math.nan}",
+                f"{shown} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}",
+                f"Choose {' x '.join(axes)} among the divisors of {tensor.shape[dim]}, or pad it with `uneven: true`",
                 name=name,
-                axis=axis,
+                axis=axes[0],
             )
-    where = NamedSharding(mesh, PartitionSpec(*axes))
+    where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
     return interop.call_jax(jax.lax.with_sharding_constraint, tensor, where)

@@ -13,13 +13,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from torchport.config import Document, Frozen, overridden, read_document, validated
-from torchport.errors import (
-    BadValueError,
-    DataFolderError,
-    UnknownKeyError,
-    UnknownNameError,
-    nearest,
-)
+from torchport.errors import BadValueError, DataFolderError, UnknownKeyError, UnknownNameError, nearest
 
 StageName = Literal["encode", "denoise", "decode"]
 STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
@@ -50,14 +44,22 @@ Regex = Annotated[str, pydantic.AfterValidator(_regex)]
 ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
 
 
-def _once_each(axes: list[Axis | None]) -> list[Axis | None]:
-    named = [axis for axis in axes if axis]
+def _once_each(split: list[Split]) -> list[Split]:
+    named = [axis for axes in dims_of(split) for axis in axes]
     if len(named) != len(set(named)):
-        raise ValueError("It must name each axis once at most: an axis splits one dim")
-    return axes
+        raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
+    return split
 
 
-Spec = Literal["replicate"] | Annotated[list[Axis | None], pydantic.AfterValidator(_once_each)]
+Split = Axis | Annotated[list[Axis], pydantic.Field(min_length=1)] | None
+"""What splits a dim: one axis, several (the first one outermost), or none."""
+Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_once_each)]
+
+
+def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
+    """Returns the axes that split each dim, from the first on; none of `replicate`, and none of null."""
+    dims = [] if spec is None or spec == "replicate" else spec
+    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
 
 
 class Rule(Frozen):
@@ -69,18 +71,35 @@ class Rule(Frozen):
     """Specs to try in this order where an axis does not divide its dim; without them that is an error."""
 
 
+class WeightRule(Rule):
+    """A rule for weights."""
+
+    gather: bool = False
+    """Whether they are made whole where they are used, those of stacked blocks one block at a time: FSDP."""
+
+    @pydantic.model_validator(mode="after")
+    def _splits(self) -> WeightRule:
+        if self.gather and not any(dims_of(self.spec)):
+            raise ValueError("'gather' needs a spec that splits: what is whole everywhere cannot be gathered")
+        return self
+
+
 class ActivationRule(Frozen):
     """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
 
     match: Regex
     outputs: list[Spec | None]
     """One for each output tensor, in order; null leaves one to the compiler."""
+    uneven: bool = False
+    """Whether the compiler may pad a dim that its axes do not divide; otherwise that is an error."""
 
 
 class Strategy(Frozen):
     """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
 
-    weights: dict[str, list[Rule]]
+    mesh: dict[Axis, pydantic.PositiveInt]
+    """The mesh it is made for: taken where a config has none, or where only the config's strategy is exchanged."""
+    weights: dict[str, list[WeightRule]]
     inputs: dict[str, list[Rule]]
     activations: dict[str, list[ActivationRule]] = {}
     divides: dict[Axis, str] = {}
@@ -209,7 +228,8 @@ class Job(Frozen):
     steps: pydantic.PositiveInt
     guidance_scale: Annotated[float, pydantic.Field(ge=1.0, allow_inf_nan=False)]
     machine: str
-    mesh: dict[Axis, pydantic.PositiveInt]
+    mesh: dict[Axis, pydantic.PositiveInt] = {}
+    """By default the strategy's."""
     strategy: str
     checkpoint: str | None = None
     variant: str | None = None
@@ -369,16 +389,8 @@ def check_job(job: Job, card: Card, document: Document) -> None:
         )
     for name in job.dtypes:
         if name not in card.components:
-            raise UnknownKeyError(
-                document.place(["dtypes", name]),
-                f"'{card.model}' has no component '{name}'",
-                nearest(name, card.components),
-                key=name,
-            )
+            fact = f"'{card.model}' has no component '{name}'"
+            raise UnknownKeyError(document.place(["dtypes", name]), fact, nearest(name, card.components), key=name)
         if card.components[name].dtype is None:
-            raise BadValueError(
-                document.place(["dtypes", name]),
-                f"'{name}' has no weights, and so no dtype",
-                "Remove it from 'dtypes'",
-                key=name,
-            )
+            fact = f"'{name}' has no weights, and so no dtype"
+            raise BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)

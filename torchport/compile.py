@@ -12,11 +12,12 @@ import re
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import jax
 import torch
+from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import shard, stack
 from torchport.activations import constrain
@@ -111,6 +112,7 @@ class Compiled:
         attention: dispatch.Settings = dispatch.NONE,
         activations: Sequence[ActivationRule] = (),
         stacks: Mapping[str, Stack] = types.MappingProxyType({}),
+        gathered: Set[str] = frozenset(),
         rules_place: Callable[[str], str] = str,
         how: How = plainly,
         kept: Programs | None = None,
@@ -118,6 +120,13 @@ class Compiled:
         constrain(module, activations, mesh, rules_place("activations"))
         counts = stack.stack(module, stacks, lambda name: rules_place(f"stacks.{name}"))
         self.network = _Network(module, how)
+        self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
+        made_of = stack.names(weights, stacks, counts)
+        self.gathered = frozenset(name for name, parts in made_of.items() if gathered.intersection(parts))
+        for prefix in self.blocks:
+            module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}.")).gather = functools.partial(
+                self._whole, prefix
+            )
         self.weights = stack.weights(dict(weights), stacks, counts)
         self.rules = rules
         self.mesh = mesh
@@ -168,7 +177,7 @@ class Compiled:
             self.trace.check()
 
         def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            own = {f"module.{name}": weight for name, weight in weights.items()}
+            own = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
             with torch.no_grad():
                 return _first(torch.func.functional_call(self.network, own, (), {**tensors, **dict(static)}))
 
@@ -188,6 +197,17 @@ class Compiled:
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             return jax.jit(program).lower(self.weights, dict(arrays))
+
+    def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a weight as it is used: gathered if its rule says so, that of stacked blocks only once it is one's."""
+        from torchax import interop
+
+        key = prefix + name
+        if key not in self.gathered or (not prefix and key.startswith(self.blocks)):
+            return weight
+        where = NamedSharding(self.mesh, PartitionSpec())
+        whole: torch.Tensor = interop.call_jax(jax.lax.with_sharding_constraint, weight, where)
+        return whole
 
     def _program(self, arrays: Mapping[str, jax.Array], static: Static) -> Any:
         key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))

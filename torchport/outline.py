@@ -81,6 +81,19 @@ def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
     return parts
 
 
+def input_shapes(task: Task, stage: pipelines.Stage) -> dict[str, shard.Shape]:
+    """Returns the shapes of a network's largest inputs, none where they are not known beforehand.
+
+    Patches must be in place.
+    """
+    if stage.like is None or stage.network is None:
+        return {}
+    parts = _parts(task, stage)
+    module = parts[stage.network].get_submodule(stage.submodule)
+    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
+    return shard.named_shapes(max(called, key=lambda one: sum(t.numel() for t in one.tensors.values())).tensors)
+
+
 def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
     name, job, card, parts = str(stage.network), task.job, task.card, _parts(task, stage)
     module = parts[name].get_submodule(stage.submodule)
@@ -102,7 +115,8 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), attention.append),
         activations=strategy.activations.get(name, []),
         stacks=card.stacks.get(name, {}) if job.stacked else {},
-        rules_place=lambda what: task.card_document.place([what.partition(".")[0]]),
+        gathered=shard.gathered(rules),
+        rules_place=functools.partial(task.program_place, name),
         how=_how(stage, task),
     )
     return Outline(program, called, attention)

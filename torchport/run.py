@@ -286,17 +286,11 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         attention=dispatch.Settings(task.job.attention, bounds),
         activations=strategy.activations.get(name, []),
         stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
-        rules_place=functools.partial(_rules_place, task, name),
+        gathered=shard.gathered(rules),
+        rules_place=functools.partial(task.program_place, name),
         how=how,
         kept=journey.programs.of(stage, module, journey.weights.folder, bounds, mesh, ledger),
     )
-
-
-def _rules_place(task: Task, name: str, what: str) -> str:
-    """Returns where a component's activation rules, or one of its stacks, are written."""
-    if what == "activations":
-        return task.rules_place("activations", name)
-    return task.card_document.place(["stacks", name, what.removeprefix("stacks.")])
 
 
 def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Makes the mesh, matches rules to tensors, places them, and reads the placement back.
 
-Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, or none, for each dim
-of a tensor, from the first on; `replicate` is written out, never implied.
+Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, several, or none, for each
+dim of a tensor, from the first on; `replicate` is written out, never implied.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import ml_dtypes
@@ -17,11 +17,13 @@ import numpy
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport.card import DTYPES, Axis, Rule
+from torchport.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
+from torchport.config import Document
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
 
 AXES: tuple[Axis, ...] = ("dp", "sp", "tp")
 Shape = tuple[int, ...]
+RuleT = TypeVar("RuleT", bound=Rule)
 
 
 def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str) -> None:
@@ -40,6 +42,32 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
             mesh=dict(mesh),
             devices=devices,
         )
+
+
+def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
+    """Returns a job with a mesh: its own, or its strategy's where it has none or only its strategy was exchanged."""
+    exchanged = ("strategy",) in document.flags and not any(path[0] == "mesh" for path in document.flags)
+    return job.model_copy(update={"mesh": strategy.mesh}) if exchanged or "mesh" not in document.data else job
+
+
+def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
+    """Refuses an axis of the mesh that no rule of these networks names: it would only repeat the work.
+
+    Raises:
+        MeshError: There is one.
+    """
+    rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
+    specs: list[Spec | None] = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for name in networks for rule in strategy.activations.get(name, []) for spec in rule.outputs]
+    used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
+    for axis, size in job.mesh.items():
+        if networks and size > 1 and axis not in used:
+            raise MeshError(
+                document.place(["mesh", axis]),
+                f"{axis}={size} splits nothing: no rule of the strategy '{job.strategy}' names it",
+                f"Use the axes {', '.join(sorted(used))}",
+                axis=axis,
+            )
 
 
 def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
@@ -67,7 +95,9 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
 
 
-def match(rules: Sequence[Rule], shapes: Mapping[str, Shape], mesh: Mapping[Axis, int], place: str) -> dict[str, Rule]:
+def match(
+    rules: Sequence[RuleT], shapes: Mapping[str, Shape], mesh: Mapping[Axis, int], place: str
+) -> dict[str, RuleT]:
     """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
 
     Args:
@@ -81,7 +111,7 @@ def match(rules: Sequence[Rule], shapes: Mapping[str, Shape], mesh: Mapping[Axis
         DeadRuleError: A rule that no tensor is left for.
         MeshError: A dim that its axes do not divide, or a spec with more entries than dims.
     """
-    found: dict[str, Rule] = {}
+    found: dict[str, RuleT] = {}
     for name in shapes:
         rule = next((rule for rule in rules if matches(rule, name)), None)
         if rule is None:
@@ -125,7 +155,7 @@ def _some(plain: str, names: list[str]) -> list[str]:
     return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
 
 
-def _fitting(name: str, shape: Shape, rule: Rule, mesh: Mapping[Axis, int], place: str) -> Rule:
+def _fitting(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
     """Returns the rule with its first spec whose axes divide the shape."""
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
@@ -139,36 +169,48 @@ def _fitting(name: str, shape: Shape, rule: Rule, mesh: Mapping[Axis, int], plac
             )
         if not _undivided(shape, spec, mesh):
             return rule.model_copy(update={"spec": spec})
-    assert rule.spec != "replicate"
-    dim, axis = _undivided(shape, rule.spec, mesh)[0]
+    dim, axes = _undivided(shape, rule.spec, mesh)[0]
     raise MeshError(
         place,
-        f"{axis}={mesh.get(axis, 1)} does not divide dim {dim} of '{name}' {list(shape)}",
-        f"Choose {axis} among the divisors of {shape[dim]}",
+        f"{shown_axes(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
         name=name,
-        axis=axis,
+        axis=axes[0],
     )
 
 
-def _undivided(shape: Shape, spec: Sequence[Axis | None], mesh: Mapping[Axis, int]) -> list[tuple[int, Axis]]:
+def _undivided(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
     """Returns the dims that their axes do not divide."""
-    return [(dim, axis) for dim, axis in enumerate(spec) if axis is not None and shape[dim] % mesh.get(axis, 1)]
+    return [(dim, axes) for dim, axes in enumerate(dims_of(spec)) if shape[dim] % _parts(axes, mesh)]
+
+
+def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
+    """Returns into how many parts axes split a dim."""
+    return math.prod(mesh.get(axis, 1) for axis in axes)
+
+
+def shown_axes(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
+    """Returns axes with their sizes, as errors have them."""
+    return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
 
 
 def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
     """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
     total = 0
     for name, shape in shapes.items():
-        spec = rules[name].spec
-        split = 1 if spec == "replicate" else math.prod(mesh.get(axis, 1) for axis in spec if axis)
+        split = math.prod(_parts(axes, mesh) for axes in dims_of(rules[name].spec))
         total += math.prod(shape) * DTYPES[dtype] // split
     return total
 
 
 def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
     """Returns a rule as JAX's sharding on a mesh."""
-    spec = PartitionSpec() if rule.spec == "replicate" else PartitionSpec(*rule.spec)
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
+
+
+def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
+    """Returns the names of the weights that are split, and made whole where they are used."""
+    return frozenset(name for name, rule in rules.items() if rule.gather and any(dims_of(rule.spec)))
 
 
 def place(

@@ -30,6 +30,9 @@ After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 """What is done after each block: `after(index, outputs)` returns the outputs that the next block gets."""
 
 
+Gather = Callable[[str, torch.Tensor], torch.Tensor]
+
+
 class Stacked(torch.nn.Module):
     """Several blocks as one: called like one of them, it returns what the last of them would.
 
@@ -40,6 +43,10 @@ class Stacked(torch.nn.Module):
         name: What errors call them.
         place: Where the stack is declared.
         after: Called after each block, within the scan.
+
+    Attributes:
+        gather: Called for each of a block's weights, by name, before the block is: what makes them whole, one block at
+            a time.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Stacked(torch.nn.Module):
         self.name = name
         self.place = place
         self.after = after
+        self.gather: Gather = lambda name, weight: weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the last block; weights are [count, ...] while this is called."""
@@ -78,7 +86,8 @@ class Stacked(torch.nn.Module):
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
             given = _joined(fixed, static) | dict(zip(self.carries, carry, strict=True))
-            outputs = torch.func.functional_call(self.block, dict(layer), (), given)
+            whole = {name: self.gather(name, weight) for name, weight in layer.items()}
+            outputs = torch.func.functional_call(self.block, whole, (), given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
                 outputs = self.after(index, outputs)

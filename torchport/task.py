@@ -16,7 +16,7 @@ import torch
 from torchport import checkpoint, load, machine, patch, pipelines, shard, upstream
 from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
 from torchport.config import Document
-from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
+from torchport.errors import BadValueError, UnknownNameError, nearest
 
 Backend = Literal["torchax", "original"]
 DEFAULT_SEED = 42
@@ -141,6 +141,12 @@ class Task:
         """Returns where the sharding rules of a component are written, `file:line`."""
         return self.card_document.place(["strategies", self.job.strategy, kind, component])
 
+    def program_place(self, component: str, what: str) -> str:
+        """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
+        if what == "activations":
+            return self.rules_place("activations", component)
+        return self.card_document.place(["stacks", component, what.removeprefix("stacks.")])
+
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns what a stage's artefact is made for, and must be read for."""
         identity: dict[str, Any] = {"model": self.card.artefacts}
@@ -202,10 +208,12 @@ def accept(request: Request) -> Task:
     job, job_document = pack.job(request.config, request.overrides)
     _check_request(request)
     check_job(job, card, job_document)
+    own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = pipelines.family(card.family, card_document.place(["family"]))
     if request.backend == "torchax":
-        shard.check_mesh(job.mesh, slice_.devices, job.machine, job_document.place(["mesh"]))
+        mesh_place = job_document.place(["mesh" if job is own else "strategy"])
+        shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
         shard.check_divides(
             "dp",
             job.mesh.get("dp", 1),
@@ -213,7 +221,8 @@ def accept(request: Request) -> Task:
             family.batch(job.guidance_scale),
             job_document.place(["mesh", "dp"]),
         )
-        _check_axes(card, job, family, request.stage, job_document)
+        networks = [s.network for s in family.STAGES if s.network and request.stage in (s.name, "all")]
+        shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     checkout = upstream.find(card.checkout, request.upstream_path)
     _check_image(request, family)
@@ -221,25 +230,6 @@ def accept(request: Request) -> Task:
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
-
-
-def _check_axes(card: Card, job: Job, family: ModuleType, stage: str, document: Document) -> None:
-    """Refuses an axis of the mesh that no rule of the stages to run names: it would only repeat the work."""
-    networks = [s.network for s in family.STAGES if s.network and stage in (s.name, "all")]
-    strategy = card.strategies[job.strategy]
-    rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
-    specs = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
-    specs += [spec for name in networks for rule in strategy.activations.get(name, []) for spec in rule.outputs if spec]
-    used = {axis for spec in specs if spec != "replicate" for axis in spec}
-    for axis, size in job.mesh.items():
-        if networks and size > 1 and axis not in used:
-            shown = ", ".join(sorted(str(name) for name in used if name))
-            raise MeshError(
-                document.place(["mesh", axis]),
-                f"{axis}={size} splits nothing: no rule of the strategy '{job.strategy}' names it",
-                f"Use the axes {shown}",
-                axis=axis,
-            )
 
 
 def _check_request(request: Request) -> None:
