@@ -122,11 +122,11 @@ class Compiled:
         self.network = _Network(module, how)
         self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
         made_of = stack.names(weights, stacks, counts)
-        self.gathered = frozenset(name for name, parts in made_of.items() if gathered.intersection(parts))
+        self.gathered = frozenset(name for name, parts in made_of.items() if not gathered.isdisjoint(parts))
         for prefix in self.blocks:
-            module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}.")).gather = functools.partial(
-                self._whole, prefix
-            )
+            stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
+            assert isinstance(stacked, stack.Stacked)
+            stacked.gather = functools.partial(self._whole, prefix)
         self.weights = stack.weights(dict(weights), stacks, counts)
         self.rules = rules
         self.mesh = mesh
@@ -199,7 +199,7 @@ class Compiled:
             return jax.jit(program).lower(self.weights, dict(arrays))
 
     def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a weight as it is used: gathered if its rule says so, that of stacked blocks only once it is one's."""
+        """Returns a weight as it is used: gathered if its rule says so, those of stacked blocks block by block."""
         from torchax import interop
 
         key = prefix + name
