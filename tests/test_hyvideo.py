@@ -75,6 +75,24 @@ def programs(world):
 
 
 @pytest.fixture(scope="module")
+def under(world, pack):
+    """The jitted transformer under a strategy of the card, one program for each of them."""
+    card, _ = pack.card("hyvideo")
+
+    @functools.cache
+    def program(strategy, mesh, stacked):
+        stacks = card.stacks["transformer"] if stacked else {}
+        return world.under(world.ledger, card.strategies[strategy], dict(mesh), stacks)
+
+    def ported(strategy, mesh, stacked, case):
+        inputs, static = case_of(case, world.tables)
+        with world.patched():
+            return program(strategy, tuple(mesh.items()), stacked)(**inputs, **static)
+
+    return ported
+
+
+@pytest.fixture(scope="module")
 def trace(root):
     """The benchmark's module, which counts the constants of a program."""
     spec = importlib.util.spec_from_file_location("hyvideo_trace", root / "benchmarks/hyvideo_trace.py")
@@ -110,6 +128,37 @@ def test_the_jitted_port_agrees_with_the_original(world, programs, case, mesh):
     """Four samples: full masks, a short text without letters, a longer one with some, one token without letters."""
     eager, exact = world.expected[case]
     ours = programs(case, mesh)
+    assert difference(ours, eager) <= 1e-5
+    assert 0 < difference(ours, exact) <= 4 * difference(eager, exact)
+
+
+STRATEGIES = [
+    ("ulysses", {"sp": 2}, False),
+    ("ulysses", {"sp": 4}, True),
+    ("ulysses", {"dp": 2, "sp": 4}, False),
+    ("tp", {"dp": 2, "tp": 4}, True),
+    ("tp_replicated_rows", {"dp": 2, "tp": 4}, True),
+    ("tp_replicated_rows", {"tp": 2}, False),
+    ("fsdp", {"dp": 2, "sp": 4}, True),
+    ("fsdp", {"dp": 2, "sp": 4}, False),
+]
+QUICK = {("ulysses", 2): "t2v", ("ulysses", 4): "i2v", ("fsdp", 4): "t2v-with-image"}
+
+
+def under_strategies():
+    for (strategy, mesh, stacked), case in itertools.product(STRATEGIES, CASES):
+        shown = f"{strategy} {' '.join(f'{axis}={size}' for axis, size in mesh.items())} {'stacked' * stacked} {case}"
+        is_quick = QUICK.get((strategy, mesh.get("sp"))) == case and stacked == (mesh.get("sp") == 4)
+        yield pytest.param(strategy, mesh, stacked, case, id=shown, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "stacked", "case"), list(under_strategies()))
+def test_the_port_under_every_strategy_of_the_card_agrees_with_the_original(
+    world, under, strategy, mesh, stacked, case
+):
+    """The same four samples as above, under the card's own rules; image tokens over sp=2 and sp=4 among them."""
+    eager, exact = world.expected[case]
+    ours = under(strategy, mesh, stacked, case)
     assert difference(ours, eager) <= 1e-5
     assert 0 < difference(ours, exact) <= 4 * difference(eager, exact)
 

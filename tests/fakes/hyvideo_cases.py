@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchport.card import Rule
+from torchport.card import Rule, WeightRule
 
 CASES = ("t2v", "t2v-with-image", "i2v")
 NAN = float("nan")
@@ -48,9 +48,13 @@ TINY_VAE: dict[str, Any] = {
 
 COLUMNS = r"model\.double_blocks\.\d+\.(img|txt)_(attn_[qkv]|mlp\.fc1)\.(weight|bias)"
 ROWS = r"model\.double_blocks\.\d+\.(img|txt)_(attn_proj|mlp\.fc2)\.weight"
-WEIGHTS = [Rule(match=COLUMNS, spec=["tp"]), Rule(match=ROWS, spec=[None, "tp"]), Rule(match=".*", spec="replicate")]
+WEIGHTS = [
+    WeightRule(match=COLUMNS, spec=["tp"]),
+    WeightRule(match=ROWS, spec=[None, "tp"]),
+    WeightRule(match=".*", spec="replicate"),
+]
 BATCH = [Rule(match=".*", spec=["dp"])]
-REPLICATE = [Rule(match=".*", spec="replicate")]
+REPLICATE = [WeightRule(match=".*", spec="replicate")]
 INPUTS = [Rule(match="freqs_(cos|sin)", spec="replicate"), Rule(match=".*", spec=["dp"])]
 
 

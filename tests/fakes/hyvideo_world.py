@@ -37,8 +37,8 @@ from fakes.hyvideo_cases import (
 )
 from torch import nn
 
-from torchport import compile, patch, shard
-from torchport.card import Rule
+from torchport import card, compile, patch, shard
+from torchport.card import Rule, WeightRule
 
 TRANSFORMER = "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"
 ATTENTION = "hyvideo.models.transformers.modules.attention"
@@ -198,14 +198,36 @@ class World:
             meta = self[TRANSFORMER].HunyuanVideo_1_5_DiffusionTransformer(**{**TINY, **config})
         return placed(Flat(meta), Flat(self.model), WEIGHTS, INPUTS, mesh, ledger)
 
+    def under(
+        self, ledger: patch.Ledger, strategy: card.Strategy, mesh: dict[str, int], stacks: dict[str, card.Stack]
+    ) -> compile.Compiled:
+        """Returns the same under a strategy of the card, whose names are the transformer's own."""
+        with torch.device("meta"):
+            meta = self[TRANSFORMER].HunyuanVideo_1_5_DiffusionTransformer(**TINY)
+        weights, activations = (
+            [rule.model_copy(update={"match": rf"model\.({rule.match})"}) for rule in rules["transformer"]]
+            for rules in (strategy.weights, {"transformer": [], **strategy.activations})
+        )
+        return placed(
+            Flat(meta),
+            Flat(self.model),
+            weights,
+            strategy.inputs["transformer"],
+            mesh,
+            ledger,
+            activations=activations,
+            stacks={f"model.{name}": stack for name, stack in stacks.items()},
+        )
+
 
 def placed(
     module: nn.Module,
     weights: nn.Module,
-    rules: list[Rule],
+    rules: list[WeightRule],
     inputs: list[Rule],
     mesh: dict[str, int],
     ledger: patch.Ledger | None,
+    **options: Any,
 ) -> compile.Compiled:
     """Returns a module as a program on the first devices, through torchport's own path."""
     count = 1
@@ -223,6 +245,8 @@ def placed(
         place="test:1",
         precision="highest",
         trace=ledger.trace() if ledger is not None else None,
+        gathered=shard.gathered(matched),
+        **options,
     )
 
 
