@@ -148,6 +148,13 @@ def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch)
             "It must be a regular expression",
         ),
         ("models/hunyuan", '"diffusers:Flow', '"diffusers.Flow', WrongTypeError, "It must be 'package.module:Class'."),
+        (
+            "models/hunyuan",
+            'tokenizer: {class: "transformers:Qwen2Tokenizer"',
+            'tokenizer: {class: "transformers:Qwen2Tokenizer", precision: highest',
+            WrongTypeError,
+            "'precision' is of products, and without a 'dtype' this computes none here",
+        ),
         ("models/hunyuan", "precision: highest", "precison: highest", UnknownKeyError, "Did you mean 'precision'?"),
         (
             "models/hunyuan",

@@ -8,9 +8,10 @@ import torch
 from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
-from torchport import compile, patch, shard
+from torchport import compile, load, outline, patch, shard
 from torchport.card import Rule, Stack, WeightRule
 from torchport.errors import MeshError, StaleTraceError, UnmatchedError
+from torchport.task import Request, accept
 
 WEIGHTS = [
     Rule(match=r"up\.(weight|bias)", spec=["tp"]),
@@ -167,6 +168,26 @@ def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_
     shapes = re.findall(r"= \(?(f32\[[\d,]+\])\S* all-gather", text)
     assert set(shapes) <= {"f32[16,16]", "f32[1,16,16]"} and len(shapes) == (2 if stacked else 4), "never all blocks'"
     assert "all-reduce" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_every_product_of_the_decoder_has_its_components_precision(pack, precision):
+    """Convolutions too: one setting covers both, and none asks for another by itself."""
+    found = accept(Request("hunyuan", "configs/demo.yaml", stage="decode"))
+    [stage] = found.stages
+    latents = {"hidden_states": torch.zeros(1, 32, 2, 4, 8)}
+    with patch.applied(found.patches([stage]), stage="decode") as ledger, load.hushed(True):
+        with compile.operators({op.target: op.function for op in ledger.ops()}):
+            vae = outline._parts(found, stage)["vae"]
+            program = outline._outline(found, stage, vae, latents, jax.devices()).program
+            program.precision = precision
+            text = program.lowered(program.shapes(latents), ()).as_text()
+    products = re.findall(r"stablehlo\.(dot_general|convolution)\b(.*)", text)
+    attention = [line for kind, line in products if kind == "dot_general"]
+    assert len(products) > 30 and len(attention) == 2
+    highest = [line for _, line in products if line.count("HIGHEST") == 2]
+    # The attention of float32 is float32 whatever the card says: see torchport/attention/plain.py.
+    assert len(highest) == (len(products) if precision == "highest" else len(attention))
 
 
 def test_tracing_asks_whether_the_patches_are_those_of_the_first_trace(module, mesh8):

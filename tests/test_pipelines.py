@@ -27,6 +27,14 @@ def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
             assert list(inspect.signature(stage.run).parameters)[:4] == ["parts", "call", "settings", "steps"]
 
 
+def test_a_precision_is_named_only_for_what_is_compiled(pack):
+    """Text encoders run in PyTorch on the host, where it would change nothing."""
+    for name in pack.models():
+        card, _ = pack.card(name)
+        networks = {stage.network for stage in pipelines.family(card.family, name).STAGES}
+        assert {key for key, component in card.components.items() if component.precision != "default"} <= networks
+
+
 def test_every_strategy_has_rules_for_every_network(pack):
     for name in pack.models():
         card, _ = pack.card(name)

@@ -111,6 +111,7 @@ def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
     stage = found["stages"]["denoise"]
     assert not found["fits"] and stage["per_device"]["peak_bytes"] == 20 * 2**30
     assert stage["step"]["floor_s"] == pytest.approx(1e15 / (197e12 * 8)) and stage["step"]["model_s"] is None
+    assert (stage["dtypes"], stage["precision"]) == ({"transformer": "bfloat16"}, {"transformer": "default"})
     text = report.lines(found)
     assert text[0].endswith("DOES NOT FIT") and text[3] == "  bytes per device  20 GiB of 16"
     assert text[4] == "  DOES NOT FIT: HBM: 21,474,836,480 bytes, limit 17,179,869,184. Too large for HBM"

@@ -289,6 +289,9 @@ def test_the_devices_hold_what_the_rules_say(runs):
     assert jax.device_count() == 8
     manifest = json.loads((runs["torchax"] / "denoise.json").read_text())
     assert manifest["config"]["mesh"] == {"dp": 2, "tp": 4}
+    assert manifest["settings"]["precision"]["transformer"] == "default"
+    manifest = json.loads((runs["torchax"] / "decode.json").read_text())
+    assert manifest["settings"]["precision"]["vae"] == "highest" and manifest["settings"]["dtypes"]["vae"] == "float32"
 
 
 def test_stages_on_three_machines_make_the_same_video(request_small, runs, tmp_path):

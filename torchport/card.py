@@ -114,11 +114,18 @@ class Component(Frozen):
     """Where it lies in the checkpoint, `{variant}` put in; by default its name."""
     dtype: DType | None = None
     precision: Literal["default", "high", "highest"] = "default"
-    """Of float32 matrix products on a TPU, whose own default rounds their inputs to bfloat16."""
+    """Of float32 products on a TPU, whose own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}
     """The published configuration, where the class's own defaults are another: shapes before any download."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has: what a machine must carry, known before any download."""
+
+    @pydantic.model_validator(mode="after")
+    def _computes(self) -> Component:
+        # Of a bfloat16 one it may be given: a config can make it float32.
+        if self.precision != "default" and self.dtype is None:
+            raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
+        return self
 
 
 class Stack(Frozen):
@@ -381,12 +388,8 @@ def check_job(job: Job, card: Card, document: Document) -> None:
                 nearest=(below, below + unit),
             )
     if job.strategy not in card.strategies:
-        raise UnknownNameError(
-            document.place(["strategy"]),
-            f"'{card.model}' has no strategy '{job.strategy}'",
-            nearest(job.strategy, card.strategies),
-            name=job.strategy,
-        )
+        fact, known = f"'{card.model}' has no strategy '{job.strategy}'", nearest(job.strategy, card.strategies)
+        raise UnknownNameError(document.place(["strategy"]), fact, known, name=job.strategy)
     for name in job.dtypes:
         if name not in card.components:
             fact = f"'{card.model}' has no component '{name}'"
