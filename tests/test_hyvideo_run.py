@@ -23,6 +23,10 @@ CASES = {
     "t2v": (),
     "i2v": ("variant=720p_i2v",),
     "480p t2v": ("variant=480p_t2v",),
+    "t2v over sp=4": ("strategy=ulysses",),
+    "t2v over sp=2": ("strategy=ulysses", "mesh={dp: 2, sp: 2}", "machine=cpu:4"),
+    "i2v over sp=4": ("variant=720p_i2v", "strategy=ulysses", "mesh={sp: 4}", "machine=cpu:4"),
+    "t2v fsdp": ("strategy=fsdp",),
     "step-distilled i2v": (
         "variant=480p_i2v_step_distilled",
         "guidance_scale=1.0",
