@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ class Outline:
     Attributes:
         program: The network on the mesh, its weights shapes alone.
         called: Each set of shapes it is called with, in the order of first calls.
-        attention: Calls of attention; more with every lowering.
+        kernels: Calls of attention and of kernels beside it; more with every lowering.
     """
 
     program: compile.Compiled
     called: list[calls.Called]
-    attention: list[dispatch.Traced]
+    kernels: list[dispatch.Traced | dispatch.Pass]
 
 
 @contextlib.contextmanager
@@ -101,7 +101,8 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     rules = shard.match(strategy.weights[name], shard.named_shapes(held), job.mesh, task.rules_place("weights", name))
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
-    called, attention = calls.recorded(stage, parts, module, _how(stage, task), task.settings), list[dispatch.Traced]()
+    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
+    kernels: list[dispatch.Traced | dispatch.Pass] = []
     program = compile.Compiled(
         module,
         weights,
@@ -112,14 +113,14 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         precision=card.components[name].precision,
         trace=None,
         # No gains are at hand: that they keep scores within their bound is assumed, and said.
-        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), attention.append),
+        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), kernels.append),
         activations=strategy.activations.get(name, []),
         stacks=card.stacks.get(name, {}) if job.stacked else {},
         gathered=shard.gathered(rules),
         rules_place=functools.partial(task.program_place, name),
         how=_how(stage, task),
     )
-    return Outline(program, called, attention)
+    return Outline(program, called, kernels)
 
 
 def _how(stage: pipelines.Stage, task: Task) -> compile.How:
@@ -147,38 +148,50 @@ def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Path) -> dict[str, Any]:
     """Compiles for one set of shapes."""
-    written, traced = set(dump.glob(SCHEDULED)), len(outline.attention)
+    written, traced = set(dump.glob(SCHEDULED)), len(outline.kernels)
     start, lowered_at = time.monotonic(), None
     try:
         lowered = outline.program.lowered(outline.program.shapes(called.tensors), called.static)
         lowered_at = time.monotonic()
         outcome = _sizes(lowered, machine)
     except VmemError as error:
-        outcome = {"vmem": _overflow(error, outline.attention[traced:])}
+        outcome = {"vmem": _overflow(error, outline.kernels[traced:])}
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
     lowered_at = lowered_at or end  # a tile may be refused while it is traced
+    noted = outline.kernels[traced:]
     return {
         **outcome,
         "inputs": {name: list(tensor.shape) for name, tensor in called.tensors.items()},
         "times": called.times,
         "flops": called.flops,
-        "attention": [dataclasses.asdict(call) for call in outline.attention[traced:]],
+        "attention": [dataclasses.asdict(call) for call in noted if isinstance(call, dispatch.Traced)],
+        "passes": _once(call for call in noted if isinstance(call, dispatch.Pass)),
         "dump": next((path.name for path in written), None),
         "trace_s": lowered_at - start,
         "compile_s": end - lowered_at,
     }
 
 
-def _overflow(error: VmemError, traced: list[dispatch.Traced]) -> dict[str, Any]:
+def _once(passes: Iterable[dispatch.Pass]) -> list[dict[str, Any]]:
+    """Returns of each kernel the call that moves most."""
+    found = {one.kernel: dataclasses.asdict(one) for one in sorted(passes, key=lambda one: one.bytes)}
+    return list(found.values())
+
+
+def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> dict[str, Any]:
     """Returns what of a kernel does not fit into vector memory; the last one traced, where it was not yet compiled."""
     tile = getattr(error, "tile", None)
     return {
-        "kernel": error.place if tile is None else traced[-1].implementation,
+        "kernel": error.place if tile is None else _name(traced[-1]),
         "tile": None if tile is None else "/".join(map(str, dataclasses.astuple(tile))),
         "fact": error.fact,
         "asked": getattr(error, "asked", None),
         "limit": getattr(error, "limit", None),
     }
+
+
+def _name(call: dispatch.Traced | dispatch.Pass) -> str:
+    return call.implementation if isinstance(call, dispatch.Traced) else call.kernel
 
 
 def _sizes(lowered: Any, machine: Machine) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import hlo, outline, save
+from torchport import cost, hlo, outline, save
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
@@ -214,9 +214,11 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
     assert kind is not None
     sizes = result["bytes"]
     peak = sizes["argument"] + sizes["temp"] + sizes["output"] + sizes["generated_code"] - sizes["alias"]
-    attention, loop = _attention(task, result["attention"], kind), _loop(program)
-    block = _block(program, attention, machine, kind)
-    step = _step(program, block, attention, result["flops"], machine, kind)
+    calls, loop = [_attention(task, call, kind) for call in result["attention"]], _loop(program)
+    attention = max(calls, key=lambda call: call["flops_per_device"], default=None)
+    passes = {one["kernel"]: cost.pass_seconds(one, machine) for one in result["passes"]}
+    block = _block(program, attention, passes, machine, kind)
+    step = _step(program, block, calls, passes, result["flops"], machine, kind)
     return {
         "status": "ok",
         "fits": peak <= kind.memory,
@@ -230,12 +232,9 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
         "per_step": _per_step(program, machine),
         "step": step,
         "attention": attention,
-        "largest": [
-            {"ms": _ms(one.cycles, kind), "opcode": one.instruction.opcode, "source": str(one.instruction.source or "")}
-            for one in program.largest(10, None if loop is None else loop.body)
-        ],
+        "largest": _largest(program, passes, None if loop is None else loop.body, kind),
         "findings": [],
-        "not_modelled": _not_modelled(program, result["attention"], loop),
+        "not_modelled": _not_modelled(program, calls, loop),
         "trace_s": result["trace_s"],
         "compile_s": result["compile_s"],
     }
@@ -247,11 +246,19 @@ def _loop(program: hlo.Program) -> hlo.Loop | None:
     return max(loops, key=lambda loop: loop.cycles, default=None)
 
 
-def _attention(task: Task, calls: list[dict[str, Any]], kind: Chip) -> dict[str, Any] | None:
-    """Returns the largest attention of the program, and its share of peak by static schedule."""
-    if not calls:
-        return None
-    call = max(calls, key=lambda call: call["queries"] * call["keys"])
+def _largest(program: hlo.Program, passes: Mapping[str, float], of: str | None, kind: Chip) -> list[dict[str, Any]]:
+    """Returns what takes longest of a computation, attention and collectives apart."""
+    own = [(1e3 * times * passes[k], "kernel", k) for k, times in program.kernels(of).items() if k in passes]
+    compiled = [
+        (_ms(one.cycles, kind), one.instruction.opcode, str(one.instruction.source or ""))
+        for one in program.largest(10, of)
+    ]
+    ordered = sorted([*own, *compiled], key=lambda one: -one[0])[:10]
+    return [dict(zip(("ms", "opcode", "source"), one, strict=True)) for one in ordered]
+
+
+def _attention(task: Task, call: Mapping[str, Any], kind: Chip) -> dict[str, Any]:
+    """Returns a call of attention with its share of peak by static schedule, and what follows from it."""
     name = task.machine.name.partition(":")[0]
     split = math.prod(task.job.mesh.values())
     flops = 4 * call["batch"] * call["heads"] * call["queries"] * call["keys"] * call["head_size"] // split
@@ -268,7 +275,11 @@ def _attention(task: Task, calls: list[dict[str, Any]], kind: Chip) -> dict[str,
 
 
 def _block(
-    program: hlo.Program, attention: Mapping[str, Any] | None, machine: Machine, kind: Chip
+    program: hlo.Program,
+    attention: Mapping[str, Any] | None,
+    passes: Mapping[str, float],
+    machine: Machine,
+    kind: Chip,
 ) -> dict[str, Any] | None:
     """Returns what one block costs, if blocks run in a loop; unrolled ones cannot be told apart."""
     loop = _loop(program)
@@ -278,7 +289,7 @@ def _block(
     found = _exchanges(program, loop.body)
     return {
         "count": loop.trips,
-        "other_ms": _ms(loop.cycles, kind),
+        "other_ms": _ms(loop.cycles, kind) + 1e3 * _in_passes(program, passes, loop.body),
         "attention_ms": attention.get("ms") if attention else None,
         "communication_ms": 1e3 * sum(one.seconds(name) for one in found),
         "collectives": [dataclasses.asdict(one) for one in found],
@@ -295,9 +306,6 @@ def _per_step(program: hlo.Program, machine: Machine) -> dict[str, Any]:
 def _not_modelled(program: hlo.Program, calls: list[dict[str, Any]], loop: hlo.Loop | None) -> list[str]:
     """Returns what takes time and is in no part of the model."""
     said, unpriced = [], program.unpriced()
-    beside = sum(program.kernels().values()) - (loop.trips * sum(program.kernels(loop.body).values()) if loop else 0)
-    if loop and beside:
-        said.append(f"{beside} call(s) of kernels outside the blocks")
     if unpriced:
         size = sum(one.instruction.bytes * one.times for one in unpriced)
         said.append(
@@ -320,17 +328,18 @@ def _exchanges(program: hlo.Program, of: str | None) -> list[Exchange]:
 def _step(
     program: hlo.Program,
     block: Mapping[str, Any] | None,
-    attention: Mapping[str, Any] | None,
+    calls: Sequence[Mapping[str, Any]],
+    passes: Mapping[str, float],
     flops: int,
     machine: Machine,
     kind: Chip,
 ) -> dict[str, Any]:
     """Returns the model of one denoising step, in seconds, with its parts; and the floor from arithmetic alone."""
     name = machine.name.partition(":")[0]
-    count = block["count"] if block else sum(program.kernels().values())
-    # Attention that is no kernel is XLA's, and in its estimate.
-    kernel = count * attention["ms"] / 1e3 if attention and "ms" in attention else 0.0
-    other = program.cycles() / kind.clock
+    # Attention that is no kernel is XLA's, and in its estimate. Stacked blocks are traced once: theirs is the largest.
+    spent = sorted(call["ms"] for call in calls if "ms" in call)
+    kernel = (sum(spent) + (block["count"] - 1 if block and spent else 0) * max(spent, default=0.0)) / 1e3
+    other = program.cycles() / kind.clock + _in_passes(program, passes, None)
     moved = sum(one.seconds(name) for one in _exchanges(program, None))
     return {
         "attention_s": kernel,
@@ -340,6 +349,11 @@ def _step(
         "floor_s": flops / (kind.flops * machine.devices),
         "flops": flops,
     }
+
+
+def _in_passes(program: hlo.Program, passes: Mapping[str, float], of: str | None) -> float:
+    """Returns the seconds of a computation's kernels beside attention."""
+    return sum(times * passes.get(kernel, 0.0) for kernel, times in program.kernels(of).items())
 
 
 def _ms(cycles: int, kind: Chip) -> float:
