@@ -125,6 +125,24 @@ def test_an_instruction_has_its_shapes_bytes_operands_and_the_compilers_estimate
     assert made.op_name == "a[\\'b.c\\'], calls=%p" and made.kernel is None and made.trips is None
 
 
+def test_an_attribute_that_is_written_on_lines_of_its_own_belongs_to_its_instruction(tmp_path):
+    """As JAX's own splash attention has them."""
+    attribute = 'frontend_attributes={kernel_metadata={\n"profile":"{\\"block_q\\": 2048}"\n}}'
+    text = f"""ENTRY %main () -> f32[] {{
+  %kernel = f32[2] custom-call(), custom_call_target="tpu_custom_call", {attribute}, metadata={{stack_frame_id=1}}
+  ROOT %kept = f32[1] slice(%kernel), {attribute}
+}}
+"""
+    read = program(tmp_path, text)
+    assert str(read.computations["main"].instructions["kernel"].source) == str(BLOCK)
+    broken = text.replace("f32[1] slice", "1")
+    with pytest.raises(TopologyError, match=r":\d+: %kept has no opcode") as caught:
+        program(tmp_path, broken)
+    lines = (HEADER + TABLES + broken).split("\n")
+    place = str(caught.value).split(":")[1]
+    assert lines[int(place) - 1].startswith("  ROOT %kept")
+
+
 def test_a_source_is_the_innermost_line_that_is_not_internal(tmp_path):
     lines = [f'%c{frame} = f32[] copy(%p), metadata={{op_name="x" stack_frame_id={frame}}}' for frame in range(1, 6)]
     made = program(tmp_path, entry(*lines, "ROOT %r = f32[] copy(%p)")).computations["main"].instructions

@@ -24,6 +24,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 _ROW = re.compile(r'(\d+) (?:"(?P<name>.*)"|\{(?P<numbers>.*)\})')
 _START = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{")
 _END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_BROKEN = re.compile(r"(\{kernel_metadata=\{)\n(.*)\n(\}\}.*)")
 _NAMED = re.compile(r"\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(?)")
 _OPCODE = re.compile(r" ([a-z][\w-]*)(?=\()")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sides>[\d,<=]*)\]")
@@ -64,7 +65,9 @@ class _Reader:
     def __init__(self, file: Path, internal: tuple[str, ...]) -> None:
         self.file = file
         self.internal = re.compile("|".join(internal) or "(?!)")
-        self.lines = file.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+        text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        # An attribute may be written on lines of its own: what breaks them comes after the instruction, blank lines.
+        self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
         self.at = 0
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
         self.sources: dict[int, Source | None] = {0: None}
@@ -108,6 +111,8 @@ class _Reader:
                 self.computations[name] = Computation(name, instructions, root)
                 return
             named = _NAMED.match(line)
+            if not line:
+                continue
             if not named:
                 break
             instruction = self.instruction(named["name"], line[named.start("shape") :])
