@@ -13,6 +13,8 @@ FLOORS = {
     "config": 1,
     "progress": 1,
     "cache": 2,
+    "calibration": 2,
+    "workers": 2,
     "card": 2,
     "machine": 2,
     "patch": 3,
@@ -40,13 +42,17 @@ FLOORS = {
     "workload": 6,
     "run": 7,
     "outline": 7,
+    "plan": 7.2,
+    "sketch": 7.4,
+    "calibrate": 7.6,
+    "sweep": 7.6,
     "__main__": 9,
 }
 COMMAND = 8
 """The floor of every command: what the command line may choose."""
 COMMANDS = {
     "doctor",
-    "plan",
+    "plan_command",
     "check",
     "verify",
     "scan",

@@ -71,7 +71,7 @@ def test_an_import_beside_is_found(fake):
 
 
 def test_one_command_cannot_import_another(fake):
-    assert "floor 8 imports 'doctor' of floor 8" in fake(doctor="x = 1\n", plan="from torchport.doctor import x\n")[0]
+    assert "floor 8 imports 'doctor' of floor 8" in fake(doctor="x = 1\n", tune="from torchport.doctor import x\n")[0]
 
 
 def test_the_package_itself_imports_none_of_its_modules_at_module_level(fake):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -76,7 +78,8 @@ def test_a_step_has_the_collectives_of_all_blocks_and_what_is_around_them(planne
 def test_the_model_of_a_step_is_the_sum_of_its_parts_and_above_the_floor(planned):
     stage = planned[0]["stages"]["denoise"]
     step = stage["step"]
-    assert step["model_s"] == pytest.approx(step["attention_s"] + step["other_s"] + step["communication_s"])
+    assert step["uncalibrated_s"] == pytest.approx(step["attention_s"] + step["other_s"] + step["communication_s"])
+    assert step["model_s"] == pytest.approx(step["uncalibrated_s"] / calibration.shipped().factor)
     assert step["model_s"] > step["floor_s"] > 0
     call = stage["attention"]
     assert call["implementation"] == "splash_transposed" and call["bounded"]
@@ -163,6 +166,27 @@ class Lowered:
 
     def compile(self):
         raise jax.errors.JaxRuntimeError(self.said)
+
+
+def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
+    asked = {}
+
+    def run(command, **_):
+        asked.update(json.loads(Path(command[-2]).read_text()))
+        return SimpleNamespace(stderr="stopped here")
+
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    for bounded in (True, False):
+        assert refusal(
+            TopologyError, lambda bounded=bounded: plan.plan(request(*ULYSSES), "v6e:2x4", None, bounded)
+        ) == ("plan v6e:2x4: The compiler stopped: stopped here. Run it with -v.")
+        assert asked["bounded"] is bounded
+    task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
+    assert plan._assumptions(task, False)[0] == "no bound of the scores 'joint'"
+    [stage] = task.stages
+    for bounded in (True, False):
+        with outline.outlined(task, stage, jax.devices(), bounded) as found:
+            assert (found.program.attention.bounds == {"joint": 1.0}) is bounded
 
 
 def test_the_compilers_words_for_too_little_memory_become_bytes():

@@ -113,10 +113,18 @@ def explain(id: str | None, everything: bool) -> None:
 
 
 @cli.command()
-@click.option("--model", required=True, metavar="NAME", help="The model card.")
-@click.option("--config", required=True, metavar="FILE", help="The job.")
+@click.option("--model", metavar="NAME", help="The model card.")
+@click.option("--config", metavar="FILE", help="The job.")
 @click.option("--topology", metavar="SLICE", help="A TPU slice, such as v6e:2x4, in place of the config's machine.")
 @click.option("--strategy", metavar="NAME", help="The sharding rules, in place of the config's.")
+@click.option("--sweep", is_flag=True, help="Compare all strategies on all meshes of the slice in one table.")
+@click.option("--calibrate", is_flag=True, help="Model published step times, and fit the factor between.")
+@click.option(
+    "--write", type=click.Path(path_type=Path), metavar="FILE", help="Write that factor, as calibration.yaml."
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [as many as there is room for]."
+)
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
 @click.option(

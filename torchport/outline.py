@@ -48,13 +48,14 @@ class Outline:
 
 
 @contextlib.contextmanager
-def outlined(task: Task, stage: pipelines.Stage, devices: Any) -> Iterator[Outline]:
+def outlined(task: Task, stage: pipelines.Stage, devices: Any, bounded: bool = True) -> Iterator[Outline]:
     """Gives a stage as shapes alone, under its patches; what is traced must be traced inside.
 
     Args:
         task: The job.
         stage: One with a network whose inputs' shapes are known beforehand (`Stage.like`).
         devices: Of the machine, or of a topology.
+        bounded: Whether scores lie within the bounds that the card names.
 
     Raises:
         BadValueError: The stage has no network, or does not say what its inputs are like.

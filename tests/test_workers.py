@@ -1,0 +1,49 @@
+"""Several compilations at once."""
+
+import threading
+
+import pytest
+
+from torchport import workers
+from torchport.errors import TopologyError
+
+
+def test_results_come_in_the_order_of_the_items_and_a_refusal_is_one():
+    second = threading.Event()
+
+    def work(item):
+        if item == 0:
+            assert second.wait(10), "both run at once"
+        if item == 2:
+            raise TopologyError("here", "It is refused", "Mend it")
+        second.set()
+        return 10 * item
+
+    found = workers.each(work, [0, 1, 2], 2, "test")
+    assert found[:2] == [0, 10] and str(found[2]) == "here: It is refused. Mend it."
+
+
+def test_no_more_run_at_once_than_were_asked_for():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work(item):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.01)
+        with lock:
+            running -= 1
+
+    workers.each(work, range(8), 3, "test")
+    assert most <= 3
+
+
+def test_what_is_no_refusal_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        workers.each(lambda item: 1 // item, [0], 1, "test")
+
+
+def test_there_is_room_for_one_at_least(monkeypatch):
+    monkeypatch.setattr(workers, "COMPILATION", 2**60)
+    assert workers.default() == 1

@@ -1,0 +1,370 @@
+"""`torchport plan --calibrate`: published step times against this package's model of them, and the one factor between.
+
+Every modelled time is a model's. The factor is fitted to all of them together, never to one model, machine, mesh or
+kernel; how far each is off, and which pairs come out in the wrong order, is printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from torchport import calibration, sketch, workers
+from torchport.attention import tiles
+from torchport.calibration import Calibration
+from torchport.card import Axis, find_pack
+from torchport.config import Document, Frozen, read_document, validated
+from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
+from torchport.plan import plan
+from torchport.run import versions
+from torchport.task import Request
+
+APART = 1.15
+"""Measured times that differ by more than this have to come out in their order."""
+DECIDING = ("torchport", "jax", "libtpu", "torchax", "diffusers")
+"""Packages that modelled seconds depend on."""
+
+Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Percent = Annotated[float, pydantic.Field(gt=0, le=100)]
+
+
+class Kernel(Frozen):
+    """An attention kernel that somebody ran, and what stands for it in a program."""
+
+    title: str
+    implementation: tiles.Implementation | None = None
+    """Whose call is traced in its place; none: no such kernel is modelled."""
+    bounded: bool = False
+    """Whether its softmax needs no maximum."""
+    steady_percent: dict[str, Percent] = {}
+    """Its own share of peak by static schedule, by chip; without it, the implementation's of the table of tiles."""
+    source: str | None = None
+
+
+class OfCard(Frozen):
+    """A step that a model card's plan models."""
+
+    model: str
+    config: str
+    strategy: str
+
+
+class OfOutline(Frozen):
+    """A step that a sketch models."""
+
+    file: str
+    strategy: str
+
+
+class Step(Frozen):
+    """A published step time."""
+
+    name: str
+    model: str
+    height: pydantic.PositiveInt
+    width: pydantic.PositiveInt
+    frames: pydantic.PositiveInt
+    batch: pydantic.PositiveInt
+    """Conditions of guidance in one step."""
+    machine: str
+    kernel: str
+    mesh: dict[Axis, pydantic.PositiveInt] = {}
+    strategy: str
+    """In the words of the source."""
+    step_s: Seconds
+    source: str
+    date: str | None = None
+    trusted: bool = True
+    differs: str | None = None
+    """What its program does that the modelled one does not."""
+    card: OfCard | None = None
+    outline: OfOutline | None = None
+    left_out: str | None = None
+    """Why it is not modelled."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> Step:
+        ways = [way for way in ("card", "outline", "left_out") if getattr(self, way) is not None]
+        if len(ways) != 1:
+            raise ValueError(f"It must have one of card, outline and left_out, and has {', '.join(ways) or 'none'}")
+        if not self.trusted and self.left_out is None:
+            raise ValueError("What is not trusted is not modelled: it must have left_out, with the reason")
+        return self
+
+
+class Published(Frozen):
+    """`benchmarks/published.yaml`."""
+
+    kernels: dict[str, Kernel]
+    steps: Annotated[list[Step], pydantic.Field(min_length=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """A published step beside this package's model of it, in seconds, before any factor.
+
+    Attributes:
+        step: As published.
+        attention_s: Of the kernel that was measured.
+        other_s: By the compiler's estimate.
+        communication_s: By bytes and links.
+    """
+
+    step: Step
+    attention_s: float
+    other_s: float
+    communication_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The sum of the parts."""
+        return self.attention_s + self.other_s + self.communication_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a calibration.
+
+    Attributes:
+        modelled: Steps with their models, in the file's order.
+        failed: Steps that could not be modelled, with the refusal.
+        left_out: Steps that are not to be modelled.
+        found: The factor; none, if nothing was modelled.
+    """
+
+    modelled: list[Modelled]
+    failed: list[tuple[Step, TorchportError]]
+    left_out: list[Step]
+    found: Calibration | None
+
+
+def read(file: Path, shown: str | None = None) -> tuple[Published, Document]:
+    """Returns the published step times, and the document they were read from.
+
+    Raises:
+        ConfigError: A mistake in the file, by its line; a kernel that it does not describe; two steps of one name.
+    """
+    document = read_document(file, shown)
+    found = validated(Published, document)
+    for number, step in enumerate(found.steps):
+        place = document.place(["steps", number, "kernel"])
+        if step.kernel not in found.kernels:
+            raise UnknownNameError(place, f"There is no kernel '{step.kernel}'", nearest(step.kernel, found.kernels))
+        if step.left_out is None and found.kernels[step.kernel].implementation is None:
+            fact = f"'{step.kernel}' has no implementation, and '{step.name}' is to be modelled"
+            raise BadValueError(place, fact, "Add left_out, with the reason")
+        if step.name in [other.name for other in found.steps[:number]]:
+            place = document.place(["steps", number, "name"])
+            raise BadValueError(place, f"A second step is called '{step.name}'", "Give each its own name")
+    return found, document
+
+
+def calibrate(path: str | None, count: int | None = None) -> Outcome:
+    """Returns models of the published step times, and the factor that fits them.
+
+    Args:
+        path: The pack, in which `benchmarks/published.yaml` lies; by default torchport's own.
+        count: How many compilations at once; by default as many as there is room for.
+
+    Raises:
+        DataFolderError: The pack has no published step times.
+        ConfigError: A mistake in them.
+    """
+    folder = find_pack(path).root / "benchmarks"
+    file = folder / "published.yaml"
+    if not file.is_file():
+        raise DataFolderError(str(folder), "There is no published.yaml", "Name a folder that has it with --path")
+    published, document = read(file, "benchmarks/published.yaml")
+
+    def work(number: int) -> Modelled:
+        step = published.steps[number]
+        return model(step, published.kernels[step.kernel], folder, path, document.place(["steps", number]))
+
+    numbers = [number for number, step in enumerate(published.steps) if step.left_out is None]
+    results = list(zip(numbers, workers.each(work, numbers, count or workers.default(), "calibrate"), strict=True))
+    modelled = [one for _, one in results if isinstance(one, Modelled)]
+    failed = [(published.steps[number], one) for number, one in results if isinstance(one, TorchportError)]
+    return Outcome(modelled, failed, [step for step in published.steps if step.left_out is not None], fit(modelled))
+
+
+def fit(modelled: Sequence[Modelled]) -> Calibration | None:
+    """Returns the factor that fits the models, if there are any."""
+    if not modelled:
+        return None
+    factor, spread = calibration.fitted([(one.seconds, one.step.step_s) for one in modelled])
+    made = {name: version for name, version in versions().items() if name in DECIDING}
+    today = datetime.date.today().isoformat()
+    return Calibration(factor=factor, spread_percent=spread, steps=len(modelled), versions=made, date=today)
+
+
+def model(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> Modelled:
+    """Returns a step's model: its program compiled for its slice, with the share of peak of the kernel it ran.
+
+    Args:
+        step: One with a card or an outline.
+        kernel: Its kernel.
+        folder: In which `outlines` lies.
+        path: The pack.
+        place: Where the step is written.
+
+    Raises:
+        TorchportError: Whatever the plan is refused for; a job that does not fit.
+    """
+    parts = _of_card(step, kernel, path, place) if step.card else _of_outline(step, kernel, folder, path, place)
+    attention, chip = parts.attention_s, step.machine.partition(":")[0]
+    if kernel.steady_percent:
+        if chip not in kernel.steady_percent:
+            remedy = f"Add it, or use one of {', '.join(kernel.steady_percent)}"
+            raise BadValueError(place, f"The kernel '{step.kernel}' has no steady_percent for {chip}", remedy)
+        attention *= parts.peak_percent / kernel.steady_percent[chip]
+    return Modelled(step, attention, parts.other_s, parts.communication_s)
+
+
+def _of_card(step: Step, kernel: Kernel, path: str | None, place: str) -> sketch.Parts:
+    assert step.card is not None
+    mesh = ", ".join(f"{axis}: {size}" for axis, size in step.mesh.items())
+    fields = {
+        "height": step.height,
+        "width": step.width,
+        "frames": step.frames,
+        "machine": step.machine,
+        "mesh": f"{{{mesh}}}",
+        "strategy": step.card.strategy,
+        "attention": kernel.implementation,
+    } | ({"guidance_scale": 1.0} if step.batch == 1 else {})
+    overrides = tuple(f"{name}={value}" for name, value in fields.items())
+    request = Request(step.card.model, step.card.config, path=path, overrides=overrides)
+    stage = plan(request, None, bounded=kernel.bounded)["stages"]["denoise"]
+    if not stage["fits"]:
+        asked = stage["per_device"]["peak_bytes"] / 2**30
+        raise BadValueError(place, f"Its program takes {asked:.1f} GiB on a device", "Mend its rules, or leave it out")
+    found = stage["step"]
+    times = (found["attention_s"], found["other_s"], found["communication_s"])
+    return sketch.Parts(*times, stage["attention"]["peak_percent"])
+
+
+def _of_outline(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> sketch.Parts:
+    assert step.outline is not None and kernel.implementation is not None
+    file = folder / "outlines" / f"{step.outline.file}.yaml"
+    if not file.is_file():
+        known = [other.stem for other in file.parent.glob("*.yaml")]
+        raise UnknownNameError(place, f"There is no outline '{step.outline.file}'", nearest(step.outline.file, known))
+    size = {name: getattr(step, name) for name in ("height", "width", "frames", "batch")}
+    sketch.check_size(sketch.read(file, f"benchmarks/outlines/{file.name}"), size, place)
+    mesh = dict(step.mesh)
+    return sketch.parts(sketch.Asked(str(file), step.machine, mesh, step.outline.strategy, kernel.implementation, path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two steps with the same kernel whose measured times are apart, the faster first."""
+
+    faster: Modelled
+    slower: Modelled
+
+    @property
+    def right(self) -> bool:
+        """Whether the model has them in the same order."""
+        return self.faster.seconds < self.slower.seconds
+
+
+def pairs(modelled: Sequence[Modelled]) -> list[Pair]:
+    """Returns the pairs of one kernel whose measured times differ by more than `APART`."""
+    found = []
+    for two in itertools.combinations(modelled, 2):
+        faster, slower = sorted(two, key=lambda one: one.step.step_s)
+        if faster.step.kernel == slower.step.kernel and slower.step.step_s > APART * faster.step.step_s:
+            found.append(Pair(faster, slower))
+    return found
+
+
+def write(file: Path, outcome: Outcome) -> None:
+    """Writes the factor.
+
+    Raises:
+        BadValueError: A step could not be modelled, or none was: a factor of a part would not be the one that is said.
+    """
+    if outcome.failed or outcome.found is None:
+        names = ", ".join(step.name for step, _ in outcome.failed) or "any step"
+        raise BadValueError(
+            f"--write {file}", f"There is no model of {names}", "Mend it, or leave it out with a reason"
+        )
+    calibration.write(file, outcome.found)
+
+
+def data(outcome: Outcome) -> dict[str, Any]:
+    """Returns a calibration as `--json` prints it."""
+    found = outcome.found
+    return {
+        "factor": None if found is None else found.factor,
+        "spread_percent": None if found is None else found.spread_percent,
+        "versions": versions(),
+        "steps": [
+            {
+                "name": one.step.name,
+                "measured_s": one.step.step_s,
+                "attention_s": one.attention_s,
+                "other_s": one.other_s,
+                "communication_s": one.communication_s,
+                "uncalibrated_s": one.seconds,
+                "ratio": one.seconds / one.step.step_s,
+                "model_s": calibration.calibrated(one.seconds, found),
+                "differs": one.step.differs,
+            }
+            for one in outcome.modelled
+        ],
+        "failed": [{"name": step.name, "error": str(error), "id": error.id} for step, error in outcome.failed],
+        "left_out": [
+            {"name": step.name, "measured_s": step.step_s, "trusted": step.trusted, "why": step.left_out}
+            for step in outcome.left_out
+        ],
+        "pairs": [
+            {"faster": pair.faster.step.name, "slower": pair.slower.step.name, "right": pair.right}
+            for pair in pairs(outcome.modelled)
+        ],
+    }
+
+
+def lines(outcome: Outcome) -> list[str]:
+    """Returns a calibration as text."""
+    width = max((len(one.step.name) for one in outcome.modelled), default=4)
+    head = f"{'step':{width}}  measured  uncalibrated (attention + other + communication)  ratio   model s"
+    text = [head] if outcome.modelled else []
+    for one in outcome.modelled:
+        parts = f"({one.attention_s:.2f} + {one.other_s:.2f} + {one.communication_s:.2f})"
+        text.append(
+            f"{one.step.name:{width}}  {one.step.step_s:6.2f} s  {one.seconds:10.2f} s {parts:35}  "
+            f"{one.seconds / one.step.step_s:5.2f}  {calibration.calibrated(one.seconds, outcome.found):6.2f}"
+        )
+    text += [f"not modelled: {step.name}, {error}" for step, error in outcome.failed]
+    text += [f"left out: {step.name}, {step.step_s:g} s: {step.left_out}" for step in outcome.left_out]
+    if outcome.found is not None:
+        text.append(_summary(outcome.found, outcome.modelled))
+    found = pairs(outcome.modelled)
+    wrong = [pair for pair in found if not pair.right]
+    text.append(
+        f"{len(found)} pairs of one kernel are more than {100 * (APART - 1):.0f} % apart: "
+        f"{len(found) - len(wrong)} in their order, {len(wrong)} not"
+    )
+    text += [f"  misordered: {_told(pair.faster)} before {_told(pair.slower)}" for pair in wrong]
+    return text
+
+
+def _summary(found: Calibration, modelled: Sequence[Modelled]) -> str:
+    ratios: Mapping[str, float] = {one.step.name: one.seconds / one.step.step_s / found.factor for one in modelled}
+    worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
+    return (
+        f"factor {found.factor:.3f} (modelled over measured, geometric mean of {found.steps}), spread "
+        f"±{found.spread_percent:.0f} %; the worst is {worst}, {100 * (ratios[worst] - 1):+.0f} % after the factor"
+    )
+
+
+def _told(one: Modelled) -> str:
+    return f"{one.step.name} (measured {one.step.step_s:g} s, uncalibrated model {one.seconds:.2f} s)"
