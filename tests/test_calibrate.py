@@ -26,7 +26,8 @@ steps:
 
 def step(name, seconds, way="card: {model: hunyuan, config: configs/720p.yaml, strategy: tp}", **fields):
     given = {"kernel": "splash", "machine": '"v6e:2x4"', "mesh": "{tp: 8}", "strategy": "tp", "batch": 2, **fields}
-    size = "model: M, height: 720, width: 1280, frames: 121, source: S"
+    given.setdefault("frames", 121)
+    size = "model: M, height: 720, width: 1280, source: S"
     told = ", ".join(f"{key}: {value}" for key, value in given.items())
     return f"  - {{name: {name}, {size}, step_s: {seconds}, {told}, {way}}}\n"
 
@@ -119,11 +120,13 @@ def test_a_kernels_own_share_of_peak_takes_the_place_of_the_tables(published, pl
     assert found.attention_s == pytest.approx(3.0 * 64 / 32) and found.seconds == pytest.approx(7.5)
     given, bounded = plans["asked"][0]
     assert bounded and given["attention"] == "splash_transposed" and given["guidance_scale"] == "1.0"
-    path = published(step("one", 8.0, way("a"), kernel="own", machine='"v5e:2x4"'))
-    [(_, error)] = calibrate.calibrate(path, 1).failed
-    assert str(error) == (
-        "benchmarks/published.yaml:6: The kernel 'own' has no steady_percent for v5e. Add it, or use one of v6e."
-    )
+
+
+def test_steps_with_one_program_share_its_compilation(published, plans):
+    plans |= {"a": (3.0, 1.0, 0.5)}
+    path = published(step("one", 4.0, way("a")), step("two", 5.0, way("a")), step("three", 6.0, way("a"), frames=49))
+    assert [one.step.name for one in calibrate.calibrate(path, 1).modelled] == ["one", "two", "three"]
+    assert [given["frames"] for given, _ in plans["asked"]] == ["121", "49"]
 
 
 def test_pairs_that_are_apart_on_one_kernel_have_an_order_and_the_wrong_ones_are_printed(published, plans):
@@ -187,6 +190,11 @@ def test_a_calibration_reads_as_text(published, plans):
         (step("a", 1, way("tp") + ", left_out: no"), WrongTypeError, "It must have one of card, outline and left_out,"),
         (step("a", 1, way("tp"), trusted="false"), WrongTypeError, "What is not trusted is not modelled: it must have"),
         (step("a", 1, way("tp")) + step("a", 2, way("tp")), BadValueError, "p.yaml:7: A second step is called 'a'."),
+        (
+            step("a", 1, way("tp"), kernel="own", machine='"v5e:2x4"'),
+            BadValueError,
+            "p.yaml:6: The kernel 'own' has no steady_percent for v5e. Add it, or use one of v6e.",
+        ),
         (step("a", -1, way("tp")), WrongTypeError, "p.yaml:6: 'steps.0.step_s' is -1 (a number)."),
     ],
 )

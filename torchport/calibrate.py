@@ -160,6 +160,10 @@ def read(file: Path, shown: str | None = None) -> tuple[Published, Document]:
         if step.left_out is None and found.kernels[step.kernel].implementation is None:
             fact = f"'{step.kernel}' has no implementation, and '{step.name}' is to be modelled"
             raise BadValueError(place, fact, "Add left_out, with the reason")
+        chip, shares = step.machine.partition(":")[0], found.kernels[step.kernel].steady_percent
+        if step.left_out is None and shares and chip not in shares:
+            fact = f"The kernel '{step.kernel}' has no steady_percent for {chip}"
+            raise BadValueError(place, fact, f"Add it, or use one of {', '.join(shares)}")
         if step.name in [other.name for other in found.steps[:number]]:
             place = document.place(["steps", number, "name"])
             raise BadValueError(place, f"A second step is called '{step.name}'", "Give each its own name")
@@ -183,15 +187,35 @@ def calibrate(path: str | None, count: int | None = None) -> Outcome:
         raise DataFolderError(str(folder), "There is no published.yaml", "Name a folder that has it with --path")
     published, document = read(file, "benchmarks/published.yaml")
 
-    def work(number: int) -> Modelled:
+    def work(number: int) -> sketch.Parts:
         step = published.steps[number]
-        return model(step, published.kernels[step.kernel], folder, path, document.place(["steps", number]))
+        return parts(step, published.kernels[step.kernel], folder, path, document.place(["steps", number]))
 
     numbers = [number for number, step in enumerate(published.steps) if step.left_out is None]
-    results = list(zip(numbers, workers.each(work, numbers, count or workers.default(), "calibrate"), strict=True))
-    modelled = [one for _, one in results if isinstance(one, Modelled)]
-    failed = [(published.steps[number], one) for number, one in results if isinstance(one, TorchportError)]
+    programs = {number: _program(published, number) for number in numbers}
+    first: dict[tuple[Any, ...], int] = {}
+    for number, program in programs.items():
+        first.setdefault(program, number)
+    made = workers.each(work, list(first.values()), count or workers.default(), "calibrate")
+    found = dict(zip(first, made, strict=True))
+    modelled: list[Modelled] = []
+    failed: list[tuple[Step, TorchportError]] = []
+    for number, program in programs.items():
+        step, outcome = published.steps[number], found[program]
+        if isinstance(outcome, TorchportError):
+            failed.append((step, outcome))
+        else:
+            modelled.append(_with_its_kernel(step, published.kernels[step.kernel], outcome))
     return Outcome(modelled, failed, [step for step in published.steps if step.left_out is not None], fit(modelled))
+
+
+def _program(published: Published, number: int) -> tuple[Any, ...]:
+    """Returns what decides a step's program: steps with the same share one compilation."""
+    step = published.steps[number]
+    kernel = published.kernels[step.kernel]
+    way, size = step.card or step.outline, (step.height, step.width, step.frames, step.batch)
+    bounded = kernel.bounded if step.card else None  # a sketch has no bounds
+    return way, step.machine, tuple(step.mesh.items()), size, kernel.implementation, bounded
 
 
 def fit(modelled: Sequence[Modelled]) -> Calibration | None:
@@ -204,8 +228,8 @@ def fit(modelled: Sequence[Modelled]) -> Calibration | None:
     return Calibration(factor=factor, spread_percent=spread, steps=len(modelled), versions=made, date=today)
 
 
-def model(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> Modelled:
-    """Returns a step's model: its program compiled for its slice, with the share of peak of the kernel it ran.
+def parts(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> sketch.Parts:
+    """Returns the parts of a step's model: its program is compiled for its slice.
 
     Args:
         step: One with a card or an outline.
@@ -217,14 +241,14 @@ def model(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str
     Raises:
         TorchportError: Whatever the plan is refused for; a job that does not fit.
     """
-    parts = _of_card(step, kernel, path, place) if step.card else _of_outline(step, kernel, folder, path, place)
-    attention, chip = parts.attention_s, step.machine.partition(":")[0]
-    if kernel.steady_percent:
-        if chip not in kernel.steady_percent:
-            remedy = f"Add it, or use one of {', '.join(kernel.steady_percent)}"
-            raise BadValueError(place, f"The kernel '{step.kernel}' has no steady_percent for {chip}", remedy)
-        attention *= parts.peak_percent / kernel.steady_percent[chip]
-    return Modelled(step, attention, parts.other_s, parts.communication_s)
+    return _of_card(step, kernel, path, place) if step.card else _of_outline(step, kernel, folder, path, place)
+
+
+def _with_its_kernel(step: Step, kernel: Kernel, found: sketch.Parts) -> Modelled:
+    """Returns a step's model with the share of peak of the kernel that was measured."""
+    share = kernel.steady_percent.get(step.machine.partition(":")[0], found.peak_percent)
+    attention = found.attention_s * found.peak_percent / share
+    return Modelled(step, attention, found.other_s, found.communication_s)
 
 
 def _of_card(step: Step, kernel: Kernel, path: str | None, place: str) -> sketch.Parts:
