@@ -10,7 +10,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec
 
-from torchport import calls, hlo, outline, plan, report, topology
+from torchport import calibration, calls, hlo, outline, plan, report, topology
 from torchport.attention import dispatch, tiles
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.machine import parse_machine
@@ -75,7 +75,7 @@ def test_a_step_has_the_collectives_of_all_blocks_and_what_is_around_them(planne
 
 
 @needs_libtpu
-def test_the_model_of_a_step_is_the_sum_of_its_parts_and_above_the_floor(planned):
+def test_the_model_of_a_step_is_the_sum_of_its_parts_over_the_factor_and_above_the_floor(planned):
     stage = planned[0]["stages"]["denoise"]
     step = stage["step"]
     assert step["uncalibrated_s"] == pytest.approx(step["attention_s"] + step["other_s"] + step["communication_s"])
@@ -93,7 +93,7 @@ def test_a_plan_reads_as_text(planned):
     assert text.startswith("hunyuan on v6e:2x4, ulysses, dp=2 x sp=4: fits")
     assert "\nencode: not ported. It runs on the host, in PyTorch" in text
     assert "\ndenoise: 1 program(s), called 8 x [2, 65, 3, 4, 6]" in text
-    assert "(compiler)" in text and "by the model" in text and "assumed: uncalibrated" in text
+    assert "(compiler)" in text and "by the model" in text and "assumed: calibrated with " in text
     assert "diffusers/models/" in text
 
 
@@ -175,7 +175,7 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
         asked.update(json.loads(Path(command[-2]).read_text()))
         return SimpleNamespace(stderr="stopped here")
 
-    monkeypatch.setattr(plan.subprocess, "run", run)
+    monkeypatch.setattr(outline.subprocess, "run", run)
     for bounded in (True, False):
         assert refusal(
             TopologyError, lambda bounded=bounded: plan.plan(request(*ULYSSES), "v6e:2x4", None, bounded)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from torchport import calibrate, plan, plan_command, sweep
+from torchport import calibrate, plan, plan_command, report, sweep
 from torchport.__main__ import cli
 from torchport.errors import BadValueError
 from torchport.plan_command import Flags
@@ -21,6 +21,10 @@ JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
         (
             {**JOB, "sweep": True, "strategy": "tp"},
             "--strategy tp: A sweep takes every strategy. Leave out one of the two.",
+        ),
+        (
+            {**JOB, "sweep": True, "stage": "all"},
+            "torchport plan --sweep: --stage is given, and a sweep is a table of denoising steps. Leave it out.",
         ),
         ({**JOB, "jobs": 2}, "--jobs 2: There is one plan to make. Add --sweep, or leave it out."),
         ({**JOB, "write": Path("a.yaml")}, "--write a.yaml: There is no factor to write. Add --calibrate."),
@@ -47,14 +51,14 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
 
     def stand_in(name):
         def call(*args, **given):
-            calls.append((name, args))
+            calls.append((name, (*args, *given.values())))
             return {"what": name}
 
         return call
 
     for module, function in ((plan, "plan"), (sweep, "sweep"), (calibrate, "calibrate"), (calibrate, "write")):
         monkeypatch.setattr(module, function, stand_in(function))
-    for module in (plan, sweep, calibrate):
+    for module in (report, sweep, calibrate):
         monkeypatch.setattr(module, "lines", lambda found: [found["what"]])
     for module in (sweep, calibrate):
         monkeypatch.setattr(module, "data", lambda found: found)
@@ -67,7 +71,8 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
 
     job = ["--model", "hunyuan", "--config", "configs/720p.yaml"]
     assert run(*job, "--strategy", "tp", "--topology", "v5e:2x4", "--scores", "any") == "plan"
-    [(_, (request, topology, keep, bounded))] = calls
+    [(_, (request, topology, keep, bounded, stages))] = calls
+    assert stages == ("denoise",)
     assert request.overrides == ("strategy=tp",) and (topology, keep, bounded) == ("v5e:2x4", None, False)
     assert run(*job, "--sweep", "--jobs", "3", "--keep", "kept") == "sweep"
     [(_, (request, topology, keep, bounded, jobs))] = calls

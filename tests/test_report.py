@@ -19,6 +19,7 @@ def stage(**more):
         "attention_s": 3.0,
         "other_s": 1.5,
         "communication_s": 0.25,
+        "uncalibrated_s": 4.75,
         "model_s": 4.75,
         "floor_s": 2.5,
         "flops": 10**16,
@@ -170,7 +171,10 @@ def test_hostile_text_stays_text():
 
 
 def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
-    unknown = dict.fromkeys(("attention_s", "other_s", "communication_s", "model_s")) | {"floor_s": 2.5, "flops": 1}
+    unknown = dict.fromkeys(("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")) | {
+        "floor_s": 2.5,
+        "flops": 1,
+    }
     device = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": 40 * GIB, "hbm_bytes": 32 * GIB}
     finding = {
         "what": "vmem",

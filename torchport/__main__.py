@@ -127,48 +127,27 @@ def explain(id: str | None, everything: bool) -> None:
 )
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
-@click.option(
-    "--stage",
-    default="denoise",
-    show_default=True,
-    metavar="denoise|decode|all",
-    help="What to compile; decoding takes many minutes.",
-)
+@click.option("--scores", type=click.Choice(["bounded", "any"]), help="Whether the norms bound the scores [bounded].")
+@click.option("--stage", metavar="denoise|decode|all", help="What to compile [denoise]; decoding takes many minutes.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the compiler's dump here.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan as a page, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @path_option
-def plan(
-    model: str,
-    config: str,
-    topology: str | None,
-    strategy: str | None,
-    upstream_path: Path | None,
-    overrides: tuple[str, ...],
-    stage: str,
-    keep: Path | None,
-    report: Path | None,
-    as_json: bool,
-    path: str | None,
-) -> None:
+def plan(report: Path | None, as_json: bool, **options: Any) -> None:
     """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
     import json
 
-    from torchport import plan as command
     from torchport import report as form
-    from torchport.task import Request
+    from torchport.plan_command import Flags, planned
 
-    given = (*overrides, f"strategy={strategy}") if strategy else overrides
-    place = None if upstream_path is None else str(upstream_path)
-    request = Request(model, config, path=path, upstream_path=place, overrides=given)
+    _log_to_stderr(quiet=False, verbose=False)
     if report is not None:
         form.check_writable(report)
-    stages = ("denoise", "decode") if stage == "all" else (stage,)
-    found = command.plan(request, topology, keep, stages=stages)
+    found, lines = planned(Flags(report=report, **options))
     if report is not None:
         form.write(report, found, shlex.join(["torchport", *sys.argv[1:]]))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(form.lines(found)))
-    sys.exit(0 if found["fits"] else 1)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    sys.exit(0 if found.get("fits", True) else 1)
 
 
 @cli.group()

@@ -65,7 +65,10 @@ def outlined(task: Task, stage: pipelines.Stage, devices: Any, bounded: bool = T
     with upstream.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name) as ledger:
         with compile.operators({op.target: op.function for op in ledger.ops()}), load.hushed(True):
             check_heads(task)
-            yield _outline(task, stage, devices)
+            outline = _outline(task, stage, devices)
+            if not bounded:
+                outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
+            yield outline
 
 
 def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
@@ -132,7 +135,8 @@ def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compiles a stage's programs, one for each set of shapes that its verb calls with.
 
     Args:
-        request: `task`, the fields of a `task.Request`; `stage`; `dump`, the folder into which the compiler writes.
+        request: `task`, the fields of a `task.Request`; `stage`; `dump`, the folder into which the compiler writes;
+            `bounded`, whether scores are.
 
     Returns:
         Of each program: shapes, how often it is called, bytes per device or what it lacks, seconds, the kernel's
@@ -143,7 +147,7 @@ def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     task = accept(Request(**fields))
     stage = next(stage for stage in task.stages if stage.name == request["stage"])
     devices = topology.describe(task.machine).devices
-    with outlined(task, stage, devices) as outline:
+    with outlined(task, stage, devices, request["bounded"]) as outline:
         return [_program(outline, called, task.machine, Path(request["dump"])) for called in outline.called]
 
 
@@ -225,13 +229,14 @@ _EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([K
 _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
-def apart(task: Task, stage: str, folder: Path) -> list[dict[str, Any]]:
+def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[dict[str, Any]]:
     """Returns what `compiled` does, from a process of its own, with the compiler's dump in a folder.
 
     Args:
         task: The job.
         stage: Its name.
         folder: For the dump; it is made.
+        bounded: Whether scores lie within the bounds that the card names.
 
     Raises:
         TopologyError: The process stopped without a word.
@@ -255,7 +260,7 @@ def apart(task: Task, stage: str, folder: Path) -> list[dict[str, Any]]:
     save.make_folder(dump)
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         asked, outcome = Path(scratch) / "request.json", Path(scratch) / "outcome.json"
-        asked.write_text(json.dumps({"task": fields, "stage": stage, "dump": str(dump)}))
+        asked.write_text(json.dumps({"task": fields, "stage": stage, "dump": str(dump), "bounded": bounded}))
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
         own = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **topology.environment()}
         command = [sys.executable, "-P", "-m", "torchport.outline", str(asked), str(outcome)]

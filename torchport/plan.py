@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import cost, hlo, outline, save
+from torchport import calibration, cost, hlo, outline, save
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
@@ -33,8 +33,8 @@ PORTS = 2
 MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
 
-PARTS = ("attention_s", "other_s", "communication_s", "model_s")
-"""Of the model of a step, and their sum."""
+PARTS = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")
+"""Of the model of a step, their sum, and that divided by the factor of the calibration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,12 @@ class Exchange:
 
 
 def plan(
-    request: Request, topology_name: str | None, keep: Path | None = None, *, stages: Sequence[str] = ("denoise",)
+    request: Request,
+    topology_name: str | None,
+    keep: Path | None = None,
+    bounded: bool = True,
+    *,
+    stages: Sequence[str] = ("denoise",),
 ) -> dict[str, Any]:
     """Returns the plan of a job, as `--json` prints it.
 
@@ -63,6 +68,7 @@ def plan(
         request: Model, config and overrides.
         topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
+        bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
         stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes.
 
     Raises:
@@ -83,7 +89,7 @@ def plan(
             raise BadValueError(f"--stage {name}", fact, f"Name one of {', '.join(ported)}, or all")
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         folder = Path(scratch) if keep is None else keep
-        planned = {name: _planned(task, name, folder / name) for name in stages}
+        planned = {name: _planned(task, name, folder / name, bounded) for name in stages}
     found = {
         "model": task.card.model,
         "machine": task.machine.name,
@@ -91,7 +97,7 @@ def plan(
         "mesh": dict(task.job.mesh),
         "fits": all(stage["fits"] for stage in planned.values()),
         "versions": versions(),
-        "assumptions": ["uncalibrated", *_assumptions(task)],
+        "assumptions": [calibration.said(calibration.shipped(), versions()), *_assumptions(task, bounded)],
         "stages": {stage.name: planned.get(stage.name, _left_out(stage)) for stage in task.family.STAGES},
     }
     if keep is not None:
@@ -106,10 +112,10 @@ def _left_out(stage: Stage) -> dict[str, Any]:
     return {"status": "not_asked", "why": f"Add --stage {stage.name}, or --stage all"}
 
 
-def _planned(task: Task, name: str, folder: Path) -> dict[str, Any]:
+def _planned(task: Task, name: str, folder: Path, bounded: bool) -> dict[str, Any]:
     """Compiles a stage's programs, and returns what is known of each and of all together."""
     programs = []
-    for result in outline.apart(task, name, folder):
+    for result in outline.apart(task, name, folder, bounded):
         file = folder / (result["dump"] or "")  # of the folder `hlo` says what is there in its stead
         known = _stage(task, result, hlo.read(file)) if "bytes" in result else _unfit(task, result)
         shared = {"inputs": result["inputs"], "times": result["times"]}
@@ -342,12 +348,13 @@ def _step(
     kernel = (sum(spent) + (block["count"] - 1 if block and spent else 0) * max(spent, default=0.0)) / 1e3
     other = program.cycles() / kind.clock + _in_passes(program, passes, None)
     moved = sum(one.seconds(name) for one in _exchanges(program, None))
-    known = None if kernel is None else kernel + other + moved
+    known = kernel + other + moved
     return {
         "attention_s": kernel,
         "other_s": other,
         "communication_s": moved,
-        "model_s": kernel + other + moved,
+        "uncalibrated_s": known,
+        "model_s": calibration.calibrated(known, calibration.shipped()),
         "floor_s": flops / (kind.flops * machine.devices),
         "flops": flops,
     }

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torchport import calibrate, plan, sweep
+from torchport import calibrate, plan, report, sweep
 from torchport.errors import BadValueError
 from torchport.task import Request
 
@@ -26,6 +26,8 @@ class Flags:
     upstream_path: Path | None = None
     overrides: tuple[str, ...] = ()
     scores: str | None = None
+    stage: str | None = None
+    report: Path | None = None
     keep: Path | None = None
     path: str | None = None
 
@@ -56,8 +58,9 @@ def planned(flags: Flags) -> tuple[dict[str, Any], list[str]]:
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
         return sweep.data(swept), sweep.lines(swept)
-    found = plan.plan(request, flags.topology, flags.keep, bounded)
-    return found, plan.lines(found)
+    stages = ("denoise", "decode") if flags.stage == "all" else (flags.stage or "denoise",)
+    found = plan.plan(request, flags.topology, flags.keep, bounded, stages=stages)
+    return found, report.lines(found)
 
 
 def _check(flags: Flags) -> None:
@@ -74,6 +77,10 @@ def _check(flags: Flags) -> None:
         raise BadValueError(f"--write {flags.write}", "There is no factor to write", "Add --calibrate")
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
+    for name in ("stage", "report"):
+        if flags.sweep and name in given:
+            fact = f"{shown[name]} is given, and a sweep is a table of denoising steps"
+            raise BadValueError("torchport plan --sweep", fact, "Leave it out")
     if flags.jobs is not None and not flags.sweep:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
     missing = [name for name in ("model", "config") if name not in given]

@@ -66,9 +66,11 @@ def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
         count = sum(one["count"] for one in stage["per_step"]["collectives"])
         text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
     if step["model_s"] is not None:
+        known = step["uncalibrated_s"]
         text.append(
             f"  {whole:8}  {step['model_s']:.3g} s by the model (attention {step['attention_s']:.3g}, other "
-            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}); the arithmetic alone at peak takes "
+            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}: {known:.3g}, divided by "
+            f"{known / step['model_s']:.3g}); the arithmetic alone at peak takes "
             f"{step['floor_s']:.3g} s"
         )
     if stage["largest"]:

@@ -228,6 +228,10 @@ def _put(spec: Spec | None, mesh: jax.sharding.Mesh, tensor: Any) -> Any:
 def _program(
     drawn: Sketch, strategy: Drawn, mesh: jax.sharding.Mesh, asked: Asked, calls: list[dispatch.Traced]
 ) -> compile.Compiled:
+    def note(one: Any) -> None:
+        if isinstance(one, dispatch.Traced):  # and not a kernel beside attention
+            calls.append(one)
+
     module = _network(drawn)
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     rules = shard.match(strategy.weights, shard.named_shapes(held), asked.mesh, asked.file)
@@ -241,7 +245,7 @@ def _program(
         place=asked.file,
         precision="default",
         trace=None,
-        attention=dispatch.Settings(asked.attention, {}, calls.append),
+        attention=dispatch.Settings(asked.attention, {}, note),
         activations=strategy.activations,
         stacks=drawn.stacks,
         rules_place=lambda what: f"{asked.file} {what}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport import load, patch, upstream, workers
-from torchport.card import Axis, Card, Strategy, find_pack
+from torchport.card import Axis, Card, Rule, Strategy, find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.machine import Machine, parse_machine
 from torchport.plan import plan
@@ -123,7 +123,8 @@ def choices(card: Card, machine: Machine) -> Iterator[Choice]:
 
 def _named(strategy: Strategy) -> set[str]:
     """Returns the axes that any of a strategy's rules names."""
-    rules = [rule for group in (*strategy.weights.values(), *strategy.inputs.values()) for rule in group]
+    rules: list[Rule] = [rule for group in strategy.weights.values() for rule in group]
+    rules += [rule for group in strategy.inputs.values() for rule in group]
     outputs = [rule.outputs for group in strategy.activations.values() for rule in group]
     return set(_flat([*[(rule.spec, rule.otherwise) for rule in rules], *outputs]))
 
