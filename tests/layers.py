@@ -17,6 +17,7 @@ FLOORS = {
     "workers": 2,
     "card": 2,
     "machine": 2,
+    "grid": 2,
     "patch": 3,
     "checkpoint": 3,
     "upstream": 3,

@@ -58,6 +58,9 @@ def test_a_plan_says_what_the_compiler_says(planned):
 def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
     kinds = {one["kind"] for one in planned[0]["stages"]["denoise"]["per_block"]["collectives"]}
     assert "all-to-all" in kinds
+    collectives = planned[0]["stages"]["denoise"]["per_block"]["collectives"]
+    shapes = {(one["group"], one["links"], one["ports"]) for one in collectives}
+    assert shapes == {(4, "2x2 square", 2.0)}
     found = plan.plan(request(*SMALL), "v6e:2x4")
     kinds = [one["kind"] for one in found["stages"]["denoise"]["per_block"]["collectives"]]
     assert set(kinds) == {"all-reduce"}
@@ -94,7 +97,7 @@ def test_a_plan_reads_as_text(planned):
     assert "\nencode: not ported. It runs on the host, in PyTorch" in text
     assert "\ndenoise: 1 program(s), called 8 x [2, 65, 3, 4, 6]" in text
     assert "(compiler)" in text and "by the model" in text and "assumed: calibrated with " in text
-    assert "diffusers/models/" in text
+    assert "diffusers/models/" in text and " among 4 (2x2 square)  " in text
 
 
 @needs_libtpu
@@ -368,3 +371,5 @@ def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
     assert plan.Exchange("all-to-all", 100_000_000, 2, 4).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
     assert plan.Exchange("all-reduce", 100_000_000, 1, 4).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
     assert plan.Exchange("reduce-scatter", 25_000_000, 1, 4).seconds("v6e") == pytest.approx(1e8 * 0.75 / 2e11)
+    line = plan.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
+    assert line.seconds("v6e") == pytest.approx(1e8 * 0.75 / 1e11)

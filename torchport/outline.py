@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from torchport import calls, compile, errors, load, patch, pipelines, save, schedule, shard, topology, upstream
+from torchport import calls, compile, errors, grid, load, patch, pipelines, save, schedule, shard, topology, upstream
 from torchport.attention import dispatch
 from torchport.errors import BadValueError, OutputError, TopologyError, TorchportError, VmemError
 from torchport.machine import Machine
@@ -171,6 +171,7 @@ def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Pat
         "flops": called.flops,
         "attention": [dataclasses.asdict(call) for call in noted if isinstance(call, dispatch.Traced)],
         "passes": _once(call for call in noted if isinstance(call, dispatch.Pass)),
+        "spots": [dataclasses.astuple(spot) for spot in grid.spots(outline.program.mesh.devices.flat)],
         "dump": next((path.name for path in written), None),
         "trace_s": lowered_at - start,
         "compile_s": end - lowered_at,

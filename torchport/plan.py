@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import calibration, cost, hlo, outline, save
+from torchport import calibration, cost, grid, hlo, outline, save
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
@@ -28,8 +28,6 @@ LINKS = {"v5e": 50e9, "v5p": 100e9, "v6e": 100e9, "tpu7x": 100e9}
 
 Source: cloud.google.com/tpu/docs: 400, 1200, 800 and 1200 GB/s a chip, both directions, over 4, 6, 4 and 6 ports.
 """
-PORTS = 2
-"""Links that a group of neighbours has for itself: a square of four chips."""
 MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
 
@@ -39,19 +37,26 @@ PARTS = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A collective of one block or step: output bytes on a device, how often, and among how many devices."""
+    """A collective of one block or step: output bytes on a device, how often, among how many devices, on which links.
+
+    Attributes:
+        links: The shape of its group on the grid of chips; of several unlike groups, of the one with the fewest ports.
+        ports: Links that each device of the group has for it; see `grid.ports`.
+    """
 
     kind: str
     bytes: int
     count: int
     group: int
     source: str | None = None
+    links: str = "2x2 square"
+    ports: float = 2.0
 
     def seconds(self, chip_name: str) -> float:
         """Returns the model's time: bytes over links, nothing overlapped."""
         size = self.bytes * (self.group if self.kind == "reduce-scatter" else 1)
         share = 1.0 if self.kind == "collective-permute" else (self.group - 1) / self.group
-        return self.count * MOVED.get(self.kind, 1.0) * size * share / (PORTS * LINKS[chip_name])
+        return self.count * MOVED.get(self.kind, 1.0) * size * share / (self.ports * LINKS[chip_name])
 
 
 def plan(
@@ -224,8 +229,9 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
     calls, loop = [_attention(task, call, kind) for call in result["attention"]], _loop(program)
     attention = max(calls, key=lambda call: call["flops_per_device"], default=None)
     passes = {one["kernel"]: cost.pass_seconds(one, machine) for one in result["passes"]}
-    block = _block(program, attention, passes, machine, kind)
-    step = _step(program, block, calls, passes, result["flops"], machine, kind)
+    where = [grid.Spot(island, tuple(chip), core) for island, chip, core in result["spots"]]
+    block = _block(program, attention, passes, machine, kind, where)
+    step = _step(program, block, calls, passes, result["flops"], machine, kind, where)
     return {
         "status": "ok",
         "fits": peak <= kind.memory,
@@ -236,7 +242,7 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
             "hbm_bytes": kind.memory,
         },
         "per_block": block,
-        "per_step": _per_step(program, machine),
+        "per_step": _per_step(program, machine, where),
         "step": step,
         "attention": attention,
         "largest": _largest(program, passes, None if loop is None else loop.body, kind),
@@ -287,13 +293,14 @@ def _block(
     passes: Mapping[str, float],
     machine: Machine,
     kind: Chip,
+    where: Sequence[grid.Spot],
 ) -> dict[str, Any] | None:
     """Returns what one block costs, if blocks run in a loop; unrolled ones cannot be told apart."""
     loop = _loop(program)
     if loop is None:
         return None
     name = machine.name.partition(":")[0]
-    found = _exchanges(program, loop.body)
+    found = _exchanges(program, loop.body, where)
     return {
         "count": loop.trips,
         "other_ms": _ms(loop.cycles, kind) + 1e3 * _in_passes(program, passes, loop.body),
@@ -303,9 +310,9 @@ def _block(
     }
 
 
-def _per_step(program: hlo.Program, machine: Machine) -> dict[str, Any]:
+def _per_step(program: hlo.Program, machine: Machine, where: Sequence[grid.Spot]) -> dict[str, Any]:
     """Returns the exchanges between devices of one run of the program."""
-    found, name = _exchanges(program, None), machine.name.partition(":")[0]
+    found, name = _exchanges(program, None, where), machine.name.partition(":")[0]
     spent = 1e3 * sum(one.seconds(name) for one in found)
     return {"communication_ms": spent, "collectives": [dataclasses.asdict(one) for one in found]}
 
@@ -323,11 +330,16 @@ def _not_modelled(program: hlo.Program, calls: list[dict[str, Any]], loop: hlo.L
     return said
 
 
-def _exchanges(program: hlo.Program, of: str | None) -> list[Exchange]:
-    """Returns the collectives of a computation, those of one kind, size and line counted together."""
+def _exchanges(program: hlo.Program, of: str | None, where: Sequence[grid.Spot]) -> list[Exchange]:
+    """Returns the collectives of a computation, those of one kind, size, line and links counted together."""
     together: dict[Exchange, int] = {}
     for one in program.collectives(of):
-        key = Exchange(one.kind, one.bytes, 0, one.group_size, str(one.source) if one.source else None)
+        # A group of one moves nothing, and has no links.
+        groups = [[where[n] for n in group] for group in one.groups if len(set(group)) > 1]
+        found = [(grid.ports(one.kind, group), grid.links(group)) for group in groups]
+        ports, links = min(found, default=(1.0, "none"))
+        line = str(one.source) if one.source else None
+        key = Exchange(one.kind, one.bytes, 0, one.group_size, line, links, ports)
         together[key] = together.get(key, 0) + one.times
     return [dataclasses.replace(key, count=count) for key, count in together.items()]
 
@@ -340,6 +352,7 @@ def _step(
     flops: int,
     machine: Machine,
     kind: Chip,
+    where: Sequence[grid.Spot],
 ) -> dict[str, Any]:
     """Returns the model of one denoising step, in seconds, with its parts; and the floor from arithmetic alone."""
     name = machine.name.partition(":")[0]
@@ -347,7 +360,7 @@ def _step(
     spent = sorted(call["ms"] for call in calls if "ms" in call)
     kernel = (sum(spent) + (block["count"] - 1 if block and spent else 0) * max(spent, default=0.0)) / 1e3
     other = program.cycles() / kind.clock + _in_passes(program, passes, None)
-    moved = sum(one.seconds(name) for one in _exchanges(program, None))
+    moved = sum(one.seconds(name) for one in _exchanges(program, None, where))
     known = kernel + other + moved
     return {
         "attention_s": kernel,

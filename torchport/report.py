@@ -56,7 +56,7 @@ def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
             f"(compiler), {moved / 1e6:.3g} MB of collectives {block['communication_ms']:.3g} ms (model)"
         )
         text += [
-            f"    {one['count']} x {one['kind']} of {one['bytes'] / 1e6:.1f} MB among {one['group']}"
+            f"    {one['count']} x {one['kind']} of {one['bytes'] / 1e6:.1f} MB among {one['group']} ({one['links']})"
             f"  {one['source'] or ''}"
             for one in block["collectives"]
         ]

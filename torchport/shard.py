@@ -15,8 +15,10 @@ import jax
 import ml_dtypes
 import numpy
 import torch
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torchport import grid
 from torchport.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
 from torchport.config import Document
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
@@ -89,10 +91,29 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
 
 
 def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1."""
+    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1.
+
+    The devices of a group are neighbours, those of the innermost axes first: see `grid.order`.
+    """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+    where = grid.spots(devices)
+    chosen = grid.order(sizes, where, _known_orders(sizes, devices, where))
+    arranged = numpy.empty(len(devices), dtype=object)
+    arranged[:] = [devices[number] for number in chosen]
+    return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
+
+
+def _known_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
+    """Returns JAX's own order, which knows the rings of some slices; none where it will not split a line of chips."""
+    if len({spot.island for spot in where}) > 1:
+        return [list(range(len(devices)))]  # JAX's is for one slice
+    try:
+        known = mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        return []
+    number = {device.id: n for n, device in enumerate(devices)}
+    return [[number[device.id] for device in known.flat]]
 
 
 def match(

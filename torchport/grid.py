@@ -1,0 +1,189 @@
+"""Where devices lie on the grid of chips: an order in which those that exchange are neighbours, and their links.
+
+Everything here is computed from coordinates alone, so that it can be asked, and tested, without a TPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Sizes = Sequence[int]
+"""Of a mesh's axes, the outermost first."""
+Order = list[int]
+"""For each position in a mesh, the last axis fastest, the number of the device that stands there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """Where a device is.
+
+    Attributes:
+        island: Devices of one island have links of their own; between islands there is the network. A slice of TPUs is
+            one, whatever hosts it has; of CPUs and GPUs each process is one.
+        chip: The chip's coordinates, (x, y, z); empty where chips have none.
+        core: Which device of the chip; of the process where chips have no coordinates.
+    """
+
+    island: int
+    chip: tuple[int, ...]
+    core: int
+
+
+def spots(devices: Sequence[Any]) -> list[Spot]:
+    """Returns where JAX's devices are, or those of a topology."""
+    found, seen = [], collections.Counter[int]()
+    for device in devices:
+        if hasattr(device, "coords"):
+            # A slice that is alone has no number.
+            found.append(Spot(getattr(device, "slice_index", 0), tuple(device.coords), device.core_on_chip))
+        else:
+            found.append(Spot(device.process_index, (), seen[device.process_index]))
+            seen[device.process_index] += 1
+    return found
+
+
+def order(sizes: Sizes, where: Sequence[Spot], known: Sequence[Order] = ()) -> Order:
+    """Returns an order in which the groups of each axis are as compact as they can be, those of inner axes first.
+
+    An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
+    chip before a second chip; successive devices of a group are neighbours wherever the box allows it.
+
+    Args:
+        sizes: Their product is the number of devices.
+        where: Each device's place.
+        known: Orders that are taken, the first of them, where none here is more compact.
+    """
+    # As they come, where devices are no full box: there is nothing to choose from then.
+    orders = [*known, *_boxes(sizes, where)] or [list(range(len(where)))]
+    return min(orders, key=lambda one: compactness(sizes, [where[n] for n in one]))
+
+
+def compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
+    """Returns, for each axis of more than one device from the innermost on, its worst group: the less the better.
+
+    Args:
+        sizes: Of the mesh's axes.
+        where: Places in the mesh's order.
+
+    Returns:
+        Islands of the group, then the sides of the box around its chips, the longest first.
+    """
+    return [
+        max((len({spot.island for spot in group}), *sorted(_sides(group), reverse=True)) for group in groups)
+        for axis in reversed(range(len(sizes)))
+        if sizes[axis] > 1
+        for groups in [[[where[n] for n in group] for group in _groups(sizes, axis)]]
+    ]
+
+
+def _groups(sizes: Sizes, axis: int) -> Iterator[range]:
+    """Yields the positions of the devices that differ in one axis only."""
+    stride = math.prod(sizes[axis + 1 :])
+    for outer in range(0, math.prod(sizes), stride * sizes[axis]):
+        for inner in range(stride):
+            yield range(outer + inner, outer + inner + stride * sizes[axis], stride)
+
+
+def _sides(group: Sequence[Spot]) -> list[int]:
+    """Returns the sides of the box around the chips of a group."""
+    return [max(line) - min(line) + 1 for line in zip(*(spot.chip for spot in group), strict=True)]
+
+
+def _boxes(sizes: Sizes, where: Sequence[Spot]) -> Iterator[Order]:
+    """Yields the orders that give every axis a box of a full grid, inner axes' boxes inside those of outer ones."""
+    keys = [(spot.island, *reversed(spot.chip), spot.core) for spot in where]
+    lines = [sorted(set(line)) for line in zip(*keys, strict=True)]
+    if math.prod(map(len, lines)) != len(set(keys)) or len(set(keys)) != len(where):
+        return
+    number = {tuple(line.index(at) for line, at in zip(lines, key, strict=True)): n for n, key in enumerate(keys)}
+    splits = [list(_split(len(line), len(sizes))) for line in lines]
+    for parts in itertools.product(*splits):
+        if all(math.prod(part[axis] for part in parts) == size for axis, size in enumerate(sizes)):
+            yield [number[at] for at in _walk(sizes, parts)]
+
+
+def _split(length: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to write a length as a product."""
+    if parts == 1:
+        yield (length,)
+        return
+    for first in range(1, length + 1):
+        if length % first == 0:
+            yield from ((first, *rest) for rest in _split(length // first, parts - 1))
+
+
+def _walk(sizes: Sizes, parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yields the coordinates of every position of a mesh whose axes take these parts of each line of the grid."""
+    steps = [[math.prod(part[axis + 1 :]) for part in parts] for axis in range(len(sizes))]
+    walks = [list(_turning([part[axis] for part in parts])) for axis in range(len(sizes))]
+    for digits in itertools.product(*walks):
+        moved = ([d * s for d, s in zip(digit, step, strict=True)] for digit, step in zip(digits, steps, strict=True))
+        yield tuple(map(sum, zip(*moved, strict=True)))
+
+
+def _turning(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields the coordinates of a box, the last the fastest, turning at its walls: each one step from the one before.
+
+    Source: the reflected Gray code, in mixed radix.
+    """
+    if not lengths:
+        yield ()
+        return
+    for number, first in enumerate(_turning(lengths[:-1])):
+        line = range(lengths[-1])
+        yield from ((*first, last) for last in (reversed(line) if number % 2 else line))
+
+
+def links(group: Sequence[Spot]) -> str:
+    """Returns on which links a group exchanges: `2x2 square`, `1x4 line`, `one chip`; `hosts` or `slices` for the net.
+
+    A box `with gaps` holds chips of other groups too, and its links carry their exchange beside this one's.
+    """
+    sides = sorted(_sides(group))
+    if len({spot.island for spot in group}) > 1:
+        return "slices" if sides else "hosts"
+    if math.prod(sides) == 1:
+        return "one chip" if sides else "one host"
+    if sides[-2:-1] == [1]:
+        return f"1x{sides[-1]} line" + _gaps(group)
+    shown = [side for side in sides if side > 1]
+    names = ("square", "rectangle") if len(shown) == 2 else ("cube", "box")
+    return f"{'x'.join(map(str, shown))} {names[len(set(shown)) > 1]}{_gaps(group)}"
+
+
+def _gaps(group: Sequence[Spot]) -> str:
+    return " with gaps" if len({spot.chip for spot in group}) < math.prod(_sides(group)) else ""
+
+
+INSIDE = 6.0
+"""What joins the two devices of a tpu7x chip, in links between chips.
+
+Source: cloud.google.com/tpu/docs/tpu7x, "Dual-chiplet architecture".
+"""
+
+
+def ports(kind: str, group: Sequence[Spot]) -> float:
+    """Returns how many links between chips each device of a group has for an exchange, both directions in use.
+
+    Two things limit it. A chip in the box's corner has one link for each side that is longer than 1, and its devices
+    share them. In an all-to-all, half of what the devices of one half hold crosses the middle of the longest side: N/2
+    devices send through as many links as the box is wide there, 4 * links / N for each device. So a 2x2 square has 2, a
+    1x4 line 1 and a 1x8 line 1/2; a 2x4 rectangle has 2 for a ring and 1 for an all-to-all. Where the box has gaps, its
+    links are shared by as many groups as fill it. Links that lead round, of large slices, are not counted.
+
+    Args:
+        kind: As HLO names it.
+        group: On one island; chips with coordinates.
+    """
+    sides, chips = _sides(group), len({spot.chip for spot in group})
+    if chips == 1:
+        return INSIDE
+    found = sum(side > 1 for side in sides) * chips / len(group)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        found = min(found, 4 * math.prod(sides) / max(sides) / len(group))
+    return found * chips / math.prod(sides)
