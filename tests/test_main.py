@@ -1,5 +1,6 @@
 """The command line: every refusal is one line on stderr and exit code 2, never a traceback, and writes nothing."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import click
 import pytest
 
-from torchport import __version__, errors, machine
+from torchport import __version__, errors, hosts, machine
 from torchport.__main__ import cli
 from torchport.task import Request
 
@@ -192,7 +193,7 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
     flags = {option.name for option in cli.commands["run"].params} - {"quiet", "verbose"}
-    assert flags <= set(Request.__dataclass_fields__)
+    assert flags <= {*Request.__dataclass_fields__, *inspect.signature(hosts.asked).parameters}
 
 
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from torchport import resume, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, StoppedError, TorchportError
 from torchport.run import run
+from torchport.task import accept
 
 STOPPED = resume.STOPPED
 PARTIAL = {"denoise.partial.json", "denoise.partial.safetensors"}
@@ -202,7 +203,19 @@ def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [(False, True)]
+    assert seen == [("", True)]
+
+
+def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
+    """Schedulers and preempted machines send it."""
+    before, task = signal.getsignal(signal.SIGTERM), accept(request_for())
+    with resume.Stopping().listening() as stopping:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StoppedError, match="^SIGTERM: Stopped after step 2 of 3; what was finished is in "):
+            stopping.check(task, "after step 2 of 3")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_command_line_ends_with_130_and_one_line(

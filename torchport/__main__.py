@@ -54,16 +54,30 @@ def cli() -> None:
     "--cache/--no-cache", default=True, help="Keep compiled programs, and load them instead of tracing [yes]."
 )
 @path_option
+@click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
+@click.option("--coordinator", metavar="HOST:PORT", help="On several hosts: where all of them reach process 0.")
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="On several hosts: how many run this command.")
+@click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: which of them this is, from 0.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and the video's path.")
 @click.option("-v", "--verbose", is_flag=True, help="Print what upstream logs, too.")
-def run(quiet: bool, verbose: bool, **options: Any) -> None:
+def run(
+    distributed: bool,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
     """Makes a video, or runs one stage of it."""
     _log_to_stderr(quiet, verbose)
+    from torchport import hosts
     from torchport.run import run as carry
     from torchport.task import Request
 
-    summary = carry(Request(**options))
-    _print_summary(summary, quiet)
+    summary = carry(Request(**options), hosts.asked(distributed, coordinator, processes, process))
+    if hosts.first():
+        _print_summary(summary, quiet)
 
 
 @cli.command()

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from torchport import cache, card, machine, run, tiny
+from torchport import cache, card, machine, record, tiny
 from torchport.errors import BadValueError
 
 State = Literal["ok", "note", "bad"]
@@ -51,7 +51,7 @@ def examine(path: str | None) -> list[Finding]:
 
 
 def _versions() -> list[Finding]:
-    found = run.versions()
+    found = record.versions()
     findings = []
     try:
         requirements = importlib.metadata.requires("torchport") or []

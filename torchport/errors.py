@@ -47,7 +47,7 @@ TorchportError
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
 ├── AttentionError             TP801  attention that the named implementation cannot compute
-└── StoppedError               TP701  stopped by Ctrl-C, with everything finished so far saved
+└── StoppedError               TP701  stopped by Ctrl-C or SIGTERM, with everything finished so far saved
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
 """
@@ -394,7 +394,7 @@ class NotFiniteError(SaveError):
 
 
 class StoppedError(TorchportError):
-    """Stopped by Ctrl-C after the step in progress, with everything finished so far saved."""
+    """Stopped by Ctrl-C or SIGTERM after the step in progress, with everything finished so far saved."""
 
     id = "TP701"
     exit_code = 130

@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any, Literal
 
+from torchport import hosts
 from torchport.errors import BadValueError, MachineError
 
 Platform = Literal["cpu", "cuda", "tpu"]
@@ -162,17 +163,25 @@ class Need:
 
 
 def prepare(machine: Machine) -> None:
-    """Makes this process's JAX have the machine's virtual CPU devices, and no others, if it is a CPU machine.
+    """Makes this process's JAX have its share of the machine's virtual CPU devices, if it is a CPU machine.
 
     Raises:
-        MachineError: JAX was started in this process with another number of devices.
+        MachineError: JAX was started in this process with another number of devices, or the processes of the run cannot
+            have equally many.
     """
     import jax
 
     if machine.platform != "cpu":
         return
+    own, rest = divmod(machine.devices, hosts.processes())
+    if rest:
+        raise MachineError(
+            f"machine {machine.name}",
+            f"Its devices cannot be shared out evenly among {hosts.processes()} processes",
+            "Name a multiple of the number of processes",
+        )
     try:
-        jax.config.update("jax_num_cpu_devices", machine.devices)
+        jax.config.update("jax_num_cpu_devices", own)
         jax.config.update("jax_platforms", "cpu")  # no TPU is woken, or held, for a run beside it
     except RuntimeError as error:
         # JAX fixes the number when its CPU backend starts.
@@ -207,6 +216,9 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     lacks = []
     if found < need.devices:
         lacks.append(f"{found} device(s) of kind '{kind}'" if found else f"no {machine.platform} device")
+    elif found > need.devices and need.devices and hosts.processes() > 1:
+        # Some process would have no part in the programs that all of them must start.
+        lacks.append(f"{found} devices in {hosts.processes()} processes")
     elif machine.kinds and kind not in machine.kinds:
         lacks.append(f"{found} devices of kind '{kind}'")
     limit = memory if memory is not None else machine.memory
@@ -230,7 +242,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
 
 
 def found_devices(platform: Platform) -> tuple[int, str, int | None]:
-    """Returns how many devices of a platform this process sees, their kind, and their memory in bytes."""
+    """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
     import jax
 
     try:
@@ -238,7 +250,8 @@ def found_devices(platform: Platform) -> tuple[int, str, int | None]:
     except RuntimeError:
         # JAX raises this for a platform that it was not installed with, or that has no device.
         return 0, "none", None
-    stats = devices[0].memory_stats() if platform != "cpu" else None
+    own = [device for device in devices if device.process_index == hosts.process()]
+    stats = own[0].memory_stats() if platform != "cpu" else None
     return len(devices), devices[0].device_kind, (stats or {}).get("bytes_limit")
 
 

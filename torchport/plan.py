@@ -20,7 +20,7 @@ from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
 from torchport.machine import Chip, Machine, chip
 from torchport.pipelines import Stage
-from torchport.run import versions
+from torchport.record import versions
 from torchport.task import Request, Task, accept
 
 LINKS = {"v5e": 50e9, "v5p": 100e9, "v6e": 100e9, "tpu7x": 100e9}

@@ -6,11 +6,11 @@ import contextlib
 import functools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from torchport import checkpoint, pipelines, save
+from torchport import checkpoint, hosts, pipelines, save
 from torchport.errors import ArtefactForeignError, StoppedError
 from torchport.progress import log, track
 from torchport.task import Task
@@ -22,43 +22,62 @@ STOPPED = ".stopped.json"
 
 
 class Stopping:
-    """The first Ctrl-C asks for a stop after the step in progress; the second stops at once."""
+    """The first Ctrl-C or SIGTERM asks for a stop after the step in progress; the second stops at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = ""  # by what
 
     def __call__(self, number: int, frame: object) -> None:
-        """Handles SIGINT."""
+        """Handles SIGINT and SIGTERM."""
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        log.warning("stopping after what is in progress; press Ctrl-C again to stop at once")
+        self.asked = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        log.warning("stopping after what is in progress; %s to stop at once", again)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stopping]:
-        """Handles SIGINT while the context lasts; only a main thread can, and elsewhere nothing changes."""
+        """Handles the signals while the context lasts; only a main thread can, and elsewhere nothing changes."""
+        before: dict[int, Any] = {}
         try:
-            before = signal.signal(signal.SIGINT, self)
+            for handled in (signal.SIGINT, signal.SIGTERM):
+                before[handled] = signal.signal(handled, self)
         except ValueError:
             yield self
             return
         try:
             yield self
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def wanted(self) -> bool:
+        """Returns whether any process of the run was asked to stop; all of them must call this."""
+        if hosts.anywhere(bool(self.asked)):
+            self.asked = self.asked or "another process"
+        return bool(self.asked)
 
     def check(self, task: Task, when: str) -> None:
-        """Stops here if that was asked for.
+        """Stops here, in all processes of the run, if that was asked for in any.
 
         Raises:
             StoppedError: It was.
         """
-        if self.asked:
-            raise StoppedError(
-                "Ctrl-C",
-                f"Stopped {when}; what was finished is in {task.folder}",
-                f"Go on with the same command and --out {task.folder}",
-            )
+        if self.wanted():
+            self.stop(task, when)
+
+    def stop(self, task: Task, when: str) -> NoReturn:
+        """Stops here, as all processes of the run do.
+
+        Raises:
+            StoppedError: Always.
+        """
+        raise StoppedError(
+            self.asked,
+            f"Stopped {when}; what was finished is in {task.folder}",
+            f"Go on with the same command and --out {task.folder}",
+            everywhere=True,
+        )
 
 
 def steps(
@@ -86,10 +105,13 @@ def steps(
 
     def finished(number: int, state: Mapping[str, torch.Tensor]) -> None:
         if number < total:
-            if stopping.asked or number % task.job.save_every == 0:
+            stop = stopping.wanted()
+            if stop or number % task.job.save_every == 0:
                 noted = facts()
-                save.write(task.folder, PARTIAL, state, {**noted, "settings": {**noted["settings"], "done": number}})
-            stopping.check(task, f"after step {number} of {total}")
+                noted |= {"settings": {**noted["settings"], "done": number}}
+                hosts.told(lambda: save.write(task.folder, PARTIAL, state, noted).sha256)
+            if stop:
+                stopping.stop(task, f"after step {number} of {total}")
 
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name != "denoise":
@@ -100,16 +122,17 @@ def steps(
                 yield item
 
         return pipelines.Steps(watched)
-    return pipelines.Steps(bar, finished, _unfinished(task, weights, shas))
+    done, latents = hosts.told_with(lambda: _unfinished(task, weights, shas))
+    return pipelines.Steps(bar, finished, (done, latents) if done else None)
 
 
 def _unfinished(
     task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
-) -> tuple[int, dict[str, torch.Tensor]] | None:
+) -> tuple[int, dict[str, torch.Tensor]]:
     """Returns how many steps a stopped run of this very job finished, and its latents."""
     file = task.folder / f"{PARTIAL}.json"
     if not file.is_file():
-        return None
+        return 0, {}
     tensors, manifest = save.read(
         task.folder, PARTIAL, task.identity("denoise"), weights.digests, "the whole stage, after removing both"
     )
@@ -141,7 +164,7 @@ def noting(task: Task, made: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except StoppedError:
-        if task.request.stage == "all" and made:
+        if task.request.stage == "all" and made and hosts.first():
             shas = {name: save.read_manifest(task.folder / f"{name}.json").sha256 for name in made}
             save.write_json(task.folder / STOPPED, shas)
         raise
@@ -154,6 +177,11 @@ def finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manif
         task: The run; another one than the stopped one finds nothing finished.
         weights: The checkpoint in use.
     """
+    found = hosts.told(lambda: {name: manifest.model_dump() for name, manifest in _finished(task, weights).items()})
+    return {name: save.Manifest.model_validate(manifest) for name, manifest in found.items()}
+
+
+def _finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
     file = task.folder / STOPPED
     if task.request.stage != "all" or not file.is_file():
         return {}
@@ -175,5 +203,9 @@ def finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manif
 
 def forget(task: Task) -> None:
     """Removes what a stopped run left for going on: this one has finished."""
+    hosts.told(lambda: _forget(task))
+
+
+def _forget(task: Task) -> None:
     save.remove(task.folder, PARTIAL)
     (task.folder / STOPPED).unlink(missing_ok=True)

@@ -6,36 +6,23 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import importlib.metadata
 import logging
-import platform
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 
-from torchport import (
-    checkpoint,
-    compile,
-    load,
-    machine,
-    patch,
-    pipelines,
-    programs,
-    resume,
-    save,
-    shard,
-    tiny,
-    upstream,
-    video,
-)
+from torchport import checkpoint, compile, hosts, load, patch, pipelines, programs, resume, save, shard, tiny, upstream
 from torchport.attention import bound, dispatch
-from torchport.card import STAGES
-from torchport.errors import ArtefactForeignError
+from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.machine import devices
 from torchport.progress import log, track
+from torchport.record import versions, write_manifest
 from torchport.task import Request, Task, accept, check_heads, check_machine
+from torchport.video import write_contact_sheet, write_video
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,44 +63,70 @@ class Journey:
         self.steps = 0
 
 
-def run(request: Request) -> Summary:
+def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     """Carries a request down the path and returns where its outputs are.
+
+    Args:
+        request: What was asked for.
+        cluster: The processes that run it together, each with the same request; by default this one alone.
 
     Raises:
         TorchportError: Whatever is refused; see `torchport.errors`.
     """
     with resume.Stopping().listening() as stopping:
         task = accept(request)
-        entries = task.patches(task.stages)
-        hush = not log.isEnabledFor(logging.DEBUG)
-        with (
-            upstream.on_path(task.upstream),
-            patch.applied(entries),
-            load.hushed(hush),
-            _folder(task.folder),
-            programs.Programs.opened(task) as kept,
-        ):
-            check_machine(task)
-            check_heads(task)
-            journey = Journey(task, _weights(task), stopping, kept)
-            _check_parts(journey)
-            finished = resume.finished(task, journey.weights)
-            for stage in task.stages:
-                if stage.name in finished:
-                    log.info("%s was finished before the stop", stage.name)
-                    _note_made(journey, stage, finished[stage.name])
-                    continue
-                with resume.noting(task, journey.made):
-                    stopping.check(task, f"before '{stage.name}'")
-                    _travel(journey, stage)
-            resume.forget(task)
+        if task.original and cluster is not None:
+            remedy = "Leave the cluster out, and run it on one host"
+            raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+        with hosts.joined(cluster):
+            return _carry(_alike(task), stopping)
+
+
+def _alike(task: Task) -> Task:
+    """Returns the task with the first process's folder, if all processes of the run have the same task."""
+    settings = dataclasses.asdict(task.settings)
+    hosts.agree({**task.job.model_dump(), **settings, "stage": task.request.stage, "versions": versions()})
+    return dataclasses.replace(task, folder=Path(hosts.told(lambda: str(task.folder))))
+
+
+def _carry(task: Task, stopping: resume.Stopping) -> Summary:
+    """Carries a task down the path."""
+    entries = task.patches(task.stages)
+    hush = not log.isEnabledFor(logging.DEBUG)
+    with (
+        upstream.on_path(task.upstream),
+        patch.applied(entries),
+        load.hushed(hush),
+        _folder(task.folder),
+        programs.Programs.opened(task) as kept,
+    ):
+        check_machine(task)
+        check_heads(task)
+        journey = Journey(task, _weights(task), stopping, kept)
+        hosts.agree({"checkpoint": journey.weights.digests})
+        _check_parts(journey)
+        finished = resume.finished(task, journey.weights)
+        for stage in task.stages:
+            if stage.name in finished:
+                log.info("%s was finished before the stop", stage.name)
+                _note_made(journey, stage, _kept(finished[stage.name]))
+                continue
+            with resume.noting(task, journey.made):
+                stopping.check(task, f"before '{stage.name}'")
+                _travel(journey, stage)
+        resume.forget(task)
     return _arrive(journey)
 
 
-def _note_made(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+def _kept(manifest: save.Manifest) -> dict[str, Any]:
+    """Returns what later stages need of a manifest."""
+    return {"sha256": manifest.sha256, "settings": manifest.settings}
+
+
+def _note_made(journey: Journey, stage: pipelines.Stage, kept: Mapping[str, Any]) -> None:
     journey.made.append(stage.name)
-    journey.shas[stage.name] = manifest.sha256
-    journey.settings |= manifest.settings
+    journey.shas[stage.name] = kept["sha256"]
+    journey.settings |= kept["settings"]
 
 
 def _check_parts(journey: Journey) -> None:
@@ -140,8 +153,8 @@ def _built(journey: Journey, name: str) -> torch.nn.Module:
 @contextlib.contextmanager
 def _folder(folder: Path) -> Iterator[None]:
     """Makes the output folder, and takes it away again if an error leaves nothing in it."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    save.make_folder(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
+    hosts.told(lambda: save.make_folder(folder))
     try:
         yield
     except BaseException:
@@ -165,27 +178,45 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
     task, clock = journey.task, [time.perf_counter()]
     inputs = _read(journey, stage)
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger:  # patch
-        parts = _load(journey, stage)  # load
+        run = functools.partial(_run, journey, stage, ledger, inputs, clock)  # load, shard, compile, run
+        # What runs in PyTorch runs in one process: elsewhere it might round otherwise.
+        outputs = run() if stage.network is not None else hosts.told_with(lambda: (None, run()))[1]
+        written = functools.partial(save.write, task.folder, stage.name, outputs)
+        _note_made(journey, stage, hosts.told(lambda: _kept(written(_facts(journey, stage, ledger)))))  # save
+    hosts.told(lambda: _tidy(journey, stage, outputs))
+    journey.seconds[f"{stage.name} save"] = time.perf_counter() - clock[-1]
+
+
+def _run(
+    journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger, inputs: dict[str, torch.Tensor], clock: list[float]
+) -> dict[str, torch.Tensor]:
+    """Loads a stage, and runs it on its inputs."""
+    task = journey.task
+    parts = _load(journey, stage)  # load
+    clock.append(time.perf_counter())
+    with compile.operators({op.target: op.function for op in ledger.ops()}):
+        call = _network(journey, stage, parts, ledger)  # shard, compile
         clock.append(time.perf_counter())
-        with compile.operators({op.target: op.function for op in ledger.ops()}):
-            call = _network(journey, stage, parts, ledger)  # shard, compile
-            clock.append(time.perf_counter())
-            facts = functools.partial(_facts, journey, stage, ledger)
-            shas = {str(name): journey.shas[name] for name in stage.needs if name in journey.shas}
-            steps = resume.steps(task, stage, journey.stopping, journey.weights, facts, shas)
-            outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
-            clock.append(time.perf_counter())
-        ledger.check_called()
-        _log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
-        _note_times(journey, stage, call, clock)
-        if stage.name == "denoise":
-            journey.steps = task.settings.steps - (steps.resume[0] if steps.resume else 0)
-        _note_made(journey, stage, save.write(task.folder, stage.name, outputs, facts()))  # save
+        facts = functools.partial(_facts, journey, stage, ledger)
+        shas = {str(name): journey.shas[name] for name in stage.needs if name in journey.shas}
+        steps = resume.steps(task, stage, journey.stopping, journey.weights, facts, shas)
+        outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
+        clock.append(time.perf_counter())
+    ledger.check_called()
+    _log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
+    _note_times(journey, stage, call, clock)
+    if stage.name == "denoise":
+        journey.steps = task.settings.steps - (steps.resume[0] if steps.resume else 0)
+    return outputs
+
+
+def _tidy(journey: Journey, stage: pipelines.Stage, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Removes what a stage's new artefact has outdated, and makes the pictures of one that has frames."""
+    task = journey.task
     later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
     save.discard_stale(task.folder, stage.name, journey.shas[stage.name], later)
     if "frames" in outputs:
         _save_pictures(task, outputs["frames"][0])
-    journey.seconds[f"{stage.name} save"] = time.perf_counter() - clock[-1]
 
 
 def _log_patches(ledger: patch.Ledger, when: str) -> None:
@@ -203,23 +234,34 @@ def _note_times(journey: Journey, stage: pipelines.Stage, call: Any, clock: list
 
 
 def _read(journey: Journey, stage: pipelines.Stage) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the stages that this one needs, verified."""
+    """Returns the tensors of the stages that this one needs, verified by the first process, which has the folder."""
+    noted, tensors = hosts.told_with(lambda: _read_artefacts(journey, stage))
+    journey.shas |= noted["shas"]
+    journey.settings = {**noted["settings"], **journey.settings}
+    inputs = dict(tensors)
+    if stage.name == "denoise" and journey.task.request.noise is not None:
+        inputs["noise"] = journey.task.request.noise
+    return inputs
+
+
+def _read_artefacts(journey: Journey, stage: pipelines.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the artefacts' checksums and settings, and their tensors."""
     task = journey.task
-    inputs: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    shas: dict[str, str] = {}
+    settings: dict[str, Any] = {}
     for name in stage.needs:
         folder = task.folder if name in journey.made else task.inputs
-        tensors, manifest = save.read(
+        found, manifest = save.read(
             folder, name, task.identity(name), journey.weights.digests, task.command(name, task.folder)
         )
-        inputs |= tensors
+        tensors |= found
         if manifest is not None:
             save.check_lineage(folder, name, manifest)
             _check_asked(task, stage, folder / f"{name}.json", manifest)
-            journey.shas[name] = manifest.sha256
-            journey.settings = {**manifest.settings, **journey.settings}
-    if stage.name == "denoise" and task.request.noise is not None:
-        inputs["noise"] = task.request.noise
-    return inputs
+            shas[name] = manifest.sha256
+            settings = {**manifest.settings, **settings}
+    return {"shas": shas, "settings": settings}, tensors
 
 
 def _check_asked(task: Task, stage: pipelines.Stage, file: Path, manifest: save.Manifest) -> None:
@@ -265,7 +307,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
     if task.original:
         load.fill(parts[name], folder, name)
         return compile.Eager(module, how)
-    mesh = shard.make_mesh(task.job.mesh, machine.devices(task.machine))
+    mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
     strategy = task.card.strategies[task.job.strategy]
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     rules = shard.match(strategy.weights[name], shapes, task.job.mesh, task.rules_place("weights", name))
@@ -296,6 +338,9 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
 def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
     """Returns the bounds of a network's attention scores that its gains give."""
     found: dict[str, float] = {}
+    # A gain that lies on several hosts is none that this one can read.
+    spread = {n: a for n, a in weights.items() if isinstance(a, jax.Array) and not a.is_fully_addressable}
+    weights = {**weights, **{name: shard.to_host(array) for name, array in spread.items() if array.ndim == 1}}
     for what, entry in task.card.score_bounds.items():
         place = task.card_document.place(["score_bounds", what])
         limit = bound.of_weights(weights, entry.queries, entry.keys, what, place) if entry.component == name else None
@@ -307,8 +352,8 @@ def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str
 
 def _save_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
     every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
-    video.write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
-    video.write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
+    write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
+    write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
 
 
 def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> dict[str, Any]:
@@ -331,30 +376,9 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
     }
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions that decide a run's numbers."""
-    names = ("torchport", "torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "numpy")
-    found = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def _arrive(journey: Journey) -> Summary:
     """Writes the run's own manifest, and returns the summary."""
     task = journey.task
-    files = {name: task.folder / f"{name}.json" for name in STAGES}
-    stages = {name: save.read_manifest(file).model_dump() for name, file in files.items() if file.is_file()}
-    rows = [row for stage in stages.values() for row in stage["patches"]]
     made = task.folder / save.VIDEO if any(stage.name == "decode" for stage in task.stages) else None
-    manifest = {
-        "schema_version": save.SCHEMA,
-        "model": task.card.model,
-        "title": task.card.title,
-        "video": made.name if made else None,
-        "deviations": [row for row in rows if row["equivalence"] != "bitwise"],
-        "stages": stages,
-    }
-    save.write_json(task.folder / "manifest.json", manifest)
+    hosts.told(lambda: write_manifest(task, made))
     return Summary(task.folder, made, journey.seconds, journey.steps)

@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy
 import torch
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import grid
@@ -291,11 +291,21 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns a JAX array, gathered, as a torch tensor in host memory; bit for bit."""
-    host = numpy.asarray(array)
+    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
+
+    Where several processes run together, all of them must call this, and all get the whole.
+    """
+    host = to_host(array)
     if host.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(host.view(numpy.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(host.copy())
+
+
+def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
+    """Returns a JAX array in host memory, gathered from all hosts; see `to_torch`."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return numpy.asarray(array)
+    return numpy.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _to_numpy(tensor: torch.Tensor) -> Any:
