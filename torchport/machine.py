@@ -251,7 +251,7 @@ def found_devices(platform: Platform) -> tuple[int, str, int | None]:
         # JAX raises this for a platform that it was not installed with, or that has no device.
         return 0, "none", None
     own = [device for device in devices if device.process_index == hosts.process()]
-    stats = own[0].memory_stats() if platform != "cpu" else None
+    stats = own[0].memory_stats() if own and platform != "cpu" else None
     return len(devices), devices[0].device_kind, (stats or {}).get("bytes_limit")
 
 
