@@ -211,7 +211,7 @@ def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
     before, task = signal.getsignal(signal.SIGTERM), accept(request_for())
     with resume.Stopping().listening() as stopping:
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(StoppedError, match="^SIGTERM: Stopped after step 2 of 3; what was finished is in "):
+        with pytest.raises(StoppedError, match=r"^SIGTERM: Stopped after step 2 of 3; what was finished is in "):
             stopping.check(task, "after step 2 of 3")
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
