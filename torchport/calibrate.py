@@ -23,7 +23,7 @@ from torchport.card import Axis, find_pack
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
 from torchport.plan import plan
-from torchport.run import versions
+from torchport.record import versions
 from torchport.task import Request
 
 APART = 1.15

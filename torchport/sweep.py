@@ -14,7 +14,7 @@ from torchport.card import Axis, Card, Rule, Strategy, find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.machine import Machine, parse_machine
 from torchport.plan import plan
-from torchport.run import versions
+from torchport.record import versions
 from torchport.shard import AXES
 from torchport.task import Request, accept, check_heads
 
