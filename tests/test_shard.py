@@ -148,9 +148,9 @@ def test_a_spec_is_kept_if_and_only_if_it_divides(mesh, shape, axes, length, fal
     try:
         found = shard.match(rules, {"a": shape}, mesh, "x")["a"]
     except MeshError:
-        assert length > len(shape) or (not divides and not fall_back)
+        assert len(spec) > len(shape) or (not divides and not fall_back)
         return
-    assert length <= len(shape) and (divides or fall_back)
+    assert len(spec) <= len(shape) and (divides or fall_back)
     assert found.spec == (spec if divides else "replicate")
     bytes_ = shard.device_bytes({"a": shape}, {"a": found}, mesh, "bfloat16")
     split = math.prod(parts) if divides else 1

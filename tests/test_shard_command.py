@@ -49,8 +49,8 @@ def test_inputs_whose_shapes_are_known_are_shown_with_what_they_get():
     rows = shown(request("strategy=tp_replicated_rows"))
     found = {row.component: row for row in rows if row.kind == "inputs"}
     assert found["transformer"].specs == ("[dp]",) and found["transformer"].matches == 7
-    assert found["vae"].specs == ("[-, -, -, -, (dp, tp)]", "[-, -, -, -, tp]", "[-, -, -, -, dp]", "replicate")
-    assert found["vae"].notes == ("the first that divides",)
+    assert found["vae"].specs == ("[-, -, -, -, tp]",), "of its largest tile"
+    assert found["vae"].notes == ("1 by fallback from [-, -, -, -, (dp, tp)]",)
 
 
 def test_a_module_is_counted_for_the_rule_that_it_has():
