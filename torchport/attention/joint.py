@@ -133,8 +133,9 @@ def parted_linear(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array) -
     """Returns the projection [B, S, O] of features that are parted as `joint` leaves them, of x's dtype."""
     _, ways, groups, _, part = x_BKNSF.shape
     weight = weight_OF.astype(x_BKNSF.dtype).reshape(-1, ways, groups, part)
-    output = lax.dot_general(x_BKNSF, weight, (((1, 2, 4), (1, 2, 3)), ((), ())), preferred_element_type=jnp.float32)
-    return (output + bias_O.astype(jnp.float32)).astype(x_BKNSF.dtype)
+    # Of x's dtype at once, as torchax's own linear is: devices of `tp` would sum float32, twice the bytes.
+    output = lax.dot_general(x_BKNSF, weight, (((1, 2, 4), (1, 2, 3)), ((), ())), preferred_element_type=x_BKNSF.dtype)
+    return output + bias_O.astype(x_BKNSF.dtype)
 
 
 def _on_shards(
