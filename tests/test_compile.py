@@ -8,7 +8,7 @@ import torch
 from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
-from torchport import compile, load, outline, patch, shard
+from torchport import compile, outline, patch, shard
 from torchport.card import Rule, Stack, WeightRule
 from torchport.errors import MeshError, StaleTraceError, UnmatchedError
 from torchport.task import Request, accept
@@ -176,12 +176,10 @@ def test_every_product_of_the_decoder_has_its_components_precision(pack, precisi
     found = accept(Request("hunyuan", "configs/demo.yaml", stage="decode"))
     [stage] = found.stages
     latents = {"hidden_states": torch.zeros(1, 32, 2, 4, 8)}
-    with patch.applied(found.patches([stage]), stage="decode") as ledger, load.hushed(True):
-        with compile.operators({op.target: op.function for op in ledger.ops()}):
-            vae = outline._parts(found, stage)["vae"]
-            program = outline._outline(found, stage, vae, latents, jax.devices()).program
-            program.precision = precision
-            text = program.lowered(program.shapes(latents), ()).as_text()
+    with outline.outlined(found, stage, jax.devices()) as outlined:
+        program = outlined.program
+        program.precision = precision
+        text = program.lowered(program.shapes(latents), ()).as_text()
     products = re.findall(r"stablehlo\.(dot_general|convolution)\b(.*)", text)
     attention = [line for kind, line in products if kind == "dot_general"]
     assert len(products) > 30 and len(attention) == 2
