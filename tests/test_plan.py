@@ -172,6 +172,15 @@ class Lowered:
         raise jax.errors.JaxRuntimeError(self.said)
 
 
+def test_a_compiler_that_stops_is_reported_by_its_exception_not_by_what_jax_says_below_it():
+    below = "For simplicity, JAX has removed its internal frames from the traceback of the following exception."
+    raised = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
+    for last in ("jax.errors.JaxRuntimeError: INTERNAL: no such chip", "MemoryError", "ValueError: Error: two"):
+        assert outline.last_words(f"ValueError: the cause\n{raised}{last}\n-----\n{below}\n") == last
+    assert outline.last_words("first\nSegmentation fault: no Error here\n") == "Segmentation fault: no Error here"
+    assert outline.last_words("  \n") == "nothing" and len(outline.last_words("x" * 1000)) == 300
+
+
 def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
     asked = {}
 
@@ -370,8 +379,9 @@ def test_a_second_reading_of_the_dump_agrees_and_sees_a_plan_that_does_not(plann
 
 
 def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
-    assert plan.Exchange("all-to-all", 100_000_000, 2, 4).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
-    assert plan.Exchange("all-reduce", 100_000_000, 1, 4).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
-    assert plan.Exchange("reduce-scatter", 25_000_000, 1, 4).seconds("v6e") == pytest.approx(1e8 * 0.75 / 2e11)
+    square = (4, None, "2x2 square", 2.0)
+    assert plan.Exchange("all-to-all", 100_000_000, 2, *square).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
+    assert plan.Exchange("all-reduce", 100_000_000, 1, *square).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
+    assert plan.Exchange("reduce-scatter", 25_000_000, 1, *square).seconds("v6e") == pytest.approx(1e8 * 0.75 / 2e11)
     line = plan.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
     assert line.seconds("v6e") == pytest.approx(1e8 * 0.75 / 1e11)

@@ -1,9 +1,11 @@
 """A network that is data alone, compiled for a TPU that is not there."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from torchport import sketch, topology
-from torchport.errors import BadValueError, UnknownKeyError, UnknownNameError
+from torchport import plan, sketch, topology
+from torchport.errors import BadValueError, TopologyError, UnknownKeyError, UnknownNameError
 
 needs_libtpu = pytest.mark.skipif(
     not topology.installed(),
@@ -78,6 +80,21 @@ def test_a_sketch_is_modelled_by_its_parts(file):
     assert 0 < found.communication_s < 1e-3
 
 
+@needs_libtpu
+def test_a_sketchs_exchanges_are_on_the_links_that_its_groups_have(file, monkeypatch):
+    kept = []
+
+    def exchanges(program, of, where):
+        kept.extend(plan.exchanges(program, of, where))
+        return kept
+
+    monkeypatch.setattr(sketch, "exchanges", exchanges)
+    found = sketch.parts(asked(file, machine="v6e:4x4", mesh={"dp": 2, "tp": 8}))
+    moved = {(one.kind, one.ports, one.links) for one in kept if one.group == 8}
+    assert moved == {("all-to-all", 1.0, "2x4 rectangle"), ("all-gather", 2.0, "2x4 rectangle")}
+    assert found.communication_s == pytest.approx(sum(one.seconds("v6e") for one in kept)) and found.communication_s > 0
+
+
 def test_a_network_is_called_with_tuples_of_its_numbered_inputs():
     class Network:
         def __call__(self, **inputs):
@@ -99,6 +116,15 @@ def test_a_sketch_is_read_strictly(file):
     file.write_text(SKETCH + "speed: 3\n")
     assert refusal(lambda: sketch.read(file, "small.yaml"), UnknownKeyError).startswith(
         f"small.yaml:{len(SKETCH.splitlines()) + 1}: Unknown key 'speed'."
+    )
+
+
+def test_a_compiler_that_stops_without_an_outcome_is_reported_by_its_exception(file, monkeypatch):
+    stderr = "jax.errors.JaxRuntimeError: INTERNAL: no\n----\nFor simplicity, JAX has removed its internal frames.\n"
+    monkeypatch.setattr(sketch.subprocess, "run", lambda *_, **__: SimpleNamespace(stderr=stderr))
+    text = refusal(lambda: sketch.parts(asked(file)), TopologyError)
+    assert text == (
+        f"sketch {file}: The compiler stopped: jax.errors.JaxRuntimeError: INTERNAL: no. Plan another size."
     )
 
 

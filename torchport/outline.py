@@ -267,14 +267,27 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[di
         command = [sys.executable, "-P", "-m", "torchport.outline", str(asked), str(outcome)]
         done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
         if not outcome.is_file():
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise TopologyError(f"plan {task.machine.name}", f"The compiler stopped: {said[:300]}", "Run it with -v")
+            said = last_words(done.stderr)
+            raise TopologyError(f"plan {task.machine.name}", f"The compiler stopped: {said}", "Run it with -v")
         answer = json.loads(outcome.read_text())
     if "refusal" in answer:
         kind = getattr(errors, answer["refusal"]["kind"])
         raise kind(*answer["refusal"]["args"])
     programs: list[dict[str, Any]] = answer["result"]
     return programs
+
+
+_RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
+
+
+def last_words(stderr: str) -> str:
+    """Returns why a process stopped: the last line of its own that names an exception, or else the last one.
+
+    Below an exception JAX may write that it has removed frames, which is not why.
+    """
+    lines = stderr.strip().splitlines() or ["nothing"]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or lines)[-1].strip()[:300]
 
 
 def main(arguments: list[str]) -> int:

@@ -48,9 +48,9 @@ class Exchange:
     bytes: int
     count: int
     group: int
-    source: str | None = None
-    links: str = "2x2 square"
-    ports: float = 2.0
+    source: str | None
+    links: str
+    ports: float
 
     def seconds(self, chip_name: str) -> float:
         """Returns the model's time: bytes over links, nothing overlapped."""
@@ -229,7 +229,7 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
     calls, loop = [_attention(task, call, kind) for call in result["attention"]], _loop(program)
     attention = max(calls, key=lambda call: call["flops_per_device"], default=None)
     passes = {one["kernel"]: cost.pass_seconds(one, machine) for one in result["passes"]}
-    where = [grid.Spot(island, tuple(chip), core) for island, chip, core in result["spots"]]
+    where = grid.read(result["spots"])
     block = _block(program, attention, passes, machine, kind, where)
     step = _step(program, block, calls, passes, result["flops"], machine, kind, where)
     return {
@@ -300,7 +300,7 @@ def _block(
     if loop is None:
         return None
     name = machine.name.partition(":")[0]
-    found = _exchanges(program, loop.body, where)
+    found = exchanges(program, loop.body, where)
     return {
         "count": loop.trips,
         "other_ms": _ms(loop.cycles, kind) + 1e3 * _in_passes(program, passes, loop.body),
@@ -312,7 +312,7 @@ def _block(
 
 def _per_step(program: hlo.Program, machine: Machine, where: Sequence[grid.Spot]) -> dict[str, Any]:
     """Returns the exchanges between devices of one run of the program."""
-    found, name = _exchanges(program, None, where), machine.name.partition(":")[0]
+    found, name = exchanges(program, None, where), machine.name.partition(":")[0]
     spent = 1e3 * sum(one.seconds(name) for one in found)
     return {"communication_ms": spent, "collectives": [dataclasses.asdict(one) for one in found]}
 
@@ -330,8 +330,14 @@ def _not_modelled(program: hlo.Program, calls: list[dict[str, Any]], loop: hlo.L
     return said
 
 
-def _exchanges(program: hlo.Program, of: str | None, where: Sequence[grid.Spot]) -> list[Exchange]:
-    """Returns the collectives of a computation, those of one kind, size, line and links counted together."""
+def exchanges(program: hlo.Program, of: str | None, where: Sequence[grid.Spot]) -> list[Exchange]:
+    """Returns the collectives of a computation, those of one kind, size, line and links counted together.
+
+    Args:
+        program: As the compiler left it.
+        of: The computation's name; None for all, loops' as often as they run.
+        where: Of the mesh's devices, in its order.
+    """
     together: dict[Exchange, int] = {}
     for one in program.collectives(of):
         # A group of one moves nothing, and has no links.
@@ -360,7 +366,7 @@ def _step(
     spent = sorted(call["ms"] for call in calls if "ms" in call)
     kernel = (sum(spent) + (block["count"] - 1 if block and spent else 0) * max(spent, default=0.0)) / 1e3
     other = program.cycles() / kind.clock + _in_passes(program, passes, None)
-    moved = sum(one.seconds(name) for one in _exchanges(program, None, where))
+    moved = sum(one.seconds(name) for one in exchanges(program, None, where))
     known = kernel + other + moved
     return {
         "attention_s": kernel,

@@ -22,13 +22,13 @@ import jax
 import pydantic
 import torch
 
-from torchport import compile, errors, hlo, load, patch, shard, topology
+from torchport import compile, errors, grid, hlo, load, outline, patch, shard, topology
 from torchport.attention import dispatch, tiles
 from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack, find_pack
 from torchport.config import Frozen, read_document, validated
 from torchport.errors import BadValueError, TopologyError, TorchportError, UnknownNameError, nearest
 from torchport.machine import chip, parse_machine
-from torchport.plan import Exchange
+from torchport.plan import exchanges
 
 NETWORK = "network"
 """What errors call it."""
@@ -135,15 +135,15 @@ def parts(asked: Asked) -> Parts:
         raise BadValueError(asked.file, f"The machine {asked.machine} is no TPU", "Name a slice such as v6e:2x4")
     name = asked.machine.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="torchport-sketch-") as scratch:
-        calls = _apart(asked, Path(scratch))
+        found = _apart(asked, Path(scratch))
         program = hlo.read(Path(scratch) / "hlo")
-    call = max(calls, key=lambda call: call["queries"] * call["keys"])
+    call = max(found["attention"], key=lambda call: call["queries"] * call["keys"])
     flops = 4 * math.prod(call[size] for size in ("batch", "heads", "queries", "keys", "head_size"))
     row = tiles.row(name, asked.attention, call["head_size"], call["bounded"])
     loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
     times = max(loops, key=lambda loop: loop.cycles).trips if loops else sum(program.kernels().values())
     peak = kind.flops * math.prod(asked.mesh.values()) * row.peak_percent / 100
-    moved = (Exchange(one.kind, one.bytes, one.times, one.group_size) for one in program.collectives())
+    moved = exchanges(program, None, grid.read(found["spots"]))
     return Parts(
         attention_s=times * flops / peak,
         other_s=program.cycles() / kind.clock,
@@ -152,7 +152,7 @@ def parts(asked: Asked) -> Parts:
     )
 
 
-def _apart(asked: Asked, folder: Path) -> list[dict[str, Any]]:
+def _apart(asked: Asked, folder: Path) -> dict[str, Any]:
     """Returns what `compiled` does, from a process of its own, with the compiler's dump in the folder."""
     request, outcome = folder / "request.json", folder / "outcome.json"
     request.write_text(json.dumps(dataclasses.asdict(asked)))
@@ -161,17 +161,20 @@ def _apart(asked: Asked, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-P", "-m", "torchport.sketch", str(request), str(outcome)]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
     if not outcome.is_file():
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise TopologyError(f"sketch {asked.file}", f"The compiler stopped: {said[:300]}", "Plan another size")
+        said = outline.last_words(done.stderr)
+        raise TopologyError(f"sketch {asked.file}", f"The compiler stopped: {said}", "Plan another size")
     answer = json.loads(outcome.read_text())
     if "refusal" in answer:
         raise getattr(errors, answer["refusal"]["kind"])(*answer["refusal"]["args"])
-    calls: list[dict[str, Any]] = answer["result"]
-    return calls
+    found: dict[str, Any] = answer["result"]
+    return found
 
 
-def compiled(asked: Asked) -> list[dict[str, Any]]:
-    """Compiles a sketch, and returns the calls of attention in it; the program itself is in the dump.
+def compiled(asked: Asked) -> dict[str, Any]:
+    """Compiles a sketch; the program itself is in the dump.
+
+    Returns:
+        `attention`, the calls of it, and `spots`, where the mesh's devices are, in its order.
 
     Raises:
         UnknownNameError: A strategy that the sketch has not.
@@ -201,7 +204,11 @@ def compiled(asked: Asked) -> list[dict[str, Any]]:
             except jax.errors.JaxRuntimeError as error:
                 said = " ".join(str(error).split())[:300]
                 raise TopologyError(asked.file, f"The compiler refuses it: {said}", "Mend its rules") from error
-    return [dataclasses.asdict(call) for call in calls]
+    spots = grid.spots(list(mesh.devices.flat))
+    return {
+        "attention": [dataclasses.asdict(call) for call in calls],
+        "spots": [dataclasses.astuple(spot) for spot in spots],
+    }
 
 
 def _around(target: str, function: Callable[..., Any], strategy: Drawn, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
