@@ -103,10 +103,13 @@ def test_one_factor_is_fitted_to_all_steps_together(published, plans):
     )
     outcome = calibrate.calibrate(path, 2)
     assert [one.seconds for one in outcome.modelled] == [4.0, 2.0]
-    assert outcome.found.factor == pytest.approx((0.5 * 1.0) ** 0.5) and outcome.found.steps == 2
+    factor, spread = calibration.fitted([(3.0, 1.0, 8.0), (1.0, 1.0, 2.0)])
+    assert (outcome.found.factor, outcome.found.spread_percent, outcome.found.steps) == (factor, spread, 2)
     data = calibrate.data(outcome)
     assert [row["ratio"] for row in data["steps"]] == [0.5, 1.0]
-    assert data["steps"][0]["model_s"] == pytest.approx(4.0 / outcome.found.factor)
+    models = [pytest.approx(3.0 + 1.0 / factor), pytest.approx(1.0 + (0.5 + 0.5) / factor)]
+    assert [row["model_s"] for row in data["steps"]] == models
+    assert data["steps"][0]["model_ratio"] == pytest.approx((3.0 + 1.0 / factor) / 8.0)
     assert data["left_out"] == [{"name": "third", "measured_s": 9.0, "trusted": True, "why": "no card"}]
     given, bounded = plans["asked"][0]
     assert given["mesh"] == "{tp: 8}" and given["attention"] == "splash" and given["machine"] == "v6e:2x4"
@@ -138,15 +141,22 @@ def test_pairs_that_are_apart_on_one_kernel_have_an_order_and_the_wrong_ones_are
         step("other", 1.0, way("d"), kernel="own"),
     )
     outcome = calibrate.calibrate(path, 1)
-    found = {(pair.faster.step.name, pair.slower.step.name): pair.right for pair in calibrate.pairs(outcome.modelled)}
+    pairs = calibrate.pairs(outcome.modelled, outcome.found)
+    found = {(pair.faster.step.name, pair.slower.step.name): pair.right for pair in pairs}
     assert found == {("fast", "slow"): True, ("near", "slow"): True}, "10 % is not apart, and one kernel not another"
     plans["a"] = (1.5, 0, 0)
     text = calibrate.lines(calibrate.calibrate(path, 1))
     assert "2 pairs of one kernel are more than 15 % apart: 1 in their order, 1 not" in text
-    assert text[-1] == (
-        "  misordered: fast (measured 2 s, uncalibrated model 2.00 s) "
-        "before slow (measured 4 s, uncalibrated model 1.50 s)"
-    )
+    assert text[-1] == ("  misordered: fast (measured 2 s, model 2.00 s) before slow (measured 4 s, model 1.50 s)")
+
+
+def test_the_order_is_that_of_the_models_with_their_factor(published, plans):
+    plans |= {"a": (3.0, 1.0, 0), "b": (1.0, 3.5, 0)}
+    path = published(step("slow", 3.3, way("a")), step("fast", 2.2, way("b")))
+    outcome = calibrate.calibrate(path, 1)
+    slow, fast = outcome.modelled
+    assert slow.seconds < fast.seconds and slow.model_s(outcome.found) > fast.model_s(outcome.found)
+    assert [pair.right for pair in calibrate.pairs(outcome.modelled, outcome.found)] == [True]
 
 
 def test_a_step_that_cannot_be_modelled_is_a_line_and_no_factor_is_written(published, plans, tmp_path):
@@ -168,13 +178,18 @@ def test_a_step_that_cannot_be_modelled_is_a_line_and_no_factor_is_written(publi
 
 
 def test_a_calibration_reads_as_text(published, plans):
-    plans |= {"a": (3.0, 1.0, 0.0), "b": (3.0, 0.5, 0.5)}
-    outcome = calibrate.calibrate(published(step("first", 8.0, way("a")), step("second", 2.0, way("b"))), 1)
-    text = calibrate.lines(outcome)
-    assert text[1].split() == ["first", "8.00", "s", "4.00", "s", "(3.00", "+", "1.00", "+", "0.00)", "0.50", "4.00"]
-    assert text[3].startswith(
-        "factor 1.000 (modelled over measured, geometric mean of 2), spread ±167 %; the worst is "
+    plans |= {"a": (3.0, 1.0, 0.0), "b": (1.0, 0.5, 0.5), "c": (2.0, 1.0, 0.0), "d": (2.0, 0.5, 0.0)}
+    path = published(step("first", 8.0, way("a")), step("second", 2.0, way("b")), step("third", 4.0, way("d")))
+    text = calibrate.lines(calibrate.calibrate(path, 1))
+    assert " ".join(text[1].split()) == "first 8.00 s 4.00 s (3.00 + 1.00 + 0.00) 0.50 5.04 s 0.63"
+    assert " ".join(text[2].split()) == "second 2.00 s 2.00 s (1.00 + 0.50 + 0.50) 1.00 3.04 s 1.52"
+    assert text[4] == (
+        "factor 0.489 for everything but attention (least squares of 3), spread ±48 %; the worst is first, "
+        "-37 % after the factor"
     )
+    text = calibrate.lines(calibrate.calibrate(published(step("short", 1.0, way("c"))), 1))
+    assert text[1].endswith(" s   2.05, shorter than its attention alone")
+    assert text[2].startswith("factor 20.000, the end of the range searched, for everything but attention (least ")
 
 
 @pytest.mark.parametrize(

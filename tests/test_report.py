@@ -25,6 +25,7 @@ def stage(**more):
         "flops": 10**16,
     }
     exchange = {"kind": "all-to-all", "bytes": 123_456_789, "count": 4, "group": 4, "source": "a.py:7 in f"}
+    exchange |= {"links": "2x2 square", "ports": 2.0}
     device = {
         "arguments_bytes": 16 * GIB,
         "temporaries_bytes": 2 * GIB,
@@ -125,7 +126,7 @@ def test_the_numbers_of_a_page_are_the_plans():
     text = Page(report.page(plan(), "torchport plan --model m")).text
     for shown in ("4.75 s", "2.5 s", "55.5 ms", "4.5 ms", "123,456,789", "19 of 32 GiB", "16 GiB", "60.5", "0.10.2"):
         assert shown in text, shown
-    assert "One of 54 blocks, modelled: 80 ms" in text and "Made by torchport plan --model m" in text
+    assert "One of 54 blocks, modelled: 80 ms, before any factor" in text and "Made by torchport plan --model m" in text
     assert "uncalibrated" in text and "2 call(s) of kernels outside the blocks" in text
 
 
@@ -142,6 +143,39 @@ def test_a_bar_is_divided_as_the_time_is():
     kinds, _, widths = zip(*page.rects(2), strict=True)
     assert kinds == ("arguments", "temporaries", "rest", "free")
     assert widths == pytest.approx([1000 * part / 32 for part in (16, 2, 1, 13)], abs=0.01)
+
+
+def calibrated(**more):
+    """A stage whose step's other parts, 1.75 s, were divided by 1.25."""
+    one = stage(**more)
+    return one | {"step": one["step"] | {"model_s": 3.0 + 1.75 / 1.25}}
+
+
+def test_a_calibrated_step_has_attention_as_it_is_and_all_else_divided():
+    [line] = [line for line in report.lines(plan(denoise=calibrated())) if "by the model" in line]
+    assert line == (
+        "  per step  4.4 s by the model (attention 3, other 1.5, communication 0.25; the last two divided by 1.25 make "
+        "1.4); the arithmetic alone at peak takes 2.5 s"
+    )
+    [line] = [line for line in report.lines(plan()) if "by the model" in line]
+    assert "by the model (attention 3, other 1.5, communication 0.25); the" in line, "nothing was divided"
+    page = Page(report.page(plan(denoise=calibrated()), ""))
+    assert "One step, modelled, all but attention divided by 1.25: 4.4 s; below it" in page.text
+    widths = [width for *_, width in page.rects(0)]
+    assert widths == pytest.approx([1000 * part / 4.4 for part in (3.0, 1.2, 0.2, 2.5)], abs=0.01)
+    whole = Page(report.page(plan(decode=calibrated(per_block=None, steps=1)), ""))
+    widths = [width for *_, width in whole.rects(0)]
+    divided = (3.0, 0.008 / 1.25, 0.002 / 1.25, 1.49 / 1.25, 0.2, 2.5)
+    assert widths == pytest.approx([1000 * part / 4.4 for part in divided], abs=0.01)
+    assert sum(widths[:-1]) == pytest.approx(1000, abs=0.05)
+
+
+def test_a_calibrated_step_without_anything_but_attention_was_not_divided():
+    alone = {"other_s": 0.0, "communication_s": 0.0, "uncalibrated_s": 3.0, "model_s": 3.0}
+    one = stage()
+    found = plan(denoise=one | {"step": one["step"] | alone})
+    assert "(attention 3, other 0, communication 0); the" in "\n".join(report.lines(found))
+    assert "One step, modelled: 3 s" in Page(report.page(found, "")).text
 
 
 def test_without_blocks_the_whole_stage_is_divided_by_operation():

@@ -108,7 +108,7 @@ class Published(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Modelled:
-    """A published step beside this package's model of it, in seconds, before any factor.
+    """A published step beside this package's model of it; parts in seconds, before any factor.
 
     Attributes:
         step: As published.
@@ -125,7 +125,11 @@ class Modelled:
     @property
     def seconds(self) -> float:
         """The sum of the parts."""
-        return self.attention_s + self.other_s + self.communication_s
+        return self.model_s(None)
+
+    def model_s(self, by: Calibration | None) -> float:
+        """Returns the step's time with a factor."""
+        return calibration.calibrated(self.attention_s, self.other_s + self.communication_s, by)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +226,8 @@ def fit(modelled: Sequence[Modelled]) -> Calibration | None:
     """Returns the factor that fits the models, if there are any."""
     if not modelled:
         return None
-    factor, spread = calibration.fitted([(one.seconds, one.step.step_s) for one in modelled])
+    steps = [(one.attention_s, one.other_s + one.communication_s, one.step.step_s) for one in modelled]
+    factor, spread = calibration.fitted(steps)
     made = {name: version for name, version in versions().items() if name in DECIDING}
     today = datetime.date.today().isoformat()
     return Calibration(factor=factor, spread_percent=spread, steps=len(modelled), versions=made, date=today)
@@ -288,24 +293,20 @@ def _of_outline(step: Step, kernel: Kernel, folder: Path, path: str | None, plac
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two steps with the same kernel whose measured times are apart, the faster first."""
+    """Two steps with the same kernel whose measured times are apart, the faster first; whether the model agrees."""
 
     faster: Modelled
     slower: Modelled
-
-    @property
-    def right(self) -> bool:
-        """Whether the model has them in the same order."""
-        return self.faster.seconds < self.slower.seconds
+    right: bool
 
 
-def pairs(modelled: Sequence[Modelled]) -> list[Pair]:
+def pairs(modelled: Sequence[Modelled], by: Calibration | None) -> list[Pair]:
     """Returns the pairs of one kernel whose measured times differ by more than `APART`."""
     found = []
     for two in itertools.combinations(modelled, 2):
         faster, slower = sorted(two, key=lambda one: one.step.step_s)
         if faster.step.kernel == slower.step.kernel and slower.step.step_s > APART * faster.step.step_s:
-            found.append(Pair(faster, slower))
+            found.append(Pair(faster, slower, faster.model_s(by) < slower.model_s(by)))
     return found
 
 
@@ -339,7 +340,8 @@ def data(outcome: Outcome) -> dict[str, Any]:
                 "communication_s": one.communication_s,
                 "uncalibrated_s": one.seconds,
                 "ratio": one.seconds / one.step.step_s,
-                "model_s": calibration.calibrated(one.seconds, found),
+                "model_s": one.model_s(found),
+                "model_ratio": one.model_s(found) / one.step.step_s,
                 "differs": one.step.differs,
             }
             for one in outcome.modelled
@@ -351,44 +353,45 @@ def data(outcome: Outcome) -> dict[str, Any]:
         ],
         "pairs": [
             {"faster": pair.faster.step.name, "slower": pair.slower.step.name, "right": pair.right}
-            for pair in pairs(outcome.modelled)
+            for pair in pairs(outcome.modelled, found)
         ],
     }
 
 
 def lines(outcome: Outcome) -> list[str]:
     """Returns a calibration as text."""
-    width = max((len(one.step.name) for one in outcome.modelled), default=4)
-    head = f"{'step':{width}}  measured  uncalibrated (attention + other + communication)  ratio   model s"
+    by, width = outcome.found, max((len(one.step.name) for one in outcome.modelled), default=4)
+    head = f"{'step':{width}}  measured  uncalibrated (attention + other + communication)  ratio    model  ratio"
     text = [head] if outcome.modelled else []
     for one in outcome.modelled:
         parts = f"({one.attention_s:.2f} + {one.other_s:.2f} + {one.communication_s:.2f})"
+        measured, model = one.step.step_s, one.model_s(by)
         text.append(
-            f"{one.step.name:{width}}  {one.step.step_s:6.2f} s  {one.seconds:10.2f} s {parts:35}  "
-            f"{one.seconds / one.step.step_s:5.2f}  {calibration.calibrated(one.seconds, outcome.found):6.2f}"
+            f"{one.step.name:{width}}  {measured:6.2f} s  {one.seconds:10.2f} s {parts:35}  "
+            f"{one.seconds / measured:5.2f}  {model:5.2f} s  {model / measured:5.2f}"
+            f"{', shorter than its attention alone' * (measured < one.attention_s)}"
         )
     text += [f"not modelled: {step.name}, {error}" for step, error in outcome.failed]
     text += [f"left out: {step.name}, {step.step_s:g} s: {step.left_out}" for step in outcome.left_out]
-    if outcome.found is not None:
-        text.append(_summary(outcome.found, outcome.modelled))
-    found = pairs(outcome.modelled)
+    if by is not None:
+        text.append(_summary(by, outcome.modelled))
+    found = pairs(outcome.modelled, by)
     wrong = [pair for pair in found if not pair.right]
-    text.append(
-        f"{len(found)} pairs of one kernel are more than {100 * (APART - 1):.0f} % apart: "
-        f"{len(found) - len(wrong)} in their order, {len(wrong)} not"
-    )
-    text += [f"  misordered: {_told(pair.faster)} before {_told(pair.slower)}" for pair in wrong]
-    return text
+    apart = f"{len(found)} pairs of one kernel are more than {100 * (APART - 1):.0f} % apart"
+    text.append(f"{apart}: {len(found) - len(wrong)} in their order, {len(wrong)} not")
+    return text + [f"  misordered: {_told(pair.faster, by)} before {_told(pair.slower, by)}" for pair in wrong]
 
 
 def _summary(found: Calibration, modelled: Sequence[Modelled]) -> str:
-    ratios: Mapping[str, float] = {one.step.name: one.seconds / one.step.step_s / found.factor for one in modelled}
+    ratios: Mapping[str, float] = {one.step.name: one.model_s(found) / one.step.step_s for one in modelled}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
+    at_end = any(math.isclose(end, found.factor, rel_tol=1e-6) for end in calibration.RANGE)
     return (
-        f"factor {found.factor:.3f} (modelled over measured, geometric mean of {found.steps}), spread "
-        f"±{found.spread_percent:.0f} %; the worst is {worst}, {100 * (ratios[worst] - 1):+.0f} % after the factor"
+        f"factor {found.factor:.3f}{', the end of the range searched,' * at_end} for everything but attention (least "
+        f"squares of {found.steps}), spread ±{found.spread_percent:.0f} %; the worst is {worst}, "
+        f"{100 * (ratios[worst] - 1):+.0f} % after the factor"
     )
 
 
-def _told(one: Modelled) -> str:
-    return f"{one.step.name} (measured {one.step.step_s:g} s, uncalibrated model {one.seconds:.2f} s)"
+def _told(one: Modelled, by: Calibration | None) -> str:
+    return f"{one.step.name} (measured {one.step.step_s:g} s, model {one.model_s(by):.2f} s)"

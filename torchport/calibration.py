@@ -1,15 +1,16 @@
 """The one factor between modelled and measured step times: fitted by `torchport plan --calibrate`, read by every plan.
 
-A model's seconds (attention, everything else and communication, added up) over those that somebody measured: 0.7 says
-that the parts that are modelled take 70 % of a real step. A plan divides by it. There is one factor for all models,
-machines, kernels and meshes: with one for each, the model would only repeat what was measured.
+A plan divides by it what is estimated: everything but attention by the compiler, communication by bytes over links. 1.6
+says that these estimates, beside attention as it is, are 1.6 times what measured steps leave room for. Attention is not
+divided: its time is the kernel's own static schedule, which has no stalls in it and so bounds a step from below.
+There is one factor for all models, machines, kernels and meshes: with one for each, the model would only repeat what
+was measured.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -20,18 +21,25 @@ from torchport.config import Frozen, read_document, validated
 
 TABLE = Path(__file__).with_name("calibration.yaml")
 HEADER = """\
-# Modelled over measured step time, written by `torchport plan --calibrate --write`, read by torchport/calibration.py.
-# factor: the geometric mean; a plan divides by it. spread_percent: one standard deviation of the logarithms.
+# Written by `torchport plan --calibrate --write`, read by torchport/calibration.py.
+# factor: a plan's step takes attention + (other + communication) / factor; least squares of log(model / measured).
+# spread_percent: the root mean square of these logarithms, as percent.
 """
+RANGE = (0.05, 20.0)
+"""Between which the factor is searched."""
+POINTS = 400
+"""Of one search; the next ones are between the neighbours of the best of them."""
+SEARCHES = 5
+"""After which the neighbours are less than 1e-9 apart, in logarithms."""
 
 
 class Calibration(Frozen):
     """`calibration.yaml`."""
 
     factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-    """Modelled over measured seconds: the geometric mean."""
+    """By which everything but attention is divided."""
     spread_percent: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-    """By how much one step's ratio is off the factor: one standard deviation, in logarithms, as percent."""
+    """By how much a step's model is off what was measured: the root mean square of the logarithms, as percent."""
     steps: pydantic.PositiveInt
     """How many measured step times it was fitted to."""
     versions: dict[str, str]
@@ -40,15 +48,33 @@ class Calibration(Frozen):
     """When it was fitted."""
 
 
-def fitted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the factor and its spread in percent: least squares of the logarithms.
+def fitted(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Returns the factor and its spread in percent: least squares of log(model / measured).
+
+    The sum of squares may have more than one minimum, so the whole range is searched, ever finer. A step that was
+    measured shorter than its attention alone pulls the factor up, to the end of the range if all are. Of factors that
+    fit equally well, the one next to 1 is taken.
 
     Args:
-        pairs: Modelled and measured seconds.
+        steps: At least one; seconds of attention, of everything else with communication, and measured.
+
+    Returns:
+        The factor, and 100 * (exp(r) - 1), r being the root mean square of log(model / measured) with it.
     """
-    logs = [math.log(modelled / measured) for modelled, measured in pairs]
-    spread = statistics.stdev(logs) if len(logs) > 1 else 0.0
-    return math.exp(statistics.fmean(logs)), 100 * (math.exp(spread) - 1)
+
+    def off(factor: float) -> float:
+        """Returns the sum of squares."""
+        return math.fsum(math.log((kernel + rest / factor) / measured) ** 2 for kernel, rest, measured in steps)
+
+    first, last = low, high = math.log(RANGE[0]), math.log(RANGE[1])
+    best = 0.0
+    for _ in range(SEARCHES):
+        width = (high - low) / POINTS
+        tried = [low + number * width for number in range(POINTS + 1)]
+        best = min(tried, key=lambda at: (off(math.exp(at)), abs(at)))
+        low, high = max(best - width, first), min(best + width, last)
+    factor = math.exp(best)
+    return factor, 100 * (math.exp(math.sqrt(off(factor) / len(steps))) - 1)
 
 
 def read(file: Path) -> Calibration:
@@ -77,9 +103,15 @@ def write(file: Path, found: Calibration) -> None:
     file.write_text(f'{HEADER}{fields}versions: {{{versions}}}\ndate: "{found.date}"\n', encoding="utf-8")
 
 
-def calibrated(seconds: float, by: Calibration | None) -> float:
-    """Returns a model's seconds divided by the factor, if there is one."""
-    return seconds if by is None else seconds / by.factor
+def calibrated(attention: float, rest: float, by: Calibration | None) -> float:
+    """Returns a model's seconds: attention as it is, the rest divided by the factor, if there is one.
+
+    Args:
+        attention: Seconds of the attention kernel.
+        rest: Seconds of everything else, communication among it.
+        by: The calibration, if there is one.
+    """
+    return attention + (rest if by is None else rest / by.factor)
 
 
 def said(by: Calibration | None, versions: Mapping[str, str]) -> str:
@@ -91,6 +123,7 @@ def said(by: Calibration | None, versions: Mapping[str, str]) -> str:
     """
     if by is None:
         return "uncalibrated"
-    text = f"calibrated with {by.steps} published steps, factor {by.factor:.3g}, spread ±{by.spread_percent:.0f} %"
+    factor = f"factor {by.factor:.3g} for all but attention"
+    text = f"calibrated with {by.steps} published steps, {factor}, spread ±{by.spread_percent:.0f} %"
     other = [f"{name} {version}" for name, version in by.versions.items() if versions.get(name) != version]
     return f"{text} (with {', '.join(other)})" if other else text

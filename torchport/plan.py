@@ -2,7 +2,7 @@
 
 What the compiler says is exact: bytes per device, collectives, its own estimate of cycles for all but the kernels. The
 rest is a model, printed as one: attention from its share of peak by static schedule, communication from bytes and
-links, one after the other; their sum is divided by the one factor of `calibration`.
+links, one after the other. All but attention is divided by the one factor of `calibration`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-al
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
 
 PARTS = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")
-"""Of the model of a step, their sum, and that divided by the factor of the calibration."""
+"""Of the model of a step, their sum, and that with all but attention divided by the factor of the calibration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,13 +367,12 @@ def _step(
     kernel = (sum(spent) + (block["count"] - 1 if block and spent else 0) * max(spent, default=0.0)) / 1e3
     other = program.cycles() / kind.clock + _in_passes(program, passes, None)
     moved = sum(one.seconds(name) for one in exchanges(program, None, where))
-    known = kernel + other + moved
     return {
         "attention_s": kernel,
         "other_s": other,
         "communication_s": moved,
-        "uncalibrated_s": known,
-        "model_s": calibration.calibrated(known, calibration.shipped()),
+        "uncalibrated_s": calibration.calibrated(kernel, other + moved, None),
+        "model_s": calibration.calibrated(kernel, other + moved, calibration.shipped()),
         "floor_s": flops / (kind.flops * machine.devices),
         "flops": flops,
     }

@@ -66,12 +66,10 @@ def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
         count = sum(one["count"] for one in stage["per_step"]["collectives"])
         text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
     if step["model_s"] is not None:
-        known = step["uncalibrated_s"]
         text.append(
             f"  {whole:8}  {step['model_s']:.3g} s by the model (attention {step['attention_s']:.3g}, other "
-            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}: {known:.3g}, divided by "
-            f"{known / step['model_s']:.3g}); the arithmetic alone at peak takes "
-            f"{step['floor_s']:.3g} s"
+            f"{step['other_s']:.3g}, communication {step['communication_s']:.3g}{_divided(step)}); "
+            f"the arithmetic alone at peak takes {step['floor_s']:.3g} s"
         )
     if stage["largest"]:
         text.append("  the most expensive operations of a block:" if block else "  the most expensive operations:")
@@ -79,6 +77,19 @@ def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
     text += [f"  not modelled: {said}" for said in stage["not_modelled"]]
     text.append(f"  traced in {stage['trace_s']:.1f} s, compiled in {stage['compile_s']:.1f} s")
     return text
+
+
+def _factor(step: Mapping[str, Any]) -> float:
+    """Returns by what all but attention was divided; 1 where there is nothing else, or no calibration."""
+    if step["model_s"] == step["uncalibrated_s"]:
+        return 1.0
+    return float((step["other_s"] + step["communication_s"]) / (step["model_s"] - step["attention_s"]))
+
+
+def _divided(step: Mapping[str, Any]) -> str:
+    """Returns what the factor made of a step's parts, in words."""
+    factor, left = _factor(step), step["model_s"] - step["attention_s"]
+    return "" if factor == 1.0 else f"; the last two divided by {factor:.3g} make {left:.3g}"
 
 
 def finding_line(finding: Mapping[str, Any]) -> str:
@@ -148,17 +159,21 @@ def _times(stage: Mapping[str, Any]) -> list[dict[str, Any]]:
     step, block, pictures = stage["step"], stage["per_block"], []
     if step["model_s"] is not None:
         what = "One step" if stage["steps"] > 1 else "The whole stage"
-        seconds = (step["attention_s"], step["other_s"], step["communication_s"])
-        # The parts make up the whole as it is modelled, whatever it was divided by.
-        attention, other, moved = (1e3 * part * step["model_s"] / sum(seconds) for part in seconds)
-        parts = _split(attention, other, moved, [] if block else stage["largest"])
-        title = f"{what}, modelled: {step['model_s']:.4g} s; below it the arithmetic alone at peak, the floor"
+        # The parts make up the whole as it is modelled: attention as it is, all else divided.
+        factor = _factor(step)
+        other, moved = (1e3 * step[key] / factor for key in ("other_s", "communication_s"))
+        largest = [] if block else [{**one, "ms": one["ms"] / factor} for one in stage["largest"]]
+        parts = _split(1e3 * step["attention_s"], other, moved, largest)
+        known = "modelled" if factor == 1.0 else f"modelled, all but attention divided by {factor:.3g}"
+        title = f"{what}, {known}: {step['model_s']:.4g} s; below it the arithmetic alone at peak, the floor"
         floor = ("floor", "floor: arithmetic alone at peak", step["floor_s"] * 1e3, f"{step['floor_s']:.4g} s")
         pictures.append(_picture(title, parts, step["model_s"] * 1e3, floor))
     if block and block["attention_ms"] is not None:
         parts = _split(block["attention_ms"], block["other_ms"], block["communication_ms"], stage["largest"])
         total = sum(part[2] for part in parts)
-        pictures.append(_picture(f"One of {block['count']} blocks, modelled: {total:.4g} ms", parts, total))
+        pictures.append(
+            _picture(f"One of {block['count']} blocks, modelled: {total:.4g} ms, before any factor", parts, total)
+        )
     return pictures
 
 
