@@ -43,7 +43,7 @@ HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """One call of attention in a program: its implementation, and its sizes on all devices together."""
+    """One call of attention in a program: its implementation, its sizes on all devices together, its arrays of keys."""
 
     implementation: str
     batch: int
@@ -52,6 +52,7 @@ class Traced:
     keys: int
     head_size: int
     bounded: bool
+    arrays: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

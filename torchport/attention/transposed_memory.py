@@ -119,7 +119,7 @@ class Chunks:
             here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
             source = self.v_hbm.at[self.sample, part, self.features, here]
             copies.append(pltpu.make_async_copy(source, target.at[i], done))
-        return _Copies(copies)
+        return _Copies(copies, target, done)
 
     def fetch_first(self) -> None:
         """Starts to fetch chunk 0."""
@@ -141,8 +141,9 @@ class Chunks:
 class _Copies:
     """Several copies that are started, and waited for, as one."""
 
-    def __init__(self, copies: list[Any]) -> None:
+    def __init__(self, copies: list[Any], target: Any, done: Any) -> None:
         self.copies = copies
+        self.target, self.done = target, done
 
     def start(self) -> None:
         """Starts all."""
@@ -150,9 +151,8 @@ class _Copies:
             copy.start()
 
     def wait(self) -> None:
-        """Waits for all."""
-        for copy in self.copies:
-            copy.wait()
+        """Waits for the bytes of all: once, for what is waited for stands in the way of what is multiplied."""
+        pltpu.make_async_copy(self.target, self.target, self.done).wait()
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
