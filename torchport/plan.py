@@ -32,8 +32,8 @@ MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-al
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
 
 SECOND_ARRAY = 1.025
-"""How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's schedule
-for 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
+"""How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's
+schedule for 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
 PARTS = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")
 """Of the model of a step, their sum, and that with all but attention divided by the factor of the calibration."""
 
