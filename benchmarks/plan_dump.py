@@ -7,8 +7,9 @@ Prints, for each program whose blocks run in a loop, what this reading and the p
 for the collectives' bytes on each device, and their ratio. The rules, in full: a block is the body of the loop that
 calls a `tpu_custom_call`, of several the one with most cycles. Its other work is the sum of `estimated_cycles` in that
 computation and in those that it calls, less those of instructions that are such a call or hold one, over the chip's
-clock. Its collectives are the instructions of these kinds in it, alone or in a fusion, each with the bytes of its
-output, times the loop's trips.
+clock; and of each kernel beside attention the calls that are counted here, times the milliseconds that the plan has for
+one, since the dump has no estimate for a kernel. Its collectives are the instructions of these kinds in it, alone or in
+a fusion, each with the bytes of its output, times the loop's trips.
 """
 
 import argparse
@@ -24,6 +25,11 @@ KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective
 KIND = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%[\w.-]+)")
 KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+def calls(parts: dict[str, list[str]], name: str, kernel: str) -> int:
+    """Returns how many times a computation calls a kernel, itself."""
+    return sum(bool(re.match(rf"\s*(ROOT )?%{re.escape(kernel)}(\.\d+)? = ", line)) for line in parts[name])
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -113,7 +119,7 @@ def output(line: str) -> int:
     return size(shape)
 
 
-def block(text: str, clock: float) -> dict[str, float] | None:
+def block(text: str, clock: float, kernels: dict[str, float]) -> dict[str, float] | None:
     """Returns what this reading has of a program's blocks, or None where no loop has a kernel."""
     parts = computations(text)
     loops = [
@@ -128,7 +134,13 @@ def block(text: str, clock: float) -> dict[str, float] | None:
         return None
     spent, body, count = max(loops)
     sizes = moved(parts, body)
-    return {"other_ms": 1e3 * spent / clock, "bytes": sum(sizes), "bytes_of_all": sum(sizes) * count, "count": count}
+    beside = sum(calls(parts, body, kernel) * ms for kernel, ms in kernels.items())
+    return {
+        "other_ms": 1e3 * spent / clock + beside,
+        "bytes": sum(sizes),
+        "bytes_of_all": sum(sizes) * count,
+        "count": count,
+    }
 
 
 def compared(folder: Path) -> list[dict[str, object]]:
@@ -139,7 +151,8 @@ def compared(folder: Path) -> list[dict[str, object]]:
         for program in stage.get("programs", []):
             if program["dump"] is None or program["per_block"] is None:
                 continue
-            own = block((folder / program["dump"]).read_text(errors="replace"), clock)
+            kernels = {one["kernel"]: one["ms"] for one in program["per_block"]["kernels"]}
+            own = block((folder / program["dump"]).read_text(errors="replace"), clock, kernels)
             if own is None:
                 raise SystemExit(f"{folder / program['dump']}: no loop there calls a kernel, and the plan has blocks")
             said = program["per_block"]

@@ -38,6 +38,7 @@ FLOORS = {
     "video": 4,
     "compile": 4,
     "cost": 5,
+    "exchange": 5,
     "task": 5,
     "resume": 6,
     "record": 6,

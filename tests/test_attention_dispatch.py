@@ -202,8 +202,8 @@ def test_calls_are_noted_with_what_computes_them():
         attention(q, k, v, bound="joint")
         attention(q, k[:, :, :7], v[:, :, :7], implementation="xla")
     assert seen == [
-        dispatch.Traced("plain", 2, 4, 40, 40, 16, True),
-        dispatch.Traced("xla", 2, 4, 40, 7, 16, False),
+        dispatch.Traced("plain", 2, 4, 40, 40, 16, True, dtype="float32"),
+        dispatch.Traced("xla", 2, 4, 40, 7, 16, False, dtype="float32"),
     ]
 
 

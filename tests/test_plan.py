@@ -10,7 +10,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec
 
-from torchport import calibration, calls, hlo, outline, plan, report, shard, topology
+from torchport import calibration, calls, exchange, hlo, outline, plan, report, shard, topology
 from torchport.attention import dispatch, tiles
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.machine import parse_machine
@@ -89,6 +89,8 @@ def test_the_model_of_a_step_is_its_attention_and_the_other_parts_over_the_facto
     assert call["implementation"] == "splash_transposed" and call["bounded"]
     assert (call["queries"] - 3 * 4 * 6) % 256 == 0, "the text is whole pieces"
     assert call["flops_per_device"] == 4 * 2 * 4 * call["queries"] ** 2 * 32 // 8
+    assert call["head_size"] == 32 and call["peak_percent"] < 64 / 2, "zeros for half of its features or more"
+    assert any("attention's own share of peak: 1,352 keys in bfloat16" in said for said in stage["not_modelled"])
 
 
 @needs_libtpu
@@ -381,8 +383,14 @@ def test_a_second_reading_of_the_dump_agrees_and_sees_a_plan_that_does_not(plann
 
 def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
     square = (4, None, "2x2 square", 2.0)
-    assert plan.Exchange("all-to-all", 100_000_000, 2, *square).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
-    assert plan.Exchange("all-reduce", 100_000_000, 1, *square).seconds("v6e") == pytest.approx(2 * 1e8 * 0.75 / 2e11)
-    assert plan.Exchange("reduce-scatter", 25_000_000, 1, *square).seconds("v6e") == pytest.approx(1e8 * 0.75 / 2e11)
-    line = plan.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
+    assert exchange.Exchange("all-to-all", 100_000_000, 2, *square).seconds("v6e") == pytest.approx(
+        2 * 1e8 * 0.75 / 2e11
+    )
+    assert exchange.Exchange("all-reduce", 100_000_000, 1, *square).seconds("v6e") == pytest.approx(
+        2 * 1e8 * 0.75 / 2e11
+    )
+    assert exchange.Exchange("reduce-scatter", 25_000_000, 1, *square).seconds("v6e") == pytest.approx(
+        1e8 * 0.75 / 2e11
+    )
+    line = exchange.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
     assert line.seconds("v6e") == pytest.approx(1e8 * 0.75 / 1e11)

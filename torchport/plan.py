@@ -18,48 +18,17 @@ from torchport import calibration, cost, grid, hlo, outline, save
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
+from torchport.exchange import exchanges
 from torchport.machine import Chip, Machine, chip
 from torchport.pipelines import Stage
 from torchport.record import versions
 from torchport.task import Request, Task, accept
-
-LINKS = {"v5e": 50e9, "v5p": 100e9, "v6e": 100e9, "tpu7x": 100e9}
-"""Bytes per second of one link between chips, in one direction.
-
-Source: cloud.google.com/tpu/docs: 400, 1200, 800 and 1200 GB/s a chip, both directions, over 4, 6, 4 and 6 ports.
-"""
-MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
-"""How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""
 
 SECOND_ARRAY = 1.025
 """How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's
 schedule for 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
 PARTS = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")
 """Of the model of a step, their sum, and that with all but attention divided by the factor of the calibration."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A collective of one block or step: output bytes on a device, how often, among how many devices, on which links.
-
-    Attributes:
-        links: The shape of its group on the grid of chips; of several unlike groups, of the one with the fewest ports.
-        ports: Links that each device of the group has for it; see `grid.ports`.
-    """
-
-    kind: str
-    bytes: int
-    count: int
-    group: int
-    source: str | None
-    links: str
-    ports: float
-
-    def seconds(self, chip_name: str) -> float:
-        """Returns the model's time: bytes over links, nothing overlapped."""
-        size = self.bytes * (self.group if self.kind == "reduce-scatter" else 1)
-        share = 1.0 if self.kind == "collective-permute" else (self.group - 1) / self.group
-        return self.count * MOVED.get(self.kind, 1.0) * size * share / (self.ports * LINKS[chip_name])
 
 
 def plan(
@@ -285,8 +254,10 @@ def _attention(task: Task, call: Mapping[str, Any], kind: Chip) -> dict[str, Any
         own = call["heads"] // math.prod(task.job.mesh.get(axis, 1) for axis in HEAD_AXES)
         _, size = transposed.grouping(max(own, 1), call["head_size"])
         row = tiles.row(name, implementation, size, call["bounded"])
-        share = row.peak_percent / (SECOND_ARRAY if call["arrays"] > 1 else 1)
-        found |= {"steady_percent": row.steady_percent, "peak_percent": share}
+        # Features are padded to what the row is for, and padding is no useful arithmetic.
+        useful = call["head_size"] / size
+        share = useful * row.peak_percent / (SECOND_ARRAY if call["arrays"] > 1 else 1)
+        found |= {"steady_percent": useful * row.steady_percent, "peak_percent": share, "row_tokens": row.tokens}
         found["ms"] = 1e3 * flops / (kind.flops * share / 100)
     return found
 
@@ -308,6 +279,11 @@ def _block(
     return {
         "count": loop.trips,
         "other_ms": _ms(loop.cycles, kind) + 1e3 * _in_passes(program, passes, loop.body),
+        "kernels": [
+            {"kernel": name, "count": times, "ms": 1e3 * passes[name]}
+            for name, times in program.kernels(loop.body).items()
+            if name in passes
+        ],
         "attention_ms": attention.get("ms") if attention else None,
         "communication_ms": 1e3 * sum(one.seconds(name) for one in found),
         "collectives": [dataclasses.asdict(one) for one in found],
@@ -329,29 +305,13 @@ def _not_modelled(program: hlo.Program, calls: list[dict[str, Any]], loop: hlo.L
         said.append(
             f"{len(unpriced)} operation(s) without an estimate of the compiler's, {size / 1e6:.3g} MB of output"
         )
+    for call in calls:
+        if "ms" in call and (call["dtype"] != "bfloat16" or 4 * call["keys"] < call["row_tokens"]):
+            here = f"{call['keys']:,} keys in {call['dtype']}"
+            said.append(f"attention's own share of peak: {here} have that of {call['row_tokens']:,} in bfloat16")
     if loop is None and any(call["implementation"] not in KERNELS for call in calls):
         said.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
-    return said
-
-
-def exchanges(program: hlo.Program, of: str | None, where: Sequence[grid.Spot]) -> list[Exchange]:
-    """Returns the collectives of a computation, those of one kind, size, line and links counted together.
-
-    Args:
-        program: As the compiler left it.
-        of: The computation's name; None for all, loops' as often as they run.
-        where: Of the mesh's devices, in its order.
-    """
-    together: dict[Exchange, int] = {}
-    for one in program.collectives(of):
-        # A group of one moves nothing, and has no links.
-        groups = [[where[n] for n in group] for group in one.groups if len(set(group)) > 1]
-        found = [(grid.ports(one.kind, group), grid.links(group)) for group in groups]
-        ports, links = min(found, default=(1.0, "none"))
-        line = str(one.source) if one.source else None
-        key = Exchange(one.kind, one.bytes, 0, one.group_size, line, links, ports)
-        together[key] = together.get(key, 0) + one.times
-    return [dataclasses.replace(key, count=count) for key, count in together.items()]
+    return list(dict.fromkeys(said))
 
 
 def _step(

@@ -27,8 +27,8 @@ from torchport.attention import dispatch, tiles
 from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack, find_pack
 from torchport.config import Frozen, read_document, validated
 from torchport.errors import BadValueError, TopologyError, TorchportError, UnknownNameError, nearest
+from torchport.exchange import exchanges
 from torchport.machine import chip, parse_machine
-from torchport.plan import exchanges
 
 NETWORK = "network"
 """What errors call it."""

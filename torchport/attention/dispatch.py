@@ -53,6 +53,7 @@ class Traced:
     head_size: int
     bounded: bool
     arrays: int = 1
+    dtype: str = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,8 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
             f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
         )
     if program.note is not None:
-        program.note(Traced(name, *shape, keys, request.head_size, request.bounded))
+        dtype = jnp.dtype(request.dtype).name
+        program.note(Traced(name, *shape, keys, request.head_size, request.bounded, dtype=dtype))
     if name == "plain":
         # A mask has a layout of its own; XLA splits that form by itself.
         whole = functools.partial(_plain, request)

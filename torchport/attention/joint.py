@@ -118,7 +118,7 @@ def joint(
     note = current().note
     if note is not None:
         every = valid + longest
-        note(Traced("splash_transposed", batch, heads, every, every, size, request.bounded, 2))
+        note(Traced("splash_transposed", batch, heads, every, every, size, request.bounded, 2, pictures.q.dtype.name))
     run = functools.partial(_local, request, eps, valid)
     cos, sin = (jnp.pad(table, ((0, tokens - valid), (0, 0))) for table in (cos_SD, sin_SD))
     missing = -longest % TAIL
