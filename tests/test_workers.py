@@ -19,7 +19,7 @@ def test_results_come_in_the_order_of_the_items_and_a_refusal_is_one():
         second.set()
         return 10 * item
 
-    found = workers.each(work, [0, 1, 2], 2, "test")
+    found = workers.each(work, [0, 1, 2], 2, "test", str)
     assert found[:2] == [0, 10] and str(found[2]) == "here: It is refused. Mend it."
 
 
@@ -35,13 +35,27 @@ def test_no_more_run_at_once_than_were_asked_for():
         with lock:
             running -= 1
 
-    workers.each(work, range(8), 3, "test")
+    workers.each(work, range(8), 3, "test", str)
     assert most <= 3
+
+
+def test_each_end_is_a_line_where_there_is_no_bar(caplog):
+    def work(item):
+        if item == "b":
+            raise TopologyError("here", "It is refused", "Mend it")
+
+    with caplog.at_level("INFO", logger="torchport"):
+        workers.each(work, ["a", "b"], 1, "sweep", str.upper)
+    assert [record.message for record in caplog.records] == [
+        "sweep ...",
+        "sweep: A: done (1 of 2)",
+        "sweep: B: refused (2 of 2)",
+    ]
 
 
 def test_what_is_no_refusal_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
-        workers.each(lambda item: 1 // item, [0], 1, "test")
+        workers.each(lambda item: 1 // item, [0], 1, "test", str)
 
 
 def test_there_is_room_for_one_at_least(monkeypatch):

@@ -200,7 +200,8 @@ def calibrate(path: str | None, count: int | None = None) -> Outcome:
     first: dict[tuple[Any, ...], int] = {}
     for number, program in programs.items():
         first.setdefault(program, number)
-    made = workers.each(work, list(first.values()), count or workers.default(), "calibrate")
+    jobs, each = count or workers.default(), list(first.values())
+    made = workers.each(work, each, jobs, "calibrate", lambda it: published.steps[it].name)
     found = dict(zip(first, made, strict=True))
     modelled: list[Modelled] = []
     failed: list[tuple[Step, TorchportError]] = []

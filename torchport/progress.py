@@ -43,6 +43,12 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
     )
 
 
+def note(text: str) -> None:
+    """Logs what a bar would show, where there is none."""
+    if not sys.stderr.isatty():
+        log.info("%s", text)
+
+
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Shows the seconds that something takes whose end nobody knows: compilation.

@@ -105,9 +105,10 @@ def sweep(
         given = dataclasses.replace(asked, overrides=(*overrides, *choice.overrides))
         return plan(given, None, folder, bounded=bounded)
 
-    results = list(zip(valid, workers.each(work, valid, count or workers.default(), "sweep"), strict=True))
-    planned = [(choice, found) for choice, found in results if not isinstance(found, TorchportError)]
-    failed = [(choice, found) for choice, found in results if isinstance(found, TorchportError)]
+    found = workers.each(work, valid, count or workers.default(), "sweep", lambda it: f"{it.strategy}, {it.shown}")
+    results = list(zip(valid, found, strict=True))
+    planned = [(choice, made) for choice, made in results if not isinstance(made, TorchportError)]
+    failed = [(choice, made) for choice, made in results if isinstance(made, TorchportError)]
     return Sweep(card.model, machine.name, sorted(planned, key=lambda pair: _rank(pair[1])), failed, skipped)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torchport.errors import TorchportError
-from torchport.progress import track
+from torchport.progress import note, track
 
 ItemT = TypeVar("ItemT")
 FoundT = TypeVar("FoundT")
@@ -25,7 +25,7 @@ def default() -> int:
 
 
 def each(
-    work: Callable[[ItemT], FoundT], items: Sequence[ItemT], count: int, what: str
+    work: Callable[[ItemT], FoundT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
 ) -> list[FoundT | TorchportError]:
     """Returns what the work makes of each item, in their order; of one that it refuses, the refusal.
 
@@ -34,13 +34,17 @@ def each(
         items: What it is called with.
         count: How many at once.
         what: What is being done, for the progress bar.
+        name: Returns an item's name, for the line that says it is done where there is no bar.
     """
     found: dict[int, FoundT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
         for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
+            number = waiting[done]
             try:
-                found[waiting[done]] = done.result()
+                found[number] = done.result()
             except TorchportError as error:
-                found[waiting[done]] = error
+                found[number] = error
+            end = "refused" if isinstance(found[number], TorchportError) else "done"
+            note(f"{what}: {name(items[number])}: {end} ({len(found)} of {len(items)})")
     return [found[number] for number in range(len(items))]

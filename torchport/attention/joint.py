@@ -179,27 +179,37 @@ def _local(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [B, 1, N, S, F / N] and [B, T, F] of a device's own tokens and heads."""
     _, groups = sizes()
-
-    def turned(x_BSF: jax.Array, weight_D: jax.Array | None) -> jax.Array:
-        assert weight_D is not None
-        return rotary.rotated(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, request.interpret)
-
-    q = _tokens(_exchanged(turned(pictures.q, pictures.norm_q), groups))
-    k = _tokens(_exchanged(turned(pictures.k, pictures.norm_k), groups))
-    batch, own, features = pictures.v.shape
-    v = _exchanged(jnp.swapaxes(pictures.v, 1, 2).reshape(batch, groups, features // groups, own), groups)
     text_q = text.q if text.norm_q is None else rotary.normalized(text.q, text.norm_q, eps)
     text_k = text.k if text.norm_k is None else rotary.normalized(text.k, text.norm_k, eps)
-    text_q, text_k, text_v = (_mine(x, groups) for x in (text_q, text_k, text.v))
-    arrays = [
-        transposed.Keys(k, v, jnp.full((batch,), valid, jnp.int32)),
-        transposed.Keys(text_k.astype(k.dtype), jnp.swapaxes(text_v, 1, 2)[:, None], lengths_B),
-    ]
-    options = functools.partial(transposed_options, request, keys=k.shape[1], heads=1, head_size=LANES)
-    attend = functools.partial(transposed.side_by_side, arrays=arrays, heads=1, head_size=LANES)
-    out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, own, features // groups)
-    out = _exchanged(out, groups)
-    out_text = attend(text_q.astype(q.dtype), **options(queries=text_q.shape[1]))
+    texts = [_mine(x, groups) for x in (text_q.astype(pictures.q.dtype), text_k.astype(pictures.k.dtype), text.v)]
+
+    def attended(samples: range) -> tuple[jax.Array, jax.Array]:
+        """Returns the outputs [B, N, S, F / N] and [B, T, F / N] of some samples."""
+        here = slice(samples.start, samples.stop)
+
+        def turned(x_BSF: jax.Array, weight_D: jax.Array | None) -> jax.Array:
+            assert weight_D is not None
+            turned = rotary.rotated(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, request.interpret, samples)
+            return _tokens(_exchanged(turned, groups))
+
+        q, k = turned(pictures.q, pictures.norm_q), turned(pictures.k, pictures.norm_k)
+        batch, own, features = pictures.v[here].shape
+        v = jnp.swapaxes(pictures.v[here], 1, 2).reshape(batch, groups, features // groups, own)
+        text_q, text_k, text_v = (x[here] for x in texts)
+        arrays = [
+            transposed.Keys(k, _exchanged(v, groups), jnp.full((batch,), valid, jnp.int32)),
+            transposed.Keys(text_k, jnp.swapaxes(text_v, 1, 2)[:, None], lengths_B[here]),
+        ]
+        options = functools.partial(transposed_options, request, keys=k.shape[1], heads=1, head_size=LANES)
+        attend = functools.partial(transposed.side_by_side, arrays=arrays, heads=1, head_size=LANES)
+        out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, own, features // groups)
+        return _exchanged(out, groups), attend(text_q, **options(queries=text_q.shape[1]))
+
+    # An all-to-all wants its parts outermost: of several samples at once, XLA would copy all that goes in or comes out.
+    batch = pictures.q.shape[0]
+    step = batch if groups == 1 else 1
+    parts = [attended(range(first, first + step)) for first in range(0, batch, step)]
+    out, out_text = (jnp.concatenate(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
     there = jnp.arange(out_text.shape[1]) < lengths_B[:, None]
     out_text = jnp.where(there[..., None], out_text, jnp.zeros_like(out_text))
     if groups > 1:

@@ -54,6 +54,7 @@ def rotated(
     eps: float,
     groups: int,
     interpret: bool = False,
+    samples: range | None = None,
 ) -> jax.Array:
     """Returns queries or keys after RMSNorm and rotary positions, with features 2i and 2i + 1 as a pair.
 
@@ -65,29 +66,31 @@ def rotated(
         eps: Added to the mean square.
         groups: N, into which the heads are parted.
         interpret: Run the kernel as plain JAX, on any platform.
+        samples: Those that are taken, which lie one after another; all of them by default.
 
     Returns:
-        [B, N, S, F / N] of x's dtype; rounded as `normalized` and then once more.
+        [B, N, S, F / N] of x's dtype, B those that are taken; rounded as `normalized` and then once more.
     """
     batch, tokens, features = x_BSF.shape
     rows, part = min(ROWS, tokens), features // groups
+    first, count = (0, batch) if samples is None else (samples.start, len(samples))
     note = current().note
     if note is not None:
-        arguments = {"batch": batch, "tokens": tokens, "features": features, "groups": groups}
-        moved = 2 * x_BSF.nbytes + batch * (cos_SD.nbytes + sin_SD.nbytes)
-        note(Pass("rms_norm_rotary", f"{__name__}:alone", arguments, batch * (tokens // rows), moved))
+        arguments = {"batch": count, "tokens": tokens, "features": features, "groups": groups}
+        moved = 2 * x_BSF.nbytes // batch * count + count * (cos_SD.nbytes + sin_SD.nbytes)
+        note(Pass("rms_norm_rotary", f"{__name__}:alone", arguments, count * (tokens // rows), moved))
     table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
     call = pl.pallas_call(
         functools.partial(_kernel, eps),
-        grid=(batch, tokens // rows),
+        grid=(count, tokens // rows),
         in_specs=[
-            pl.BlockSpec((None, rows, features), lambda b, i: (b, i, 0)),
+            pl.BlockSpec((None, rows, features), lambda b, i: (first + b, i, 0)),
             pl.BlockSpec((1, LANES), lambda b, i: (0, 0)),
             table,
             table,
         ],
         out_specs=pl.BlockSpec((None, groups, rows, part), lambda b, i: (b, 0, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, groups, tokens, part), x_BSF.dtype),
+        out_shape=jax.ShapeDtypeStruct((count, groups, tokens, part), x_BSF.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name="rms_norm_rotary",
         interpret=interpret,
