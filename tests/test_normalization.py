@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from torchport import compile, patch
+from torchport.errors import BadValueError
 
 ULP = 2**-8
 """Of bfloat16: half a unit in the last place, of a value just above a power of two."""
@@ -90,11 +91,32 @@ def test_float32_is_no_further_from_float64_than_eager_is(lowered, mean):
 
 @pytest.mark.parametrize("where", [0, 127, 128, 2047])
 def test_one_massive_feature_among_equal_ones_is_no_cancellation(lowered, where):
-    """The worst row for a shift: the features that it is taken from have the largest one, or none of it."""
+    """The worst row for bfloat16's shift: the features that it is taken from have the only other one, or not."""
     x = torch.full((2, 2048), 1e3)
-    x[0, where], x[1, where] = 2e3, 1e3 + 2**-13
+    x[0, where], x[1, where] = 2e3, 1004
+    x = x.bfloat16()
     exact = functional.layer_norm(x.double(), (2048,), eps=1e-12)
-    assert apart(lowered(x, (2048,), eps=1e-12), exact) < 1e-5
+    assert ulps(lowered(x, (2048,), eps=1e-12), exact) <= 1.01
+
+
+def test_float32_is_shifted_by_all_features(lowered):
+    x = rows()
+    x[:, :128] = 3000.0
+    exact = functional.layer_norm(x.double(), (2048,), eps=1e-6)
+    eager = functional.layer_norm(x, (2048,), eps=1e-6)
+    assert apart(lowered(x, (2048,)), exact) <= max(4 * apart(eager, exact), 3e-7)
+
+
+def test_what_pytorch_refuses_is_refused(lowered):
+    with pytest.raises(BadValueError) as caught:
+        lowered(torch.ones(2, 6, 4), (4, 6))
+    assert str(caught.value) == (
+        "layer_norm: Its input is float32 [2, 6, 4], and it normalizes [4, 6]. The last dims must be those, of a "
+        "floating-point dtype."
+    )
+    for x, shape in ((torch.ones(2, 6, dtype=torch.int32), (6,)), (torch.ones(6), (1, 6))):
+        with pytest.raises(BadValueError):
+            lowered(x, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,7 +150,7 @@ def test_equal_features_are_nothing_and_no_number_is_lost(lowered):
     assert torch.isnan(lowered(torch.tensor([[1.0, torch.nan, 2.0]]), (3,))).all()
 
 
-def test_mean_and_reciprocal_deviation_are_returned_as_pytorch_has_them(pack):
+def test_mean_and_reciprocal_deviation_of_float32_are_pytorchs(pack):
     import torchax
 
     x = rows(10.0)

@@ -39,13 +39,21 @@ def test_no_more_run_at_once_than_were_asked_for():
     assert most <= 3
 
 
-def test_each_end_is_a_line_where_there_is_no_bar(caplog):
+def test_each_end_is_a_line_where_there_is_no_bar(caplog, monkeypatch):
+    told = threading.Event()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+
     def work(item):
         if item == "b":
+            assert told.wait(10)  # those that end at once come in any order
             raise TopologyError("here", "It is refused", "Mend it")
 
+    def name(item):
+        told.set()
+        return item.upper()
+
     with caplog.at_level("INFO", logger="torchport"):
-        workers.each(work, ["a", "b"], 1, "sweep", str.upper)
+        workers.each(work, ["a", "b"], 2, "sweep", name)
     assert [record.message for record in caplog.records] == [
         "sweep ...",
         "sweep: A: done (1 of 2)",
