@@ -54,7 +54,8 @@ def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):
         raise BadValueError("layer_norm", fact, "The last dims must be those, of a floating-point dtype")
     wide = jnp.promote_types(x_ND.dtype, jnp.float32)
     flat_ND = x_ND.reshape(*rows, math.prod(normalized_shape))
-    few = flat_ND if x_ND.dtype == wide else flat_ND[..., :FEW]  # before widening, for the same reason
+    # Taken before they are widened: what is widened once for two uses, XLA writes to memory.
+    few = flat_ND if x_ND.dtype == wide else flat_ND[..., :FEW]
     shift_N1 = jnp.mean(few.astype(wide), -1, keepdims=True)
     shifted_ND = flat_ND.astype(wide) - shift_N1
     mean_N1 = jnp.mean(shifted_ND, -1, keepdims=True)
