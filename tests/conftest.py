@@ -133,3 +133,24 @@ def listing(folder):
 def unchanged():
     """Gives a function that lists a folder, to be compared before and after."""
     return listing
+
+
+@pytest.fixture
+def forged():
+    """Gives a function that changes fields of an artefact's manifest and makes its checksum right again."""
+    import hashlib
+    import json
+
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    def forge(file, remove=(), **changes):
+        with safe_open(str(file), framework="pt") as stream:
+            manifest = json.loads(stream.metadata()["torchport"])
+        manifest = {key: value for key, value in {**manifest, **changes}.items() if key not in remove}
+        text = json.dumps(manifest)
+        noted = {"torchport": text, "torchport.sha256": hashlib.sha256(text.encode()).hexdigest()}
+        save_file(load_file(file), file, noted)
+        file.with_suffix(".json").unlink(missing_ok=True)
+
+    return forge

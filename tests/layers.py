@@ -10,8 +10,9 @@ from pathlib import Path
 
 FLOORS = {
     "errors": 0,
+    "progress": 0,
     "config": 1,
-    "progress": 1,
+    "files": 1,
     "hosts": 1,
     "cache": 2,
     "calibration": 2,
@@ -68,7 +69,7 @@ COMMANDS = {
     "serve",
     "profile",
 }
-LIGHT = {"errors", "config", "progress", "patch", "scan", "__main__"}
+LIGHT = {"errors", "config", "files", "progress", "patch", "scan", "__main__"}
 HEAVY = {"torch", "jax", "jaxlib", "torchax"}
 AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "ruamel", "click", "packaging", "torchport"}
 """What may be imported at module level beside the standard library: torchport's own foundations, no upstream."""

@@ -1,6 +1,7 @@
 """Ctrl-C: the step in progress is finished and saved, and the same command goes on to the same bits."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -10,12 +11,12 @@ import pytest
 import torch
 
 from torchport import resume, save
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, StoppedError, TorchportError
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError, TorchportError
+from torchport.files import atomic
 from torchport.run import run
 from torchport.task import accept
 
-STOPPED = resume.STOPPED
-PARTIAL = {"denoise.partial.json", "denoise.partial.safetensors"}
+PARTIAL = {"denoise.partial.safetensors"}
 
 
 def names(folder):
@@ -24,8 +25,8 @@ def names(folder):
 
 
 def bits(folder, name="denoise"):
-    """The bytes of an artefact."""
-    return (folder / f"{name}.safetensors").read_bytes()
+    """The checksum of an artefact's tensors."""
+    return save.read_manifest(save.file_of(folder, name)).sha256
 
 
 @pytest.fixture(scope="module")
@@ -125,24 +126,24 @@ def test_a_stop_during_the_last_step_of_all_stages_comes_before_the_next_stage(r
     interrupted(1)
     with pytest.raises(StoppedError, match="Stopped before 'decode'; what was finished is in"):
         run(request_for(overrides=ONE_STEP))
-    left = {"encode.json", "encode.safetensors", "denoise.json", "denoise.safetensors", STOPPED}
+    left = {"encode.json", "encode.safetensors", "denoise.json", "denoise.safetensors", resume.UNFINISHED}
     assert names(tmp_path / "out") == left
 
     made = (tmp_path / "out" / "denoise.safetensors").stat().st_mtime_ns
     summary = run(request_for(overrides=ONE_STEP))
     assert summary.steps == 0 and summary.video.is_file(), "the same command does only what was left to do"
     assert (tmp_path / "out" / "denoise.safetensors").stat().st_mtime_ns == made
-    assert STOPPED not in names(tmp_path / "out")
+    assert resume.UNFINISHED not in names(tmp_path / "out")
 
 
 def test_another_job_in_the_folder_of_a_stopped_one_begins_anew(request_for, interrupted, tmp_path):
     interrupted(1)
     with pytest.raises(StoppedError):
         run(request_for(overrides=ONE_STEP))
-    made = (tmp_path / "out" / "denoise.safetensors").read_bytes()
+    made = bits(tmp_path / "out")
     with pytest.raises(StoppedError, match="Stopped before 'decode'"):  # after its own only step
         run(request_for(overrides=ONE_STEP, seed=5))
-    assert (tmp_path / "out" / "denoise.safetensors").read_bytes() != made
+    assert bits(tmp_path / "out") != made
 
 
 def test_a_stop_between_two_tiles_comes_before_the_next(request_for, monkeypatch, tmp_path):
@@ -259,8 +260,8 @@ def stopped(stopped_once, tmp_path):
 
 
 def test_the_partial_says_how_far_it_came(stopped):
-    manifest = save.read_manifest(stopped / "denoise.partial.json")
-    assert manifest.settings["done"] == 1 and manifest.stage == "denoise" and manifest.backend == "original"
+    manifest = save.read_manifest(stopped / "denoise.partial.safetensors")
+    assert manifest.done == 1 and manifest.stage == "denoise" and manifest.backend == "original"
 
 
 def refusal(request):
@@ -289,13 +290,13 @@ def test_unfinished_latents_of_other_settings_are_refused_and_left_as_they_are(
     request = denoise(**changes)
     before = unchanged(stopped)
     text = refusal(dataclasses.replace(request, overrides=(*request.overrides, *sets)))
-    assert text.startswith(f"{stopped}/denoise.partial.json: {fact}")
+    assert text.startswith(f"{stopped}/denoise.partial.safetensors: {fact}")
     assert unchanged(stopped) == before
 
 
 def test_the_remedy_names_all_three_ways_out(stopped, denoise):
     assert refusal(denoise(seed=7)).endswith(
-        "Finish that run, or remove the two files denoise.partial.*, or choose another --out."
+        "Finish that run, or remove denoise.partial.safetensors, or choose another --out."
     )
 
 
@@ -314,6 +315,94 @@ def test_unfinished_latents_of_other_embeddings_are_refused(stopped, denoise, re
 
 def test_unfinished_latents_that_are_damaged_are_refused(stopped, denoise):
     file = stopped / "denoise.partial.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ArtefactBrokenError, match=r"Its sha256 is not the one in denoise\.partial\.json"):
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ArtefactBrokenError) as caught:
         run(denoise())
+    assert str(caught.value) == (
+        f"{file}: Its tensors are not those that were written. "
+        "Copy the file again, or make it with: the same command, after removing it."
+    )
+
+
+@pytest.mark.parametrize("done", [0, -1, 2.9, True, "1", None, float("inf"), 3, 1000])
+def test_a_number_of_steps_that_cannot_be_is_refused(stopped, denoise, done, forged):
+    forged(stopped / "denoise.partial.safetensors", done=done)
+    with pytest.raises(ArtefactBrokenError, match=r"Its manifest's field 'done' is|Its latents have gone through"):
+        run(denoise())
+
+
+def test_a_number_of_steps_that_was_changed_is_refused(stopped, denoise):
+    file = stopped / "denoise.partial.safetensors"
+    data = file.read_bytes()
+    assert data.count(b'\\"done\\": 1') == 1
+    file.write_bytes(data.replace(b'\\"done\\": 1', b'\\"done\\": 2'))
+    with pytest.raises(ArtefactBrokenError, match=r"Its manifest is not the one that was written"):
+        run(denoise())
+
+
+def full(*args, **kwargs):
+    """Stands for a call on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_says_where_a_rerun_goes_on(denoise, whole, monkeypatch, tmp_path):
+    out, write = tmp_path / "out", save.write
+
+    def filling(folder, name, tensors, facts):
+        if facts.get("done") == 2:
+            with monkeypatch.context() as context:
+                context.setattr("os.fsync", full)
+                return write(folder, name, tensors, facts)
+        return write(folder, name, tensors, facts)
+
+    request = denoise(overrides=("height=64", "width=64", "frames=5", "steps=3", "save_every=1"))
+    with monkeypatch.context() as context, pytest.raises(OutputError) as caught:
+        context.setattr(save, "write", filling)
+        run(request)
+    assert str(caught.value) == (
+        f"{out}/denoise.partial.safetensors: The disk is full. Free some space, or choose another folder with --out; "
+        f"the same command with --out {out} then goes on after step 1 of 3."
+    )
+    assert names(out) == PARTIAL
+    assert run(request).steps == 2 and bits(out) == whole("original")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(denoise, tmp_path):
+    (tmp_path / "out").mkdir()
+    with atomic.locked(tmp_path / "out"), pytest.raises(OutputError) as caught:
+        run(denoise())
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'out'}: Another run writes to this folder. Wait until it has ended, or choose another --out"
+    )
+    run(denoise())
+
+
+def test_what_a_dead_run_left_half_written_is_removed(denoise, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".part-abc.safetensors").write_bytes(b"half")
+    run(denoise())
+    assert names(tmp_path / "out") == {"denoise.json", "denoise.safetensors", "manifest.json"}
+
+
+def test_a_damaged_note_of_an_unfinished_run_costs_time_and_no_more(request_for, interrupted, tmp_path, caplog):
+    interrupted(1)
+    with pytest.raises(StoppedError):
+        run(request_for(overrides=ONE_STEP))
+    (tmp_path / "out" / resume.UNFINISHED).write_bytes(b"{")
+    with pytest.raises(StoppedError):
+        run(request_for(overrides=ONE_STEP))
+    assert f"{resume.UNFINISHED} cannot be read: every stage is run again" in caplog.text
+
+
+def test_pictures_that_were_not_written_before_a_kill_are_written_after_it(request_for, monkeypatch, tmp_path):
+    def killed(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as context, pytest.raises(MemoryError):
+        context.setattr("torchport.run.write_video", killed)
+        run(request_for(overrides=ONE_STEP))
+    assert "video.mp4" not in names(tmp_path / "out")
+    made = save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns
+    summary = run(request_for(overrides=ONE_STEP))
+    assert summary.video.is_file() and save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns == made

@@ -1,6 +1,7 @@
 """Artefacts: whole or not at all, verified on reading, refused from another run; hand-written ports' stage files."""
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -21,11 +22,13 @@ from torchport.errors import (
     OutputError,
     SaveError,
 )
+from torchport.files import atomic
 
 IDENTITY = {"model": "m", "height": 64, "width": 64, "frames": 5}
 COMPONENTS = {"transformer": "aaaa", "vae": "bbbb"}
 FACTS = {
     "stage": "denoise",
+    "run": "0123456789abcdef",
     "created": "2026-11-20T00:00:00+00:00",
     "identity": IDENTITY,
     "checkpoint": "a/b@c",
@@ -49,8 +52,11 @@ TENSORS = {
 @pytest.fixture
 def written(tmp_path):
     """A folder with the artefact `denoise` in it."""
-    save.write(tmp_path, "denoise", TENSORS, FACTS)
+    save.write_copy(tmp_path, "denoise", save.write(tmp_path, "denoise", TENSORS, FACTS))
     return tmp_path
+
+
+MADE_BY = "Copy the file again, or make it with: torchport run --stage denoise."
 
 
 def read(folder, name="denoise", identity=None, components=None):
@@ -76,7 +82,7 @@ def test_what_is_written_is_read_back_bit_for_bit(written):
     assert {key: getattr(manifest, key) for key in FACTS} == FACTS
 
 
-def test_an_artefact_is_two_files_and_nothing_else(written):
+def test_an_artefact_is_one_file_and_a_copy_of_its_manifest(written):
     assert sorted(file.name for file in written.iterdir()) == ["denoise.json", "denoise.safetensors"]
 
 
@@ -93,98 +99,113 @@ def test_a_missing_artefact_is_refused_with_the_command_that_makes_it(tmp_path):
     )
 
 
-@pytest.mark.parametrize("half", ["denoise.json", "denoise.safetensors"])
-def test_half_an_artefact_is_refused(written, half):
-    (written / half).unlink()
+def test_an_artefact_is_complete_without_the_copy_of_its_manifest(written):
+    (written / "denoise.json").unlink()
+    read(written)
+
+
+def test_a_manifest_without_its_artefact_is_none(written):
+    (written / "denoise.safetensors").unlink()
+    assert "The artefact of 'denoise' is not there" in refusal(ArtefactMissingError, lambda: read(written))
+
+
+def test_a_changed_copy_of_the_manifest_is_refused(written):
+    """Whoever changed it expects an effect."""
+    file = written / "denoise.json"
+    file.write_text(file.read_text().replace('"height": 64', '"height": 65'))
     assert refusal(ArtefactBrokenError, lambda: read(written)) == (
-        f"{written}/{half}: The other half of 'denoise' is there, and this is not. "
-        "Make both again with: torchport run --stage denoise."
+        f"{file}: It is not the manifest that denoise.safetensors holds, which alone counts. "
+        "Remove it: the artefact is complete without it."
     )
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "longer"])
-def test_bytes_that_are_not_the_manifests_are_refused(written, damage):
+@pytest.mark.parametrize("damage", ["truncated", "longer", "none"])
+def test_bytes_that_are_not_safetensors_are_refused(written, damage):
     file = written / "denoise.safetensors"
-    data = bytearray(file.read_bytes())
-    data = {"truncated": data[:-1], "flipped": data[:-1] + bytes([data[-1] ^ 1]), "longer": data + b"\0"}[damage]
-    file.write_bytes(data)
-    assert refusal(ArtefactBrokenError, lambda: read(written)) == (
-        f"{file}: Its sha256 is not the one in denoise.json. "
-        "Copy both again, or make them with: torchport run --stage denoise."
+    data = file.read_bytes()
+    file.write_bytes({"truncated": data[:-1], "longer": data + b"\0", "none": b""}[damage])
+    text = refusal(ArtefactBrokenError, lambda: read(written))
+    assert text.startswith(f"{file}: It is not safetensors: ") and text.endswith(MADE_BY)
+
+
+def test_a_flipped_bit_of_a_tensor_is_refused(written):
+    file = written / "denoise.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    text = refusal(ArtefactBrokenError, lambda: read(written))
+    assert text == f"{file}: Its tensors are not those that were written. {MADE_BY}"
+
+
+def test_a_changed_field_of_the_manifest_is_refused(written):
+    file = written / "denoise.safetensors"
+    data = file.read_bytes()
+    assert data.count(b'\\"height\\": 64') == 1
+    file.write_bytes(data.replace(b'\\"height\\": 64', b'\\"height\\": 65'))
+    text = refusal(ArtefactBrokenError, lambda: read(written))
+    assert text == f"{file}: Its manifest is not the one that was written. {MADE_BY}"
+
+
+def test_a_renamed_tensor_is_refused(written, tmp_path):
+    file = written / "denoise.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"half":', b'"calf":'))
+    assert "Its tensors are not those that were written" in refusal(ArtefactBrokenError, lambda: read(written))
+
+
+def test_safetensors_without_a_manifest_are_refused(tmp_path):
+    save_file(dict(TENSORS, latents=torch.ones(1)), tmp_path / "denoise.safetensors")
+    assert refusal(ArtefactBrokenError, lambda: read(tmp_path)) == (
+        f"{tmp_path}/denoise.safetensors: It holds no manifest. {MADE_BY}"
     )
 
 
-def edit(folder, **changes):
-    """Changes fields of the manifest."""
-    file = folder / "denoise.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+def test_an_artefact_of_the_schema_with_two_files_is_refused_by_that_name(tmp_path):
+    save_file({"latents": torch.ones(1)}, tmp_path / "denoise.safetensors")
+    (tmp_path / "denoise.json").write_text('{"schema_version": 1}')
+    assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
+        f"{tmp_path}/denoise.safetensors: Its schema version is 1. This torchport reads 2: make the artefact again."
+    )
 
 
-def test_a_file_that_is_not_safetensors_is_refused_even_if_its_sum_is_right(written):
-    import hashlib
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '"schema_version"', "[1, 2]", "[" * 100_000])
+def test_what_is_not_a_manifest_is_refused(tmp_path, text):
+    noted = {"torchport": text, "torchport.sha256": hashlib.sha256(text.encode()).hexdigest()}
+    save_file({"latents": torch.ones(1)}, tmp_path / "denoise.safetensors", noted)
+    text = refusal(ArtefactBrokenError, lambda: read(tmp_path))
+    assert "It holds no manifest" in text or "Its manifest's field 'schema_version' is missing" in text
 
-    (written / "denoise.safetensors").write_bytes(b"no tensors")
-    edit(written, sha256=hashlib.sha256(b"no tensors").hexdigest())
-    text = refusal(ArtefactBrokenError, lambda: read(written))
-    assert (
-        text.startswith(f"{written}/denoise.safetensors: Not safetensors: ") and "Copy or make the file again" in text
+
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, True, 2.5])
+def test_another_schema_is_refused(written, version, forged):
+    forged(written / "denoise.safetensors", schema_version=version)
+    assert refusal(ArtefactForeignError, lambda: read(written)) == (
+        f"{written}/denoise.safetensors: Its schema version is {version!r}. "
+        "This torchport reads 2: make the artefact again."
     )
 
 
 @pytest.mark.parametrize(
-    ("noted", "fact"),
+    ("field", "value"),
     [
-        ({"dtype": "float16", "shape": [3, 2, 4]}, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
-        ({"dtype": "float32", "shape": [2, 3, 4]}, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
-        (None, "'latents' is float32 [3, 2, 4], unlike what denoise.json says"),
+        ("sha256", 3),
+        ("seconds", []),
+        ("stranger", 1),
+        ("inputs", {"encode": 1}),
+        ("inputs", {"elsewhere": "a"}),
+        ("patches", [{}]),
+        ("config", None),
+        ("stage", "dance"),
+        ("done", 1.5),
+        ("done", 0),
+        ("done", True),
     ],
 )
-def test_tensors_that_the_manifest_describes_otherwise_are_refused(written, noted, fact):
-    tensors = json.loads((written / "denoise.json").read_text())["tensors"]
-    edit(
-        written,
-        tensors={**{k: v for k, v in tensors.items() if k != "latents"}, **({"latents": noted} if noted else {})},
-    )
-    assert fact in refusal(ArtefactBrokenError, lambda: read(written))
-
-
-def test_a_tensor_that_the_manifest_lists_and_the_file_lacks_is_refused(written):
-    tensors = json.loads((written / "denoise.json").read_text())["tensors"]
-    edit(written, tensors={**tensors, "more": {"dtype": "float32", "shape": [1]}})
-    assert "'more' is missing, unlike what denoise.json says" in refusal(ArtefactBrokenError, lambda: read(written))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '"schema_version"', '{"schema_version": 1', "\x00", "{'a': 1}", "[1, 2]"]
-)
-def test_what_is_not_a_manifest_is_refused(written, text):
-    (written / "denoise.json").write_text(text)
-    assert refusal(ArtefactBrokenError, lambda: read(written)) == (
-        f"{written}/denoise.json: It is not a manifest. Make the artefact again."
-    )
-
-
-def test_a_manifest_that_is_not_utf8_is_refused(written):
-    (written / "denoise.json").write_bytes(b"\xff\xfe")
-    assert "It is not a manifest" in refusal(ArtefactBrokenError, lambda: read(written))
-
-
-@pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_another_schema_is_refused(written, version):
-    edit(written, schema_version=version)
-    assert refusal(ArtefactForeignError, lambda: read(written)) == (
-        f"{written}/denoise.json: Its schema version is {version!r}. This torchport reads 1: make the artefact again."
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("sha256", 3), ("seconds", []), ("stranger", 1), ("inputs", {"encode": 1})]
-)
-def test_a_field_that_is_not_what_it_must_be_is_refused(written, field, value):
-    edit(written, **{field: value})
+def test_a_field_that_is_not_what_it_must_be_is_refused(written, field, value, forged):
+    forged(written / "denoise.safetensors", **{field: value})
     text = refusal(ArtefactBrokenError, lambda: read(written))
     assert (
-        text.startswith(f"{written}/denoise.json: Its field '{field}") and "is missing or not what it must be" in text
+        text.startswith(f"{written}/denoise.safetensors: Its manifest's field '{field}")
+        and "is missing or not what it must be" in text
     )
 
 
@@ -192,13 +213,14 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(written, field, value):
 def test_an_artefact_of_another_model_or_size_is_refused(written, key, value):
     text = refusal(ArtefactForeignError, lambda: read(written, identity={**IDENTITY, key: value}))
     assert text == (
-        f"{written}/denoise.json: 'denoise' was made for {key} {IDENTITY[key]!r}, and this run is for {value!r}. "
+        f"{written}/denoise.safetensors: 'denoise' was made for {key} {IDENTITY[key]!r}, "
+        f"and this run is for {value!r}. "
         "Make it again, or run with what it was made for."
     )
 
 
-def test_an_identity_that_the_artefact_lacks_is_refused(written):
-    edit(written, identity={"model": "m"})
+def test_an_identity_that_the_artefact_lacks_is_refused(written, forged):
+    forged(written / "denoise.safetensors", identity={"model": "m"})
     text = refusal(ArtefactForeignError, lambda: read(written))
     assert "'denoise' was made for height None, and this run is for 64" in text
 
@@ -206,7 +228,7 @@ def test_an_identity_that_the_artefact_lacks_is_refused(written):
 def test_an_artefact_of_another_checkpoint_is_refused_and_parts_that_are_not_there_do_not_count(written):
     read(written, components={"vae": "bbbb", "scheduler": "cccc"})
     assert refusal(ArtefactForeignError, lambda: read(written, components={"vae": "dddd"})) == (
-        f"{written}/denoise.json: 'denoise' was made with another checkpoint: its vae is bbbb. "
+        f"{written}/denoise.safetensors: 'denoise' was made with another checkpoint: its vae is bbbb. "
         "Use the same --checkpoint for all stages; here vae is dddd."
     )
 
@@ -217,7 +239,7 @@ def test_an_artefact_whose_inputs_were_made_again_is_refused(written):
     save.check_lineage(written, "denoise", made)
     save.write(written, "encode", {"other": torch.zeros(1)}, {**FACTS, "stage": "encode"})
     assert refusal(ArtefactForeignError, lambda: save.check_lineage(written, "denoise", made)) == (
-        f"{written}/denoise.json: 'denoise' was made from another 'encode' than the one beside it. "
+        f"{written}/denoise.safetensors: 'denoise' was made from another 'encode' than the one beside it. "
         "Run --stage denoise again."
     )
     save.remove(written, "encode")
@@ -227,7 +249,7 @@ def test_an_artefact_whose_inputs_were_made_again_is_refused(written):
 @given(st.binary(max_size=200), st.sampled_from(["denoise.json", "denoise.safetensors"]))
 def test_any_bytes_in_either_file_are_refused(tmp_path_factory, data, half):
     folder = tmp_path_factory.mktemp("any", numbered=True)
-    save.write(folder, "denoise", TENSORS, FACTS)
+    save.write_copy(folder, "denoise", save.write(folder, "denoise", TENSORS, FACTS))
     (folder / half).write_bytes(data)
     refusal(ArtefactBrokenError, lambda: read(folder))
 
@@ -249,31 +271,38 @@ def test_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch, call):
 
 
 def test_a_disk_that_fills_up_leaves_the_older_file_as_it_was(tmp_path, monkeypatch, unchanged):
-    save.write_json(tmp_path / "manifest.json", {"a": 1})
+    atomic.write_json(tmp_path / "manifest.json", {"a": 1})
     before = unchanged(tmp_path)
     with monkeypatch.context() as context:
         context.setattr("os.fsync", full)
-        refusal(OutputError, lambda: save.write_json(tmp_path / "manifest.json", {"a": 2}))
+        refusal(OutputError, lambda: atomic.write_json(tmp_path / "manifest.json", {"a": 2}))
     assert unchanged(tmp_path) == before
-    save.write_json(tmp_path / "manifest.json", {"a": 2})
+    atomic.write_json(tmp_path / "manifest.json", {"a": 2})
     assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 2}
 
 
-def test_an_old_manifest_never_describes_a_new_artefact(written, monkeypatch):
-    """The disk fills up between the two files: the new tensors are there, and are not taken for the old ones."""
-    monkeypatch.setattr(save, "write_json", full)
-    with pytest.raises(OSError, match="No space"):
-        save.write(written, "denoise", {"latents": torch.zeros(1)}, FACTS)
-    assert sorted(file.name for file in written.iterdir()) == ["denoise.safetensors"]
-    monkeypatch.undo()
-    assert "The other half of 'denoise' is there" in refusal(ArtefactBrokenError, lambda: read(written))
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.write_bytes", "pathlib.Path.replace", "tempfile.mkstemp"])
+def test_a_disk_that_fills_up_leaves_the_older_artefact_whole(written, monkeypatch, call):
+    with monkeypatch.context() as context:
+        context.setattr(call, full)
+        refusal(OutputError, lambda: save.write(written, "denoise", {"latents": torch.zeros(1)}, FACTS))
+    assert torch.equal(read(written)[0]["latents"], TENSORS["latents"])
+    assert [file.name for file in written.iterdir()] == ["denoise.safetensors"]
+
+
+def test_a_disk_that_also_refuses_the_cleaning_up_is_told_of_once(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        context.setattr("pathlib.Path.unlink", full)
+        assert "The disk is full" in refusal(OutputError, lambda: atomic.write_json(tmp_path / "a.json", {}))
+    assert [file.name[:6] for file in tmp_path.iterdir()] == [atomic.TEMPORARY]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    text = refusal(OutputError, lambda: save.make_folder(tmp_path / "file"))
+    text = refusal(OutputError, lambda: atomic.make_folder(tmp_path / "file"))
     assert text == f"{tmp_path / 'file'}: It is a file, not a folder. Choose another folder with --out."
-    text = refusal(OutputError, lambda: save.make_folder(tmp_path / "file" / "below"))
+    text = refusal(OutputError, lambda: atomic.make_folder(tmp_path / "file" / "below"))
     assert (
         text
         == f"{tmp_path / 'file' / 'below'}: It cannot be written: Not a directory. Choose another folder with --out."
@@ -285,7 +314,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("tempfile.TemporaryFile", readonly)
-    assert refusal(OutputError, lambda: save.make_folder(tmp_path)) == (
+    assert refusal(OutputError, lambda: atomic.make_folder(tmp_path)) == (
         f"{tmp_path}: It cannot be written: Read-only file system. Choose another folder with --out."
     )
 
@@ -298,7 +327,7 @@ def test_a_file_that_cannot_be_removed_is_refused(tmp_path):
 
 
 def test_an_interrupt_while_writing_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), save.writing(tmp_path / "a.bin") as temporary:
+    with pytest.raises(KeyboardInterrupt), atomic.writing(tmp_path / "a.bin") as temporary:
         temporary.write_bytes(b"half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -388,18 +417,17 @@ def test_what_is_not_finite_is_refused_and_nothing_is_written(tmp_path, value):
 
 
 def test_an_artefact_under_another_stages_name_is_refused(written):
-    for suffix in (".json", ".safetensors"):
-        (written / f"denoise{suffix}").rename(written / f"encode{suffix}")
+    (written / "denoise.safetensors").rename(written / "encode.safetensors")
     text = refusal(ArtefactForeignError, lambda: save.read(written, "encode", IDENTITY, COMPONENTS, "CMD"))
-    assert text == f"{written / 'encode.json'}: It is the manifest of 'denoise'. Make 'encode' with: CMD."
+    assert text == f"{written / 'encode.safetensors'}: It is an artefact of 'denoise'. Make 'encode' with: CMD."
 
 
 def test_what_later_stages_made_from_another_artefact_is_removed(written):
-    sha = save.read_manifest(written / "denoise.json").sha256
+    sha = save.read_manifest(written / "denoise.safetensors").sha256
     save.write(written, "decode", {"frames": torch.ones(1)}, {**FACTS, "stage": "decode", "inputs": {"denoise": sha}})
     (written / save.VIDEO).write_bytes(b"video")
     save.discard_stale(written, "denoise", sha, ["decode"])
-    assert (written / "decode.json").is_file() and (written / save.VIDEO).is_file()
+    assert (written / "decode.safetensors").is_file() and (written / save.VIDEO).is_file()
     save.discard_stale(written, "denoise", "another", ["decode"])
     assert sorted(file.name for file in written.iterdir()) == ["denoise.json", "denoise.safetensors"]
 
@@ -425,6 +453,6 @@ def test_a_run_denoises_what_a_hand_written_port_encoded(request_for, tmp_path):
     )
     run(request_for(stage="denoise", prompt=None, overrides=steps))
     run(request_for(stage="denoise", prompt=None, overrides=steps, inputs=seeds, out=tmp_path / "other"))
-    made = [tmp_path / folder / "denoise.safetensors" for folder in ("out", "other")]
-    assert made[0].read_bytes() == made[1].read_bytes()
+    made = [save.read_manifest(tmp_path / folder / "denoise.safetensors").sha256 for folder in ("out", "other")]
+    assert made[0] == made[1]
     assert json.loads((tmp_path / "other" / "denoise.json").read_text())["inputs"] == {}

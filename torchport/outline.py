@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 
-from torchport import calls, compile, errors, grid, load, patch, pipelines, save, schedule, shard, topology, upstream
+from torchport import calls, compile, errors, grid, load, patch, pipelines, schedule, shard, topology, upstream
 from torchport.attention import dispatch
 from torchport.errors import BadValueError, OutputError, TopologyError, TorchportError, VmemError
+from torchport.files import atomic
 from torchport.machine import Machine
 from torchport.task import Request, Task, accept, check_heads, published
 
@@ -258,7 +259,7 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[di
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
-    save.make_folder(dump)
+    atomic.make_folder(dump)
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         asked, outcome = Path(scratch) / "request.json", Path(scratch) / "outcome.json"
         asked.write_text(json.dumps({"task": fields, "stage": stage, "dump": str(dump), "bounded": bounded}))

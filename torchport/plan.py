@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchport import calibration, cost, grid, hlo, outline, save
+from torchport import calibration, cost, grid, hlo, outline
 from torchport.attention import tiles, transposed
 from torchport.attention.dispatch import HEAD_AXES, KERNELS
 from torchport.errors import BadValueError
 from torchport.exchange import exchanges
+from torchport.files import atomic
 from torchport.machine import Chip, Machine, chip
 from torchport.pipelines import Stage
 from torchport.record import versions
@@ -78,7 +79,7 @@ def plan(
         "stages": {stage.name: planned.get(stage.name, _left_out(stage)) for stage in task.family.STAGES},
     }
     if keep is not None:
-        save.write_json(keep / "plan.json", found)
+        atomic.write_json(keep / "plan.json", found)
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchport import save
 from torchport.card import STAGES
+from torchport.files import atomic
 from torchport.task import Task
 
 
@@ -24,8 +25,8 @@ def versions() -> dict[str, str]:
 
 def write_manifest(task: Task, made: Path | None) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's."""
-    files = {name: task.folder / f"{name}.json" for name in STAGES}
-    stages = {name: save.read_manifest(file).model_dump() for name, file in files.items() if file.is_file()}
+    manifests = {name: save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
+    stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     rows = [row for stage in stages.values() for row in stage["patches"]]
     manifest = {
         "schema_version": save.SCHEMA,
@@ -35,4 +36,4 @@ def write_manifest(task: Task, made: Path | None) -> None:
         "deviations": [row for row in rows if row["equivalence"] != "bitwise"],
         "stages": stages,
     }
-    save.write_json(task.folder / "manifest.json", manifest)
+    atomic.write_json(task.folder / "manifest.json", manifest)

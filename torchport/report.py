@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport import save
 from torchport.errors import OutputError
+from torchport.files import atomic
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 WIDE = 1000.0
@@ -118,7 +118,7 @@ def write(file: Path, found: Mapping[str, Any], command: str) -> None:
     Raises:
         OutputError: It cannot be written.
     """
-    with save.writing(file) as temporary:
+    with atomic.writing(file) as temporary:
         temporary.write_text(page(found, command), encoding="utf-8")
 
 

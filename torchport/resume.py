@@ -8,17 +8,21 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import pydantic
 import torch
 
 from torchport import checkpoint, hosts, pipelines, save
-from torchport.errors import ArtefactForeignError, StoppedError
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError
+from torchport.files import atomic
 from torchport.progress import log, track
 from torchport.task import Task
 
 PARTIAL = "denoise.partial"
 """The unfinished latents' artefact."""
-STOPPED = ".stopped.json"
-"""Written when a run of all stages is stopped: which of them are finished."""
+UNFINISHED = ".unfinished.json"
+"""Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
+AFTER_REMOVAL = "the same command, after removing it"
+"""What makes an artefact of a stopped run again."""
 
 
 class Stopping:
@@ -80,13 +84,48 @@ class Stopping:
         )
 
 
+class Unfinished:
+    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
+
+    Attributes:
+        step: How many steps the latents on the disk have gone through; 0 where there are none.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.step = 0
+
+    def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Saves the latents after a step; until these are whole on the disk, the older ones stay.
+
+        Raises:
+            OutputError: They cannot be written.
+        """
+        hosts.told(lambda: save.write(self.task.folder, PARTIAL, state, {**facts, "done": number}).sha256)
+        self.step = number
+
+    def read(self, weights: checkpoint.Checkpoint, shas: Mapping[str, str]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Returns how many steps a stopped or killed run of this very job finished, and its latents.
+
+        Args:
+            weights: The checkpoint in use.
+            shas: sha256 of the artefacts that the stage reads.
+
+        Raises:
+            ArtefactForeignError: Latents of another job lie there.
+            ArtefactBrokenError: They are damaged.
+        """
+        self.step, tensors = hosts.told_with(lambda: _unfinished(self.task, weights, shas))
+        return self.step, dict(tensors)
+
+
 def steps(
     task: Task,
     stage: pipelines.Stage,
     stopping: Stopping,
-    weights: checkpoint.Checkpoint,
+    unfinished: Unfinished,
     facts: Callable[[], dict[str, Any]],
-    shas: Mapping[str, str],
+    start: tuple[int, dict[str, torch.Tensor]],
 ) -> pipelines.Steps:
     """Returns a loop's progress bar, its saving every few steps, and where it goes on.
 
@@ -94,12 +133,9 @@ def steps(
         task: The run.
         stage: The stage whose loop it is.
         stopping: Whether a stop was asked for.
-        weights: The checkpoint in use.
+        unfinished: Where the latents are saved.
         facts: The manifest's fields for an artefact of this stage, as of now.
-        shas: sha256 of the artefacts that the stage reads.
-
-    Raises:
-        ArtefactForeignError: Unfinished latents of another job lie in the output folder.
+        start: How many steps are done, and the state after them; 0 and nothing where it begins.
     """
     total = task.settings.steps
 
@@ -107,9 +143,7 @@ def steps(
         if number < total:
             stop = stopping.wanted()
             if stop or number % task.job.save_every == 0:
-                noted = facts()
-                noted |= {"settings": {**noted["settings"], "done": number}}
-                hosts.told(lambda: save.write(task.folder, PARTIAL, state, noted).sha256)
+                unfinished.save(number, state, facts())
             if stop:
                 stopping.stop(task, f"after step {number} of {total}")
 
@@ -122,90 +156,119 @@ def steps(
                 yield item
 
         return pipelines.Steps(watched)
-    done, latents = hosts.told_with(lambda: _unfinished(task, weights, shas))
-    return pipelines.Steps(bar, finished, (done, latents) if done else None)
+    return pipelines.Steps(bar, finished, start if start[0] else None)
 
 
 def _unfinished(
     task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Returns how many steps a stopped run of this very job finished, and its latents."""
-    file = task.folder / f"{PARTIAL}.json"
+    file = save.file_of(task.folder, PARTIAL)
     if not file.is_file():
         return 0, {}
-    tensors, manifest = save.read(
-        task.folder, PARTIAL, task.identity("denoise"), weights.digests, "the whole stage, after removing both"
-    )
+    remedy = f"Finish that run, or remove {file.name}, or choose another --out"
+    tensors, manifest = save.read(task.folder, PARTIAL, task.identity("denoise"), weights.digests, AFTER_REMOVAL)
     assert manifest is not None
-    remedy = f"Finish that run, or remove the two files {PARTIAL}.*, or choose another --out"
-    found = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config["mesh"]}
-    for key, value in {
-        **task.shown(_denoise(task)),
-        "backend": task.request.backend,
-        "mesh": dict(task.job.mesh),
-    }.items():
-        if found.get(key) != value:
-            fact = f"A run with {key} {found.get(key)!r} was stopped here, and this one has {value!r}"
-            raise ArtefactForeignError(str(file), fact, remedy, key=key)
+    differs = _difference(task, _denoise(task), manifest)
+    if differs is not None:
+        key, written, asked = differs
+        fact = f"A run with {key} {written!r} was stopped here, and this one has {asked!r}"
+        raise ArtefactForeignError(str(file), fact, remedy, key=key)
     if manifest.inputs != dict(shas):
         raise ArtefactForeignError(str(file), "The run that was stopped here had other embeddings", remedy)
-    done = int(manifest.settings["done"])
-    log.info("resume after step %d of %d", done, task.settings.steps)
+    done, total = manifest.done, task.settings.steps
+    if done is None or done >= total:
+        fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
+        raise ArtefactBrokenError(str(file), fact, f"Remove {file.name}: the stage then begins anew")
+    log.info("resume after step %d of %d", done, total)
     return done, tensors
+
+
+def _difference(task: Task, stage: pipelines.Stage, manifest: save.Manifest) -> tuple[str, Any, Any] | None:
+    """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
+    written = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config.get("mesh")}
+    asked = {**task.shown(stage), "backend": task.request.backend, "mesh": dict(task.job.mesh)}
+    return next(((key, written.get(key), ours) for key, ours in asked.items() if written.get(key) != ours), None)
 
 
 def _denoise(task: Task) -> pipelines.Stage:
     return next(stage for stage in task.family.STAGES if stage.name == "denoise")  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def noting(task: Task, made: Sequence[str]) -> Iterator[None]:
-    """Writes down, if a run of all stages is stopped inside the context, which of them are finished."""
+def unfinished_run(task: Task) -> str | None:
+    """Returns the name of the run of all stages that has begun in the folder and has not ended; None if all have."""
+    file = task.folder / UNFINISHED
+    if task.request.stage != "all" or not file.is_file():
+        return None
     try:
-        yield
-    except StoppedError:
-        if task.request.stage == "all" and made and hosts.first():
-            shas = {name: save.read_manifest(task.folder / f"{name}.json").sha256 for name in made}
-            save.write_json(task.folder / STOPPED, shas)
-        raise
+        return _Unfinished.model_validate_json(file.read_bytes()).run
+    except (pydantic.ValidationError, OSError):
+        # Nothing wrong can come of it: stages that were finished are run again.
+        log.warning("%s cannot be read: every stage is run again", file)
+        return None
 
 
-def finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
-    """Returns the stages that a stopped run of this very job finished, with their verified manifests.
+class _Unfinished(pydantic.BaseModel):
+    """The content of `UNFINISHED`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    run: str
+
+
+def begin(task: Task, run: str) -> None:
+    """Writes down that a run of all stages has begun: its artefacts count when the same command is given again.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    if task.request.stage == "all":
+        atomic.write_json(task.folder / UNFINISHED, {"run": run})
+
+
+def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
+    """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
 
     Args:
-        task: The run; another one than the stopped one finds nothing finished.
+        task: The run; another job than the stopped one has nothing finished.
+        run: The stopped run's name.
         weights: The checkpoint in use.
+
+    Raises:
+        ArtefactBrokenError: One of them is damaged.
     """
-    found = hosts.told(lambda: {name: manifest.model_dump() for name, manifest in _finished(task, weights).items()})
-    return {name: save.Manifest.model_validate(manifest) for name, manifest in found.items()}
-
-
-def _finished(task: Task, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
-    file = task.folder / STOPPED
-    if task.request.stage != "all" or not file.is_file():
-        return {}
-    shas = checkpoint.read_json(file)
-    found: dict[str, save.Manifest] = {}
+    manifests: dict[str, save.Manifest] = {}
     for stage in task.stages:
-        manifest_file = task.folder / f"{stage.name}.json"
-        if stage.name not in shas or not manifest_file.is_file():
+        file = save.file_of(task.folder, stage.name)
+        if not file.is_file():
             break
-        manifest = save.read_manifest(manifest_file)
-        asked = {**task.shown(stage), "backend": task.request.backend, "mesh": dict(task.job.mesh)}
-        made = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config["mesh"]}
-        if manifest.sha256 != shas[stage.name] or any(made.get(key) != value for key, value in asked.items()):
+        manifest = save.read_manifest(file)
+        inputs = {name: manifests[name].sha256 for name in manifest.inputs if name in manifests}
+        if manifest.run != run or manifest.inputs != inputs or _difference(task, stage, manifest) is not None:
             break
-        save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, "the stage again")
-        found[stage.name] = manifest
-    return found
+        save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
+        manifests[stage.name] = manifest
+    return manifests
+
+
+def going_on(task: Task, error: OutputError, names: Sequence[str], step: int) -> OutputError:
+    """Returns the error with what the same command does next time.
+
+    Args:
+        task: The run.
+        error: What could not be written.
+        names: The stages that are finished.
+        step: How many steps the unfinished latents on the disk have gone through.
+    """
+    again = f"the same command with --out {task.folder} then"
+    if step:
+        what = f"{again} goes on after step {step} of {task.settings.steps}"
+    elif names and task.request.stage == "all":
+        what = f"{again} goes on after '{names[-1]}'"
+    else:
+        what = f"{again} begins anew: nothing was finished"
+    return OutputError(error.place, error.fact, f"{error.remedy}; {what}")
 
 
 def forget(task: Task) -> None:
     """Removes what a stopped run left for going on: this one has finished."""
-    hosts.told(lambda: _forget(task))
-
-
-def _forget(task: Task) -> None:
     save.remove(task.folder, PARTIAL)
-    (task.folder / STOPPED).unlink(missing_ok=True)
+    atomic.remove(task.folder / UNFINISHED)

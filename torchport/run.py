@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 
 from torchport import checkpoint, compile, hosts, load, patch, pipelines, programs, resume, save, shard, tiny, upstream
 from torchport.attention import bound, dispatch
-from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.errors import ArtefactForeignError, BadValueError, OutputError
+from torchport.files import atomic
 from torchport.machine import devices
 from torchport.progress import log, track
 from torchport.record import versions, write_manifest
@@ -56,6 +58,8 @@ class Journey:
         self.weights = weights
         self.stopping = stopping
         self.programs = kept
+        self.run = ""  # its name, which its artefacts carry
+        self.unfinished = resume.Unfinished(task)
         self.seconds: dict[str, float] = {}
         self.shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self.made: list[str] = []  # the stages whose artefacts this run has written, or found finished
@@ -105,17 +109,46 @@ def _carry(task: Task, stopping: resume.Stopping) -> Summary:
         journey = Journey(task, _weights(task), stopping, kept)
         hosts.agree({"checkpoint": journey.weights.digests})
         _check_parts(journey)
-        finished = resume.finished(task, journey.weights)
-        for stage in task.stages:
-            if stage.name in finished:
-                log.info("%s was finished before the stop", stage.name)
-                _note_made(journey, stage, _kept(finished[stage.name]))
-                continue
-            with resume.noting(task, journey.made):
+        finished = _goes_on(journey)
+        try:
+            for stage in task.stages:
                 stopping.check(task, f"before '{stage.name}'")
-                _travel(journey, stage)
-        resume.forget(task)
-    return _arrive(journey)
+                if stage.name in finished:
+                    _take(journey, stage, finished[stage.name])
+                else:
+                    _travel(journey, stage)
+            return _arrive(journey)
+        except OutputError as error:
+            raise resume.going_on(task, error, journey.made, journey.unfinished.step) from error
+
+
+def _goes_on(journey: Journey) -> dict[str, save.Manifest]:
+    """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
+    task = journey.task
+
+    def before() -> tuple[str, dict[str, Any]]:
+        name = resume.unfinished_run(task)
+        if name is None:
+            return secrets.token_hex(8), {}
+        manifests = resume.finished(task, name, journey.weights)
+        return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
+
+    journey.run, finished = hosts.told(before)
+    return {stage: save.Manifest.model_validate(manifest) for stage, manifest in finished.items()}
+
+
+def _take(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+    """Takes over a stage that was finished before the stop, and what may not have been written after it."""
+    task = journey.task
+    log.info("%s was finished before the stop", stage.name)
+    _note_made(journey, stage, _kept(manifest))
+
+    def complete() -> None:
+        names = task.identity(stage.name), journey.weights.digests, resume.AFTER_REMOVAL
+        outputs = save.read(task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
+        _tidy(journey, stage, outputs, manifest)
+
+    hosts.told(complete)
 
 
 def _kept(manifest: save.Manifest) -> dict[str, Any]:
@@ -152,14 +185,18 @@ def _built(journey: Journey, name: str) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _folder(folder: Path) -> Iterator[None]:
-    """Makes the output folder, and takes it away again if an error leaves nothing in it."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
-    hosts.told(lambda: save.make_folder(folder))
+    """Makes the output folder, keeps it for this run, and takes it away again if an error leaves nothing in it."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
+    hosts.told(lambda: atomic.make_folder(folder))
+    lock = contextlib.ExitStack()
     try:
-        yield
+        with lock:
+            hosts.told(lambda: lock.enter_context(atomic.locked(folder)))
+            yield
     except BaseException:
-        for path in made:
-            if path.is_dir() and not any(path.iterdir()):
+        # What cannot be removed stays: the error that is on its way says more.
+        with contextlib.suppress(OSError):
+            for path in new:
                 path.rmdir()
         raise
 
@@ -181,9 +218,15 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
         run = functools.partial(_run, journey, stage, ledger, inputs, clock)  # load, shard, compile, run
         # What runs in PyTorch runs in one process: elsewhere it might round otherwise.
         outputs = run() if stage.network is not None else hosts.told_with(lambda: (None, run()))[1]
-        written = functools.partial(save.write, task.folder, stage.name, outputs)
-        _note_made(journey, stage, hosts.told(lambda: _kept(written(_facts(journey, stage, ledger)))))  # save
-    hosts.told(lambda: _tidy(journey, stage, outputs))
+        facts = _facts(journey, stage, ledger)
+
+        def written() -> dict[str, Any]:
+            resume.begin(task, journey.run)
+            return save.write(task.folder, stage.name, outputs, facts).model_dump()
+
+        manifest = save.Manifest.model_validate(hosts.told(written))  # save
+        _note_made(journey, stage, _kept(manifest))
+    hosts.told(lambda: _tidy(journey, stage, outputs, manifest))
     journey.seconds[f"{stage.name} save"] = time.perf_counter() - clock[-1]
 
 
@@ -199,7 +242,8 @@ def _run(
         clock.append(time.perf_counter())
         facts = functools.partial(_facts, journey, stage, ledger)
         shas = {str(name): journey.shas[name] for name in stage.needs if name in journey.shas}
-        steps = resume.steps(task, stage, journey.stopping, journey.weights, facts, shas)
+        start = journey.unfinished.read(journey.weights, shas) if stage.name == "denoise" else (0, {})
+        steps = resume.steps(task, stage, journey.stopping, journey.unfinished, facts, start)
         outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
         clock.append(time.perf_counter())
     ledger.check_called()
@@ -210,9 +254,12 @@ def _run(
     return outputs
 
 
-def _tidy(journey: Journey, stage: pipelines.Stage, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Removes what a stage's new artefact has outdated, and makes the pictures of one that has frames."""
+def _tidy(
+    journey: Journey, stage: pipelines.Stage, outputs: Mapping[str, torch.Tensor], manifest: save.Manifest
+) -> None:
+    """Removes what a stage's new artefact has outdated, and writes what goes beside it: its manifest, its pictures."""
     task = journey.task
+    save.write_copy(task.folder, stage.name, manifest)
     later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
     save.discard_stale(task.folder, stage.name, journey.shas[stage.name], later)
     if "frames" in outputs:
@@ -258,7 +305,7 @@ def _read_artefacts(journey: Journey, stage: pipelines.Stage) -> tuple[dict[str,
         tensors |= found
         if manifest is not None:
             save.check_lineage(folder, name, manifest)
-            _check_asked(task, stage, folder / f"{name}.json", manifest)
+            _check_asked(task, stage, save.file_of(folder, name), manifest)
             shas[name] = manifest.sha256
             settings = {**manifest.settings, **settings}
     return {"shas": shas, "settings": settings}, tensors
@@ -361,6 +408,7 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
     task = journey.task
     return {
         "stage": stage.name,
+        "run": journey.run,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "identity": task.identity(stage.name),
         "checkpoint": journey.weights.identity,
@@ -377,8 +425,9 @@ def _facts(journey: Journey, stage: pipelines.Stage, ledger: patch.Ledger) -> di
 
 
 def _arrive(journey: Journey) -> Summary:
-    """Writes the run's own manifest, and returns the summary."""
+    """Writes the run's own manifest, forgets that it was unfinished, and returns the summary."""
     task = journey.task
     made = task.folder / save.VIDEO if any(stage.name == "decode" for stage in task.stages) else None
     hosts.told(lambda: write_manifest(task, made))
+    hosts.told(lambda: resume.forget(task))
     return Summary(task.folder, made, journey.seconds, journey.steps)

@@ -1,17 +1,14 @@
-"""What one stage hands to the next (safetensors and a manifest beside it), and the final video.
+"""What one stage hands to the next: a safetensors file that holds its own manifest.
 
-Everything is written to a temporary name, flushed, and renamed: a file that has its name is whole.
+An artefact is one file, so that one renaming replaces it: there is never a new half beside an old one. The manifest is
+in the file's metadata, under a checksum of its own; the JSON beside it is a copy for people.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,14 @@ from torchport.errors import (
     ArtefactForeignError,
     ArtefactMissingError,
     NotFiniteError,
-    OutputError,
 )
+from torchport.files import atomic
 from torchport.progress import log
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the manifest's schema; a reader refuses any other."""
+_TEXT, _CHECKSUM = "torchport", "torchport.sha256"
+"""Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
 VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
 
@@ -42,28 +41,62 @@ _DTYPES = {
 }
 
 
-class Tensor(pydantic.BaseModel):
+class Written(pydantic.BaseModel):
+    """A part of a manifest: nothing else in it, nothing coerced."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+class Tensor(Written):
     """A tensor as a manifest describes it."""
 
     dtype: str
     shape: list[int]
 
 
-class Manifest(pydantic.BaseModel):
-    """The JSON beside an artefact: what made it.
+class PatchRow(Written):
+    """A patch as a manifest lists it; see `torchport.patch.ledger`."""
+
+    id: str
+    target: str
+    kind: str
+    equivalence: str | dict[str, Any]
+    state: str
+    calls: int | None
+    plumbing: bool
+    late: bool
+    drift: str
+    detail: str
+    why: str
+    place: str
+
+
+class ProgramRow(Written):
+    """A program as a manifest lists it; see `torchport.programs.store`."""
+
+    program: str
+    traced: str | None
+    jax_cache: bool | None
+    key: str | None
+
+
+class Manifest(Written):
+    """What made an artefact.
 
     Attributes:
+        run: The run that made it; one that is stopped or killed keeps its name when it goes on.
         identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
         programs: One row for each program of the stage: whether it was "compiled" or "cached", and when it was traced.
+        done: Of unfinished latents: how many steps they have gone through.
+        sha256: Of the tensors: names, dtypes, shapes and values.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
     schema_version: int
-    stage: str
+    stage: StageName
+    run: str
     created: str
     identity: dict[str, Any]
     checkpoint: str
@@ -72,76 +105,22 @@ class Manifest(pydantic.BaseModel):
     settings: dict[str, Any]
     config: dict[str, Any]
     backend: str
-    patches: list[dict[str, Any]]
-    programs: list[dict[str, Any]] = []
+    patches: list[PatchRow]
+    programs: list[ProgramRow] = []
     versions: dict[str, str]
     seconds: dict[str, float]
+    done: int | None = pydantic.Field(default=None, ge=1)
     tensors: dict[str, Tensor]
     sha256: str
 
 
-@contextlib.contextmanager
-def writing(file: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk.
-
-    Raises:
-        OutputError: The folder cannot be written, or is full. Nothing is left behind, and an older file stays.
-    """
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(prefix=".", suffix=file.suffix, dir=file.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with temporary.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner may read; artefacts are shared.
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(file)
-    except OSError as error:
-        raise _unwritable(file, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _unwritable(file: Path, error: OSError) -> OutputError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
-    if error.errno == errno.EEXIST or (file.is_file() and error.errno == errno.ENOTDIR):
-        return OutputError(str(file), "It is a file, not a folder", "Choose another folder with --out")
-    reason = error.strerror or " ".join(str(error).split())
-    return OutputError(str(file), f"It cannot be written: {reason}", "Choose another folder with --out")
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the output folder, and proves that it can be written before hours are spent.
-
-    Raises:
-        OutputError: It cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0")
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def write_json(file: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all."""
-    with writing(file) as temporary:
-        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def file_of(folder: Path, name: str) -> Path:
+    """Returns the file of an artefact."""
+    return folder / f"{name}.safetensors"
 
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
-    """Writes an artefact and its manifest.
+    """Writes an artefact: at every moment either the older one or this one is there, whole.
 
     Args:
         folder: The run's.
@@ -150,32 +129,60 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         facts: The manifest's other fields.
 
     Raises:
-        OutputError: The folder cannot be written, or is full.
+        NotFiniteError: A tensor holds NaN or infinity. Nothing is written.
+        OutputError: The folder cannot be written, or is full. The older artefact stays.
     """
     from safetensors.torch import save
 
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         _check_finite(folder, name, key, tensor)
-    data = save({key: tensor.contiguous() for key, tensor in tensors.items()})
     manifest = Manifest(
         schema_version=SCHEMA,
         tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=_sha256(tensors),
         **facts,
     )
-    # An old manifest never describes a new artefact, not even for the moment between the two renames.
-    remove(folder, name, manifest_only=True)
-    with writing(folder / f"{name}.safetensors") as temporary:
+    text = _text(manifest)
+    data = save(tensors, {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
+    # The copy goes first: it must never describe another artefact than the one beside it.
+    atomic.remove(_copy(folder, name))
+    with atomic.writing(file_of(folder, name)) as temporary:
         temporary.write_bytes(data)
-    write_json(folder / f"{name}.json", manifest.model_dump())
     return manifest
+
+
+def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Writes an artefact's manifest beside it, for people.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    atomic.write_text(_copy(folder, name), _text(manifest))
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _text(manifest: Manifest) -> str:
+    return json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Returns a checksum of tensors that two runs share if they agree in every bit."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name}\0{_described(tensor)}\0".encode())
+        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
         raise NotFiniteError(
-            str(folder / f"{name}.safetensors"),
+            str(file_of(folder, name)),
             f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite",
             "Nothing was written. Compare with --backend original: if that is finite, a patch or a precision is wrong",
             key=key,
@@ -193,26 +200,26 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
     """
     changed: dict[StageName, str] = {name: sha256}
     for stage in later:
-        beside = folder / f"{stage}.json"
-        if not beside.is_file():
+        file = file_of(folder, stage)
+        manifest = readable_manifest(file)
+        if manifest is None:
             continue
-        inputs = read_manifest(beside).inputs
+        inputs = manifest.inputs
         if any(inputs.get(made) not in (None, sha) for made, sha in changed.items()):
-            log.warning("removed %s: it was made from another '%s'", beside.with_suffix(".safetensors"), name)
+            log.warning("removed %s: it was made from another '%s'", file, name)
             remove(folder, stage)
             changed[stage] = ""
             if stage == later[-1]:
-                for picture in (VIDEO, CONTACT_SHEET):
-                    (folder / picture).unlink(missing_ok=True)
+                atomic.remove(folder / VIDEO, folder / CONTACT_SHEET)
 
 
-def remove(folder: Path, name: str, manifest_only: bool = False) -> None:
-    """Removes an artefact that is about to be replaced, or is no longer of use."""
-    for suffix in (".json",) if manifest_only else (".json", ".safetensors"):
-        try:
-            (folder / f"{name}{suffix}").unlink(missing_ok=True)
-        except OSError as error:
-            raise _unwritable(folder / f"{name}{suffix}", error) from error
+def remove(folder: Path, name: str) -> None:
+    """Removes an artefact that is of no more use.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    atomic.remove(_copy(folder, name), file_of(folder, name))
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -240,75 +247,121 @@ def read(
 
     Raises:
         ArtefactMissingError: It is not there.
-        ArtefactBrokenError: Its bytes, shapes or dtypes are not what the manifest says.
+        ArtefactBrokenError: Its bytes are not what was written, or the JSON beside it is not its manifest.
         ArtefactForeignError: It was made for another model, checkpoint, size or schema.
     """
-    file, beside = folder / f"{name}.safetensors", folder / f"{name}.json"
-    if not file.is_file() and not beside.is_file():
+    file = file_of(folder, name)
+    if not file.is_file():
         old = folder / SEED_FILES.get(name, "")
         if old.is_file():
             return read_seed(old, identity), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
-    for needed in (file, beside):
-        if not needed.is_file():
-            raise ArtefactBrokenError(
-                str(needed), f"The other half of '{name}' is there, and this is not", f"Make both again with: {made_by}"
-            )
-    manifest = read_manifest(beside)
+    manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:
         raise ArtefactForeignError(
-            str(beside), f"It is the manifest of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
+            str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
         )
-    data = file.read_bytes()
-    if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise ArtefactBrokenError(
-            str(file), f"Its sha256 is not the one in {beside.name}", f"Copy both again, or make them with: {made_by}"
-        )
-    tensors = _loaded(data, file)
-    for key in sorted({*tensors, *manifest.tensors}):
-        found = _described(tensors[key]) if key in tensors else "missing"
-        noted = manifest.tensors.get(key)
-        if noted is None or found != f"{noted.dtype} {noted.shape}":
-            raise ArtefactBrokenError(
-                str(file), f"'{key}' is {found}, unlike what {beside.name} says", f"Make both again with: {made_by}"
-            )
-    _same(beside, name, identity, manifest.identity, components, manifest.components)
+    tensors = _loaded(file, made_by)
+    if _sha256(tensors) != manifest.sha256:
+        raise _damaged(file, "Its tensors are not those that were written", made_by)
+    _check_copy(folder, name, manifest)
+    _same(file, name, identity, manifest.identity, components, manifest.components)
     return tensors, manifest
 
 
-def _loaded(data: bytes, file: Path) -> dict[str, torch.Tensor]:
+def _damaged(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
+    return ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {made_by}")
+
+
+def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses JSON beside an artefact that says something else: whoever changed it expects an effect."""
+    copy = _copy(folder, name)
+    if not copy.is_file():
+        return
+    if copy.read_bytes() != _text(manifest).encode():
+        raise ArtefactBrokenError(
+            str(copy),
+            f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts",
+            "Remove it: the artefact is complete without it",
+        )
+
+
+def _loaded(file: Path, made_by: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        return dict(load(data))
+        return dict(load(file.read_bytes()))
     except SafetensorError as error:
-        raise ArtefactBrokenError(str(file), f"Not safetensors: {error}", "Copy or make the file again") from error
+        raise _damaged(file, f"It is not safetensors: {error}", made_by) from error
 
 
-def read_manifest(file: Path) -> Manifest:
-    """Returns a manifest.
+def read_manifest(file: Path, made_by: str = "the command that made it") -> Manifest:
+    """Returns the manifest that an artefact holds; the tensors are not read.
+
+    Args:
+        file: `<stage>.safetensors`.
+        made_by: The command that makes it, for the error.
 
     Raises:
         ArtefactForeignError: Of another schema version.
-        ArtefactBrokenError: Not a manifest.
+        ArtefactBrokenError: Not an artefact, or a damaged one.
     """
+    text = _manifest_text(file, made_by)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        version = data["schema_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtefactBrokenError(str(file), "It is not a manifest", "Make the artefact again") from error
-    if version != SCHEMA:
-        raise ArtefactForeignError(
-            str(file), f"Its schema version is {version!r}", f"This torchport reads {SCHEMA}: make the artefact again"
-        )
-    try:
-        return Manifest.model_validate(data)
+        version = _Version.model_validate_json(text).schema_version
+        if version == SCHEMA:
+            return Manifest.model_validate_json(text)
     except pydantic.ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise ArtefactBrokenError(
-            str(file), f"Its field '{where}' is missing or not what it must be", "Make the artefact again"
-        ) from error
+        fact = f"Its manifest's field '{where}' is missing or not what it must be" if where else "It holds no manifest"
+        raise _damaged(file, fact, made_by) from error
+    raise _other_schema(file, version)
+
+
+def readable_manifest(file: Path) -> Manifest | None:
+    """Returns the manifest of an artefact that an earlier run may have left; None if there is none that can be read.
+
+    Args:
+        file: `<stage>.safetensors`, which need not be there.
+    """
+    if not file.is_file():
+        return None
+    try:
+        return read_manifest(file)
+    except (ArtefactBrokenError, ArtefactForeignError) as error:
+        log.warning("left as it is: %s", error)
+        return None
+
+
+class _Version(pydantic.BaseModel):
+    """The one field that manifests of all versions have."""
+
+    schema_version: Any
+
+
+def _other_schema(file: Path, version: Any) -> ArtefactForeignError:
+    remedy = f"This torchport reads {SCHEMA}: make the artefact again"
+    return ArtefactForeignError(str(file), f"Its schema version is {version!r}", remedy)
+
+
+def _manifest_text(file: Path, made_by: str) -> str:
+    """Returns the manifest's JSON, its checksum verified."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as stream:
+            metadata: dict[str, str] = stream.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, f"It is not safetensors: {error}", made_by) from error
+    if _TEXT not in metadata:
+        if file.with_suffix(".json").is_file():
+            raise _other_schema(file, 1)  # which kept the manifest in a second file alone
+        raise _damaged(file, "It holds no manifest", made_by)
+    text = metadata[_TEXT]
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):
+        raise _damaged(file, "Its manifest is not the one that was written", made_by)
+    return text
 
 
 def _same(
@@ -347,10 +400,10 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
         ArtefactForeignError: One of its inputs has been made again since.
     """
     for stage, sha in manifest.inputs.items():
-        beside = folder / f"{stage}.json"
+        beside = file_of(folder, stage)
         if beside.is_file() and read_manifest(beside).sha256 != sha:
             raise ArtefactForeignError(
-                str(folder / f"{name}.json"),
+                str(file_of(folder, name)),
                 f"'{name}' was made from another '{stage}' than the one beside it",
                 f"Run --stage {name} again",
                 stage=stage,

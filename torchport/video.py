@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from torchport.save import writing
+from torchport.files import atomic
 
 
 def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable[..., Any]) -> None:
@@ -27,7 +27,7 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
     """
     import imageio.v3
 
-    with writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
+    with atomic.writing(file) as temporary, imageio.v3.imopen(temporary, "w", plugin="pyav") as video:
         video.init_video_stream("libx264", fps=fps)
         for frame in track(frames_FCHW):
             video.write_frame(_pixels(frame))
@@ -52,7 +52,7 @@ def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4,
         frame = frames_FCHW[round(position * (count - 1) / max(1, shown - 1))]
         image = Image.fromarray(_pixels(frame)).resize((wide, high))
         sheet.paste(image, (position % columns * (wide + gap), position // columns * (high + gap)))
-    with writing(file) as temporary:
+    with atomic.writing(file) as temporary:
         sheet.save(temporary, format="PNG")
 
 

@@ -1,0 +1,160 @@
+"""Writes files whole or not at all, and keeps a folder for one run at a time.
+
+Everything is written under a temporary name, flushed to the disk, and renamed: a file that has its name is whole, at
+every moment and after a power cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchport.errors import OutputError
+from torchport.progress import log
+
+TEMPORARY = ".part-"
+"""How the name of a half-written file begins."""
+_HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
+_NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+
+@contextlib.contextmanager
+def writing(file: Path) -> Iterator[Path]:
+    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk.
+
+    Raises:
+        OutputError: The folder cannot be written, or is full. Nothing is left behind, and an older file stays.
+    """
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=file.suffix, dir=file.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        # mkstemp makes files that only their owner may read; artefacts are shared.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(file)
+        # Without this a power cut may undo the renaming, and with it the order of two files.
+        _flush_folder(file.parent)
+    except OSError as error:
+        raise unwritable(file, error) from error
+    finally:
+        if temporary is not None:
+            # A disk that refuses this has refused the writing too, which is the error to tell of.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def unwritable(file: Path, error: OSError) -> OutputError:
+    """Returns the refusal of a file or folder that could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
+    if error.errno == errno.EEXIST or (file.is_file() and error.errno == errno.ENOTDIR):
+        return OutputError(str(file), "It is a file, not a folder", "Choose another folder with --out")
+    reason = error.strerror or " ".join(str(error).split())
+    return OutputError(str(file), f"It cannot be written: {reason}", "Choose another folder with --out")
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Writes JSON, whole or not at all.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    write_text(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Writes UTF-8 text, whole or not at all.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    with writing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def remove(*files: Path) -> None:
+    """Removes files, in this order; one that is not there is no error.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    for file in files:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(file, error) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the output folder, and proves that it can be written before hours are spent.
+
+    Raises:
+        OutputError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a folder for this process while the context lasts, and removes what dead runs left half-written in it.
+
+    The kernel gives the folder back when the process ends, in whatever way.
+
+    Raises:
+        OutputError: Another run writes to it.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    try:
+        if _lock(folder, handle):
+            remove(*sorted(folder.glob(f"{TEMPORARY}*")))
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(folder: Path, handle: int) -> bool:
+    """Returns whether the folder is now this process's; False on a file system that has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_ELSEWHERE:
+            fact = "Another run writes to this folder"
+            raise OutputError(str(folder), fact, "Wait until it has ended, or choose another --out") from error
+        if error.errno not in _NO_LOCKS_HERE:
+            raise unwritable(folder, error) from error
+        log.warning("%s cannot be locked: do not start a second run with this --out", folder)
+        return False
+    return True
