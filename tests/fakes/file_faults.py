@@ -1,7 +1,8 @@
 """Runs a small job once for each of its file events, with that event failing, and then the same job undisturbed.
 
-A program of its own, started with `file_events.so` preloaded: `python file_faults.py LIBRARY FOLDER SOURCES ERROR...`. An
-error is a name of `errno`, or KILL; `EIO:7` tries every seventh event. It prints one JSON object: counts by outcome, and everything that was wrong.
+A program of its own, started with `file_events.so` preloaded: `python file_faults.py LIBRARY FOLDER SOURCES ERROR...`.
+An error is a name of `errno`, or KILL; `EIO:7` tries every seventh event. It prints one JSON object: counts by outcome,
+and everything that was wrong.
 
 One process imports everything; each case runs in a fork of it, so that a case takes a second and not twenty.
 """
@@ -84,7 +85,7 @@ def _run(library, request, report, progress, number, error):
         outcome.end, outcome.steps = "finished", run(request).steps
     except TorchportError as refusal:
         outcome.end, outcome.text = "refused", f"[{refusal.id}] {refusal}"
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever comes out here is what this looks for
         outcome.end, outcome.text = "traceback", traceback.format_exc()
     outcome.events = library.file_events_count()
     library.file_events_arm(b"", -1, 0)
@@ -141,7 +142,7 @@ def main(library, folder, root, errors):
                 complaints.append(f"{name} at event {number}: {complaint}")
             elif any(out.glob(f"{atomic.TEMPORARY}*")):
                 complaints.append(f"{name} at event {number}: a half-written file is left")
-    print(json.dumps({"counts": counts, "complaints": complaints}))
+    sys.stdout.write(json.dumps({"counts": counts, "complaints": complaints}) + "\n")
 
 
 if __name__ == "__main__":
