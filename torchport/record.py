@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchport import save
@@ -23,9 +24,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_manifest(task: Task, made: Path | None) -> None:
-    """Writes the manifest of the run itself: the video, if it made one, and every stage's."""
-    manifests = {name: save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
+def write_manifest(task: Task, made: Path | None, own: Mapping[str, save.Manifest]) -> None:
+    """Writes the manifest of the run itself: the video, if it made one, and every stage's.
+
+    Args:
+        task: The run.
+        made: The video.
+        own: Manifests of the stages that this run has finished; those of others are read from the folder.
+    """
+    manifests = {name: own.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     rows = [row for stage in stages.values() for row in stage["patches"]]
     manifest = {

@@ -61,8 +61,8 @@ class Journey:
         self.run = ""  # its name, which its artefacts carry
         self.unfinished = resume.Unfinished(task)
         self.seconds: dict[str, float] = {}
+        self.manifests: dict[str, save.Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self.shas: dict[str, str] = {}  # of artefacts read or written, by stage
-        self.made: list[str] = []  # the stages whose artefacts this run has written, or found finished
         self.settings: dict[str, Any] = {}  # with which everything so far was made, here or elsewhere
         self.steps = 0
 
@@ -119,7 +119,7 @@ def _carry(task: Task, stopping: resume.Stopping) -> Summary:
                     _travel(journey, stage)
             return _arrive(journey)
         except OutputError as error:
-            raise resume.going_on(task, error, journey.made, journey.unfinished.step) from error
+            raise resume.going_on(task, error, list(journey.manifests), journey.unfinished.step) from error
 
 
 def _goes_on(journey: Journey) -> dict[str, save.Manifest]:
@@ -141,7 +141,7 @@ def _take(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> 
     """Takes over a stage that was finished before the stop, and what may not have been written after it."""
     task = journey.task
     log.info("%s was finished before the stop", stage.name)
-    _note_made(journey, stage, _kept(manifest))
+    _note(journey, stage, manifest)
 
     def complete() -> None:
         names = task.identity(stage.name), journey.weights.digests, resume.AFTER_REMOVAL
@@ -151,15 +151,11 @@ def _take(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> 
     hosts.told(complete)
 
 
-def _kept(manifest: save.Manifest) -> dict[str, Any]:
-    """Returns what later stages need of a manifest."""
-    return {"sha256": manifest.sha256, "settings": manifest.settings}
-
-
-def _note_made(journey: Journey, stage: pipelines.Stage, kept: Mapping[str, Any]) -> None:
-    journey.made.append(stage.name)
-    journey.shas[stage.name] = kept["sha256"]
-    journey.settings |= kept["settings"]
+def _note(journey: Journey, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+    """Notes what later stages need of a finished one."""
+    journey.manifests[stage.name] = manifest
+    journey.shas[stage.name] = manifest.sha256
+    journey.settings |= manifest.settings
 
 
 def _check_parts(journey: Journey) -> None:
@@ -225,7 +221,7 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
             return save.write(task.folder, stage.name, outputs, facts).model_dump()
 
         manifest = save.Manifest.model_validate(hosts.told(written))  # save
-        _note_made(journey, stage, _kept(manifest))
+        _note(journey, stage, manifest)
     hosts.told(lambda: _tidy(journey, stage, outputs, manifest))
     journey.seconds[f"{stage.name} save"] = time.perf_counter() - clock[-1]
 
@@ -298,7 +294,7 @@ def _read_artefacts(journey: Journey, stage: pipelines.Stage) -> tuple[dict[str,
     shas: dict[str, str] = {}
     settings: dict[str, Any] = {}
     for name in stage.needs:
-        folder = task.folder if name in journey.made else task.inputs
+        folder = task.folder if name in journey.manifests else task.inputs
         found, manifest = save.read(
             folder, name, task.identity(name), journey.weights.digests, task.command(name, task.folder)
         )
@@ -428,6 +424,6 @@ def _arrive(journey: Journey) -> Summary:
     """Writes the run's own manifest, forgets that it was unfinished, and returns the summary."""
     task = journey.task
     made = task.folder / save.VIDEO if any(stage.name == "decode" for stage in task.stages) else None
-    hosts.told(lambda: write_manifest(task, made))
+    hosts.told(lambda: write_manifest(task, made, journey.manifests))
     hosts.told(lambda: resume.forget(task))
     return Summary(task.folder, made, journey.seconds, journey.steps)
