@@ -10,6 +10,7 @@ from pathlib import Path
 
 FLOORS = {
     "errors": 0,
+    "watch": 0.5,
     "config": 1,
     "progress": 1,
     "hosts": 1,

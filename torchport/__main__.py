@@ -372,7 +372,9 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Stopped at once; what was being written is not kept.", err=True)
+        from torchport.watch import AT_ONCE
+
+        click.echo(AT_ONCE, err=True)
         sys.exit(errors.StoppedError.exit_code)
 
 
