@@ -147,7 +147,7 @@ def _wait_for(log, text):
 
 
 CHILD = """if True:
-    import os, sys, time
+    import os, sys, threading, time
     import jax
     from torchport import hosts, watch
     from torchport.errors import MeshError
@@ -167,7 +167,6 @@ CHILD = """if True:
             os.kill(os.getpid(), 9)
 
     def program(number):
-        import threading
         import numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec
         mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
@@ -177,6 +176,17 @@ CHILD = """if True:
         compiled = long.lower(array).compile()
         threading.Timer(1, dying, [number]).start()
         compiled(array).block_until_ready()
+
+    def stopped(number):
+        import ctypes, signal
+        from torchport import resume
+        with resume.Stopping().listening():
+            if hosts.process() == number:
+                for delay in (1, 2):
+                    threading.Timer(delay, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+            mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
 
     def talk():
         import torch
@@ -247,6 +257,16 @@ def test_a_program_that_fails_by_itself_is_no_death(tmp_path, root):
     assert codes == [1, 1], "\n".join(said)
     assert "RuntimeError: by itself" in said[0]
     assert said[1].splitlines()[-1] == "process 0 of 2 failed, and this one ends: RuntimeError: by itself"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_second_ctrl_c_to_one_ends_all(tmp_path, root, stopped):
+    """Both wait in C, as in a program."""
+    codes, said = children(tmp_path, root, f"stopped({stopped})")
+    last = "Stopped at once; what was being written is not kept."
+    assert codes == [130, 130], "\n".join(said)
+    assert said[stopped].splitlines()[-1] == last
+    assert said[1 - stopped].splitlines()[-1] == f"process {stopped} of 2 failed, and this one ends: {last}"
 
 
 def refusal(*flags):

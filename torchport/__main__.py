@@ -372,10 +372,9 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        from torchport.watch import AT_ONCE
+        from torchport import watch
 
-        click.echo(AT_ONCE, err=True)
-        sys.exit(errors.StoppedError.exit_code)
+        watch.end(errors.StoppedError.exit_code, watch.AT_ONCE)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchport import errors
 from torchport.errors import BadValueError, MachineError, TorchportError
@@ -159,11 +159,6 @@ def _connect(cluster: Cluster) -> None:
     log = logging.getLogger("torchport")
     if not first() and log.getEffectiveLevel() < logging.WARNING:
         log.setLevel(logging.WARNING)  # the first process speaks for all
-
-
-def end(code: int, text: str) -> NoReturn:
-    """Ends this process at once, whatever its main thread is at, with a last line; the others end with it."""
-    Watch(_state()).end(code, text)
 
 
 _number = itertools.count()

@@ -14,16 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchport import checkpoint, hosts, pipelines, save
+from torchport import checkpoint, hosts, pipelines, save, watch
 from torchport.errors import ArtefactForeignError, StoppedError
 from torchport.progress import log, track
 from torchport.task import Task
-from torchport.watch import AT_ONCE
 
 PARTIAL = "denoise.partial"
 """The unfinished latents' artefact."""
-GRACE = 1.0
-"""Seconds that a second Ctrl-C leaves a run for tidying up."""
+GRACE = 2.0
+"""Seconds that a second Ctrl-C leaves a run for tidying up; a busy machine needs half of one."""
 STOPPED = ".stopped.json"
 """Written when a run of all stages is stopped: which of them are finished."""
 
@@ -112,7 +111,7 @@ def _hear(reading: int) -> None:
                 _leave_terminal()
             if asked and number in (signal.SIGINT, signal.SIGTERM):
                 if not select.select([reading], [], [], GRACE)[0] or os.read(reading, 1):
-                    hosts.end(StoppedError.exit_code, AT_ONCE)
+                    watch.end(StoppedError.exit_code, watch.AT_ONCE)
                 return
             if not asked and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asked = True

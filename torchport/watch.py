@@ -65,6 +65,7 @@ class Watch:
         """Watches while the context lasts."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
+        _watches.append(self)
         try:
             # The first process has the service; what aborts it is nobody else's end.
             with self._abort() if self.state.process_id else contextlib.nullcontext():
@@ -75,9 +76,9 @@ class Watch:
 
     def settle(self) -> None:
         """Waits until every other process has said since that it lives; this one ends here if one does not."""
-        before = dict(self.words)
+        before, limit = dict(self.words), time.monotonic() + 2 * SILENCE
         # The last word of one that has died may have been unread; a second one proves that it lives.
-        while any(self.words[number] < before[number] + 2 for number in before):
+        while any(self.words[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
             time.sleep(POLL / 10)
 
     def fail(self, error: BaseException) -> None:
@@ -92,9 +93,8 @@ class Watch:
         atexit.register(self._leave, code)
 
     def end(self, code: int, text: str) -> NoReturn:
-        """Ends this process at once, whatever its main thread is at, with a last line; the others end with it."""
-        if self.said:
-            _briefly(lambda: self._tell(code, text))
+        """Ends this process and the others; see `end`."""
+        _briefly(lambda: self._tell(code, text))
         self._leave(code, text)
 
     def _tell(self, code: int, shown: str) -> None:
@@ -167,11 +167,29 @@ class Watch:
             self._lose(0)
 
     def _leave(self, code: int, text: str = "") -> NoReturn:
-        if self.said and self.state.process_id == 0:
+        if self.state.process_id == 0:
             # The others ask this process for what has failed.
             time.sleep(BRIEF)
-        _briefly(lambda: _write(text))
-        os._exit(code)
+        _leave(code, text)
+
+
+_watches: list[Watch] = []
+"""Of this process: none, or one; processes find each other once."""
+
+
+def end(code: int, text: str) -> NoReturn:
+    """Ends this process at once, whatever its main thread is at, with a last line; the others of its run end with it.
+
+    Nothing waits for threads: a compiler's would go on for minutes.
+    """
+    for watch in _watches:
+        watch.end(code, text)
+    _leave(code, text)
+
+
+def _leave(code: int, text: str) -> NoReturn:
+    _briefly(lambda: _write(text))
+    os._exit(code)
 
 
 def _reachable(address: str) -> bool:
