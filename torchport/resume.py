@@ -63,8 +63,7 @@ class Stopping:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(waking)
             os.close(writing)
-            thread.join()
-            os.close(reading)
+            thread.join(GRACE)  # what it logs comes before what the run says last
 
     def wanted(self) -> bool:
         """Returns whether any process of the run was asked to stop; all of them must call this."""
@@ -96,7 +95,7 @@ class Stopping:
 
 
 def _hear(reading: int) -> None:
-    """Answers signals while the main thread cannot: it may be in a program or a compiler for minutes.
+    """Answers signals where the main thread cannot: it may be in a program or a compiler for minutes.
 
     Where it can, the second signal raises a KeyboardInterrupt there, which leaves nothing half-written behind. That has
     `GRACE` seconds to end the run: what calls Python from C may swallow it.
@@ -105,12 +104,13 @@ def _hear(reading: int) -> None:
         reading: Gives the number of each signal as a byte, and ends when the run does.
     """
     asked = False
-    while numbers := os.read(reading, 64):
-        for number in numbers:
+    with open(reading, "rb", buffering=0) as signals:
+        while byte := signals.read(1):
+            number = byte[0]
             if number == signal.SIGHUP:
                 _leave_terminal()
             if asked and number in (signal.SIGINT, signal.SIGTERM):
-                if not select.select([reading], [], [], GRACE)[0] or os.read(reading, 1):
+                if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
                     watch.end(StoppedError.exit_code, watch.AT_ONCE)
                 return
             if not asked and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
