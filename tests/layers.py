@@ -11,6 +11,7 @@ from pathlib import Path
 FLOORS = {
     "errors": 0,
     "progress": 0,
+    "watch": 0.5,
     "config": 1,
     "files": 1,
     "hosts": 1,

@@ -123,15 +123,20 @@ def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path, root, told):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_in_a_step_ends_the_others(tmp_path, root):
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("when", ["load transformer", "compile transformer: "])
+def test_a_process_that_is_killed_ends_the_others_with_the_way_to_go_on(tmp_path, root, killed, when):
+    """While it loads, and in a step."""
     long = (*SMALL[:3], "steps=500", *SMALL[4:])
-    impatient = "from torchport import hosts, __main__; hosts.SILENCE = 10; __main__.main()"
-    command = ["-c", impatient, *job("--prompt", PROMPT, "--out", tmp_path / "out", overrides=long)]
+    command = ["-m", "torchport", *job("--prompt", PROMPT, "--out", tmp_path / "out", overrides=long)]
     with started(tmp_path, root, command, command) as (running, logs):
-        _wait_for(logs[0], "compile transformer: ")
-        running[1].kill()
-        assert running[0].wait(PATIENCE) != 0
-    assert "another task died" in logs[0].read_text()
+        _wait_for(logs[0], when)
+        running[killed].kill()
+        assert running[1 - killed].wait(PATIENCE) == 2
+    assert logs[1 - killed].read_text().splitlines()[-1] == (
+        f"error[TP504] process {killed} of 2: It was killed, or its host is lost; what was finished is in "
+        f"{tmp_path / 'out'}. Start all processes again with the same command and --out {tmp_path / 'out'}."
+    )
 
 
 def _wait_for(log, text):
@@ -142,13 +147,13 @@ def _wait_for(log, text):
 
 
 CHILD = """if True:
-    import os, sys, time
+    import os, sys, threading, time
     import jax
-    from torchport import hosts
+    from torchport import hosts, watch
     from torchport.errors import MeshError
     jax.config.update("jax_platforms", "cpu")
     cluster = hosts.asked(False, sys.argv[2], int(sys.argv[4]), int(sys.argv[6]))
-    hosts.SILENCE = 10
+    watch.SILENCE = 5
 
     def mine(number):
         assert hosts.process() == 0, "only the first makes it"
@@ -156,6 +161,32 @@ CHILD = """if True:
 
     def refused():
         raise MeshError("a.yaml:7", "It is so", "Make it otherwise")
+
+    def dying(number):
+        if hosts.process() == number:
+            os.kill(os.getpid(), 9)
+
+    def program(number):
+        import numpy as np
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec
+        mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+        where = NamedSharding(mesh, PartitionSpec("x"))
+        array = jax.make_array_from_callback((8,), where, lambda index: np.ones(8)[index])
+        long = jax.jit(lambda a: jax.lax.fori_loop(0, 10**8, lambda _, b: b / b.sum(), a), out_shardings=where)
+        compiled = long.lower(array).compile()
+        threading.Timer(1, dying, [number]).start()
+        compiled(array).block_until_ready()
+
+    def stopped(number):
+        import ctypes, signal
+        from torchport import resume
+        with resume.Stopping().listening():
+            if hosts.process() == number:
+                for delay in (1, 2):
+                    threading.Timer(delay, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+            mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
 
     def talk():
         import torch
@@ -208,10 +239,34 @@ def test_a_process_that_fails_ends_the_others_with_its_error(tmp_path, root, fai
     assert f"process {failing} of 2 failed, and this one ends: error[TP401] a.yaml:7" in said[1 - failing]
 
 
-def test_a_process_that_vanishes_is_missed(tmp_path, root):
-    codes, said = children(tmp_path, root, "os._exit(9) if hosts.process() == 1 else hosts.anywhere(False)")
-    assert codes[1] == 9 and codes[0] not in (0, 9)
-    assert "another task died" in said[0]
+LOST = "It was killed, or its host is lost. Start all processes again with the same command."
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("case", ["dying() or hosts.anywhere(False)", "program()"], ids=["exchange", "program"])
+def test_a_process_that_is_killed_is_named_by_the_others(tmp_path, root, killed, case):
+    """While they wait for what it says, and in a program together with it."""
+    codes, said = children(tmp_path, root, case.replace("()", f"({killed})"))
+    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 2, "\n".join(said)
+    assert said[1 - killed].splitlines()[-1] == f"error[TP504] process {killed} of 2: {LOST}"
+
+
+def test_a_program_that_fails_by_itself_is_no_death(tmp_path, root):
+    """Its own error is told, once it is known that all live."""
+    codes, said = children(tmp_path, root, "raise RuntimeError('by itself') if hosts.first() else time.sleep(1000)")
+    assert codes == [1, 1], "\n".join(said)
+    assert "RuntimeError: by itself" in said[0]
+    assert said[1].splitlines()[-1] == "process 0 of 2 failed, and this one ends: RuntimeError: by itself"
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_second_ctrl_c_to_one_ends_all(tmp_path, root, stopped):
+    """Both wait in C, as in a program."""
+    codes, said = children(tmp_path, root, f"stopped({stopped})")
+    last = "Stopped at once; what was being written is not kept."
+    assert codes == [130, 130], "\n".join(said)
+    assert said[stopped].splitlines()[-1] == last
+    assert said[1 - stopped].splitlines()[-1] == f"process {stopped} of 2 failed, and this one ends: {last}"
 
 
 def refusal(*flags):

@@ -3,8 +3,11 @@
 import dataclasses
 import errno
 import os
+import pty
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -217,6 +220,101 @@ def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_hangup_asks_for_a_stop_however_often_it_comes(request_for):
+    """A shell sends it on, beside the terminal's own."""
+    before, task = signal.getsignal(signal.SIGHUP), accept(request_for())
+    with resume.Stopping().listening() as stopping:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(StoppedError, match=r"^SIGHUP: Stopped after step 2 of 3; what was finished is in "):
+            stopping.check(task, "after step 2 of 3")
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """Started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with resume.Stopping().listening() as stopping:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stopping.wanted()
+    finally:
+        assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
+LISTENING = """if True:
+    import ctypes, fcntl, pathlib, signal, sys, termios, time
+    from torchport import resume
+
+    class Swallowing:
+        def __del__(self):
+            time.sleep(60)
+
+    def swallowed():
+        while True:
+            Swallowing()
+
+    def in_c():
+        mutex, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+
+    def until_asked():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        sys.stderr.write("ready\\n")
+        while not stopping.wanted():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        sys.stderr.write("saving\\n")
+        pathlib.Path(sys.argv[1]).write_text(stopping.asked)
+
+    with resume.Stopping().listening() as stopping:
+        sys.stderr.write("listening\\n")
+        CASE()
+"""
+
+
+def read_until(stream, text):
+    """Returns what a process has written, up to a text; a process that writes nothing more fails."""
+    read = b""
+    while text not in read:
+        piece = os.read(stream, 1000)
+        assert piece, read
+        read += piece
+    return read
+
+
+@pytest.mark.parametrize("case", ["swallowed", "in_c"])
+def test_a_second_ctrl_c_ends_a_process_whatever_it_is_at(root, case):
+    """In a callback that swallows every exception, as JAX's of the garbage collector does, or in C for good."""
+    command = [sys.executable, "-c", LISTENING.replace("CASE", case)]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE) as process:
+        try:
+            read_until(process.stderr.fileno(), b"listening\n")
+            process.send_signal(signal.SIGINT)
+            read_until(process.stderr.fileno(), b"press Ctrl-C again to stop at once\n")
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.read().endswith(b"Stopped at once; what was being written is not kept.\n")
+            assert process.wait() == 130
+        finally:
+            process.kill()
+
+
+def test_a_terminal_that_is_closed_stops_a_run_which_still_saves(root, tmp_path):
+    """Nothing can be written to it any more, and nothing is to fail of that."""
+    terminal, own = pty.openpty()
+    command = [sys.executable, "-c", LISTENING.replace("CASE", "until_asked"), tmp_path / "saved"]
+    with subprocess.Popen(command, cwd=root, stdin=own, stdout=own, stderr=own, start_new_session=True) as process:
+        try:
+            os.close(own)
+            read_until(terminal, b"ready")
+            os.close(terminal)
+            assert process.wait() == 0
+        finally:
+            process.kill()
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
 def test_the_command_line_ends_with_130_and_one_line(

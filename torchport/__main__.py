@@ -372,8 +372,9 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Stopped at once; what was being written is not kept.", err=True)
-        sys.exit(errors.StoppedError.exit_code)
+        from torchport import watch
+
+        watch.end(errors.StoppedError.exit_code, watch.AT_ONCE)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ TorchportError
 │   └── StackError             TP405  blocks that cannot run as one under a scan
 ├── MachineError               TP501  this machine cannot carry the job
 │   ├── TopologyError          TP502  a TPU that is not there cannot be compiled for
-│   └── VmemError              TP503  a tile that does not fit the chip's vector memory
+│   ├── VmemError              TP503  a tile that does not fit the chip's vector memory
+│   └── LostProcessError       TP504  another process of the run was killed, or its host is lost
 ├── SaveError              artefacts
 │   ├── ArtefactMissingError   TP601  a stage's input is not there
 │   ├── ArtefactBrokenError    TP602  an artefact that differs from its manifest
@@ -47,7 +48,7 @@ TorchportError
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
 ├── AttentionError             TP801  attention that the named implementation cannot compute
-└── StoppedError               TP701  stopped by Ctrl-C or SIGTERM, with everything finished so far saved
+└── StoppedError               TP701  stopped by Ctrl-C or a signal, with everything finished so far saved
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
 """
@@ -55,7 +56,6 @@ The text of every error is `<place>: <what is, with the value>. <what must be, o
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -99,14 +99,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def kinds() -> list[type[TorchportError]]:
     """Returns every kind of error that has an id of its own, by id."""
-    found: list[type[TorchportError]] = []
-    waiting: list[type[TorchportError]] = [TorchportError]
-    while waiting:
-        kind = waiting.pop()
-        waiting += kind.__subclasses__()
-        if "id" in kind.__dict__ and kind is not TorchportError:
-            found.append(kind)
-    return sorted(found, key=lambda kind: kind.id)
+    every: list[type[TorchportError]] = [TorchportError]
+    for kind in every:
+        every += kind.__subclasses__()
+    return sorted((kind for kind in every[1:] if "id" in kind.__dict__), key=lambda kind: kind.id)
 
 
 def page() -> str:
@@ -118,13 +114,9 @@ def page() -> str:
     ]
     for kind in kinds():
         group = kind.__bases__[0]
-        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {_plain(group)}"
-        parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
+        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {group.__doc__}"
+        parts.append(f"## {kind.id} {kind.__name__}\n\n{kind.__doc__}{above}")
     return "\n\n".join(parts) + "\n"
-
-
-def _plain(kind: type[TorchportError]) -> str:
-    return inspect.getdoc(kind) or ""
 
 
 class ConfigError(TorchportError):
@@ -347,6 +339,12 @@ class VmemError(MachineError):
     id = "TP503"
 
 
+class LostProcessError(MachineError):
+    """Another process of the run was killed, or its host is lost, and none can go on without it."""
+
+    id = "TP504"
+
+
 class AttentionError(TorchportError):
     """Attention that the named implementation cannot compute here: its platform, shapes, mask or tile."""
 
@@ -394,7 +392,7 @@ class NotFiniteError(SaveError):
 
 
 class StoppedError(TorchportError):
-    """Stopped by Ctrl-C or SIGTERM after the step in progress, with everything finished so far saved."""
+    """Stopped by Ctrl-C, SIGTERM or SIGHUP after the step in progress, with everything finished so far saved."""
 
     id = "TP701"
     exit_code = 130

@@ -7,22 +7,18 @@ somebody may have to wait for hours, and a device that waits in a program is a d
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import itertools
 import json
 import logging
-import os
 import re
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchport import errors
 from torchport.errors import BadValueError, MachineError, TorchportError
+from torchport.watch import POLL, Watch
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CONNECT = 300
 """Seconds in which all processes must have started: JAX's default."""
-SILENCE = 100
-"""Seconds after which a process that says nothing counts as dead, and JAX ends the others: its default."""
 PIECE = 2**20
 """Bytes of one message: gRPC takes no more than 4 MiB unless told otherwise."""
-FAILED = "torchport/failed"
-"""The key under which a process that fails leaves what the others shall end with."""
-POLL = 1.0
-"""Seconds between two looks at it, and between two chances for Ctrl-C while waiting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,33 +102,35 @@ def first() -> bool:
 
 
 @contextlib.contextmanager
-def joined(cluster: Cluster | None) -> Iterator[None]:
+def joined(cluster: Cluster | None) -> Iterator[Watch]:
     """Runs the context together with the cluster's other processes; alone without one.
 
-    Where a process fails, the others end within seconds, with its error and its exit code. One that is killed is missed
-    after `SILENCE` seconds, and at once if it is the first; JAX itself then ends the others.
+    Where a process fails, the others end within seconds, with its error and its exit code. Where one is killed, the
+    others end with a `LostProcessError`: within `watch.SILENCE` and a few seconds, and at once if it was the first.
+
+    Yields:
+        What watches the others; it wants to know the run's folder.
 
     Raises:
         MachineError: They do not find each other.
     """
     if cluster is None:
-        yield
+        yield Watch(_state())
         return
     _connect(cluster)
-    over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(over,), daemon=True)
-    watch.start()
-    try:
-        yield
-    except BaseException as error:
-        over.set()
-        # What all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
-        if not getattr(error, "everywhere", False):
-            _fail(error)
-        raise
-    finally:
-        over.set()
-        watch.join()
+    watch = Watch(_state())
+    with watch.watching():
+        try:
+            yield watch
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                # A program says only that a connection is gone: somebody may have died.
+                watch.settle()
+            watch.over.set()
+            # What all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
+            if not getattr(error, "everywhere", False):
+                watch.fail(error)
+            raise
 
 
 def _connect(cluster: Cluster) -> None:
@@ -153,7 +145,6 @@ def _connect(cluster: Cluster) -> None:
             cluster.processes,
             cluster.process,
             initialization_timeout=CONNECT,
-            heartbeat_timeout_seconds=SILENCE,
             # A cluster's own idea of who is who must not mix with what was given.
             cluster_detection_method="deactivate" if cluster.coordinator else None,
         )
@@ -168,44 +159,6 @@ def _connect(cluster: Cluster) -> None:
     log = logging.getLogger("torchport")
     if not first() and log.getEffectiveLevel() < logging.WARNING:
         log.setLevel(logging.WARNING)  # the first process speaks for all
-
-
-def _watch(over: threading.Event) -> None:
-    """Ends this process once another has failed: it may be waiting for it inside a program, where no error reaches."""
-    import jax
-
-    while not over.wait(POLL):
-        try:
-            said = json.loads(_state().client.key_value_try_get(FAILED))
-        except jax.errors.JaxRuntimeError:
-            continue  # nobody has
-        if said["process"] == process() or over.is_set():
-            return
-        sys.stderr.write(f"process {said['process']} of {processes()} failed, and this one ends: {said['error']}\n")
-        _leave(said["code"])
-
-
-def _fail(error: BaseException) -> None:
-    """Tells the others, and sees to it that this process does not wait for them at its end."""
-    import jax
-
-    stopped = errors.StoppedError.exit_code if isinstance(error, KeyboardInterrupt) else 1
-    code = error.exit_code if isinstance(error, TorchportError) else stopped
-    shown = f"error[{error.id}] {error}" if isinstance(error, TorchportError) else f"{type(error).__name__}: {error}"
-    # If another was faster, its word counts.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        _state().client.key_value_set(FAILED, json.dumps({"process": process(), "code": code, "error": shown}))
-    # Before JAX's own: handlers run last in, first out.
-    atexit.register(_leave, code)
-
-
-def _leave(code: int) -> None:
-    if first():
-        # The others ask this process for what has failed.
-        time.sleep(3 * POLL)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 _number = itertools.count()
@@ -267,7 +220,7 @@ def _hear(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
 
 def _get(key: str) -> str:
-    """Returns what another process sets, however long that takes; Ctrl-C is heard meanwhile."""
+    """Returns what another process sets, however long that takes; Ctrl-C is heard every second."""
     import jax
 
     while True:

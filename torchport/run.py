@@ -82,8 +82,10 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
         if task.original and cluster is not None:
             remedy = "Leave the cluster out, and run it on one host"
             raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
-        with hosts.joined(cluster):
-            return _carry(_alike(task), stopping)
+        with hosts.joined(cluster) as watch:
+            task = _alike(task)
+            watch.folder = task.folder
+            return _carry(task, stopping)
 
 
 def _alike(task: Task) -> Task:

@@ -1,0 +1,217 @@
+"""Looks after the other processes of a run: this one ends with a word about it where another has failed or is lost."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchport import errors
+from torchport.errors import LostProcessError, TorchportError
+
+SILENCE = 20
+"""Seconds after which a process that says nothing counts as lost.
+
+Each says every second that it lives, from a thread of its own. JAX's own limit is 100 s, and a stack trace comes of it.
+"""
+POLL = 1.0
+"""Seconds between two looks at the others."""
+BRIEF = 3 * POLL
+"""Seconds in which all others have looked; a process that ends gives no more to anything that may hang."""
+KEYS = "torchport/watch/"
+"""The folder of keys that every process looks at: under its number, the last that each has said."""
+FAILED = f"{KEYS}failed"
+"""The key under which a process that fails leaves what the others shall end with."""
+AT_ONCE = "Stopped at once; what was being written is not kept."
+"""The last line after a second Ctrl-C."""
+OVER = "over"
+"""Said by a process that has come to its end by itself."""
+
+
+class Watch:
+    """Ends this process once another has failed or is lost: it may wait for it in a program, where no error reaches.
+
+    Attributes:
+        folder: Where what is finished lies, once that is known.
+        over: Whether this process has come to its end by itself.
+    """
+
+    def __init__(self, state: Any) -> None:
+        """Makes a watch that does nothing yet.
+
+        Args:
+            state: What JAX knows of the processes.
+        """
+        self.state = state
+        self.folder: Path | None = None
+        self.over = threading.Event()
+        self.said = {number: "" for number in range(state.num_processes) if number != state.process_id}
+        self.heard = dict.fromkeys(self.said, time.monotonic())
+        self.words = dict.fromkeys(self.said, 0)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches while the context lasts."""
+        thread = threading.Thread(target=self._run, daemon=True)
+        thread.start()
+        _watches.append(self)
+        try:
+            # The first process has the service; what aborts it is nobody else's end.
+            with self._abort() if self.state.process_id else contextlib.nullcontext():
+                yield
+        finally:
+            self.over.set()
+            thread.join()
+
+    def settle(self) -> None:
+        """Waits until every other process has said since that it lives; this one ends here if one does not."""
+        before, limit = dict(self.words), time.monotonic() + 2 * SILENCE
+        # The last word of one that has died may have been unread; a second one proves that it lives.
+        while any(self.words[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
+            time.sleep(POLL / 10)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others, and sees to it that this process does not wait for them at its end."""
+        code, shown = 1, f"{type(error).__name__}: {error}"
+        if isinstance(error, TorchportError):
+            code, shown = error.exit_code, f"error[{error.id}] {error}"
+        elif isinstance(error, KeyboardInterrupt):
+            code, shown = errors.StoppedError.exit_code, AT_ONCE
+        self._tell(code, shown)
+        # Before JAX's own: handlers run last in, first out.
+        atexit.register(self._leave, code)
+
+    def end(self, code: int, text: str) -> NoReturn:
+        """Ends this process and the others; see `end`."""
+        _briefly(lambda: self._tell(code, text))
+        self._leave(code, text)
+
+    def _tell(self, code: int, shown: str) -> None:
+        import jax
+
+        # If another was faster, its word counts.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            failed = {"process": self.state.process_id, "code": code, "error": shown}
+            self.state.client.key_value_set(FAILED, json.dumps(failed))
+
+    def _say(self, word: str) -> None:
+        self.state.client.key_value_set(f"{KEYS}{self.state.process_id}", word, allow_overwrite=True)
+
+    def _run(self) -> None:
+        import jax
+
+        for beat in itertools.count():
+            # Where the service does not answer, JAX ends this process: `_abort`.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._say(str(beat))
+                self._look()
+            if self.over.wait(POLL):
+                break
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._say(OVER)
+
+    def _look(self) -> None:
+        """Looks at what the others have said."""
+        said = dict(self.state.client.key_value_dir_get(KEYS))
+        failed = json.loads(said.get(FAILED, "{}"))
+        if self.over.is_set():
+            return
+        if failed and failed["process"] != self.state.process_id:
+            place = f"process {failed['process']} of {self.state.num_processes}"
+            self._leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
+        for number, before in self.said.items():
+            now = said.get(f"{KEYS}{number}", before)
+            if now != before or now == OVER:
+                self.said[number], self.heard[number] = now, time.monotonic()
+                self.words[number] += 1
+            elif time.monotonic() - self.heard[number] > SILENCE:
+                self._lose(number)
+
+    def _lose(self, number: int) -> NoReturn:
+        """Ends this process since another is lost."""
+        fact, remedy = "It was killed, or its host is lost", "Start all processes again with the same command"
+        if self.folder is not None:
+            fact = f"{fact}; what was finished is in {self.folder}"
+            remedy = f"{remedy} and --out {self.folder}"
+        error = LostProcessError(f"process {number} of {self.state.num_processes}", fact, remedy)
+        self._leave(error.exit_code, f"error[{error.id}] {error}")
+
+    @contextlib.contextmanager
+    def _abort(self) -> Iterator[None]:
+        """Has the last word where JAX aborts this process, as it does at once when its service is gone with the first.
+
+        No exception comes of that, and Python's own handlers would run too late: nothing runs after `abort`.
+        """
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._aborted())
+        handle = ctypes.CDLL(None).signal
+        handle.argtypes, handle.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        before = handle(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+        try:
+            yield
+        finally:
+            handle(signal.SIGABRT, before)
+
+    def _aborted(self) -> None:
+        if not self.over.is_set() and not _reachable(self.state.coordinator_address):
+            self._lose(0)
+
+    def _leave(self, code: int, text: str = "") -> NoReturn:
+        if self.state.process_id == 0:
+            # The others ask this process for what has failed.
+            time.sleep(BRIEF)
+        _leave(code, text)
+
+
+_watches: list[Watch] = []
+"""Of this process: none, or one; processes find each other once."""
+
+
+def end(code: int, text: str) -> NoReturn:
+    """Ends this process at once, whatever its main thread is at, with a last line; the others of its run end with it.
+
+    Nothing waits for threads: a compiler's would go on for minutes.
+    """
+    for watch in _watches:
+        watch.end(code, text)
+    _leave(code, text)
+
+
+def _leave(code: int, text: str) -> NoReturn:
+    _briefly(lambda: _write(text))
+    os._exit(code)
+
+
+def _reachable(address: str) -> bool:
+    """Returns whether anybody listens at a `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=BRIEF).close()
+    except OSError:
+        return False
+    return True
+
+
+def _briefly(work: Callable[[], object]) -> None:
+    """Does what may hang, in a thread that is left behind then: a pipe that nobody reads, a service that is gone."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(BRIEF)
+
+
+def _write(text: str) -> None:
+    """Writes what is left to write, and a last line; a bar may have left the cursor in its own."""
+    sys.stdout.flush()
+    if text:
+        sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")
+    sys.stderr.flush()
