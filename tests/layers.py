@@ -12,9 +12,12 @@ FLOORS = {
     "errors": 0,
     "progress": 0,
     "watch": 0.5,
+    "folder": 0.5,
     "config": 1,
     "files": 1,
     "hosts": 1,
+    "processes": 1,
+    "terminal": 2,
     "cache": 2,
     "calibration": 2,
     "workers": 2,
@@ -58,6 +61,7 @@ COMMAND = 8
 """The floor of every command: what the command line may choose."""
 COMMANDS = {
     "doctor",
+    "explain",
     "plan_command",
     "check",
     "verify",
@@ -70,12 +74,17 @@ COMMANDS = {
     "serve",
     "profile",
 }
-LIGHT = {"errors", "config", "files", "progress", "patch", "scan", "__main__"}
+LIGHT = {"errors", "config", "files", "progress", "processes", "terminal", "patch", "scan", "__main__"}
 HEAVY = {"torch", "jax", "jaxlib", "torchax"}
 AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "ruamel", "click", "packaging", "torchport"}
 """What may be imported at module level beside the standard library: torchport's own foundations, no upstream."""
 NAMES = {"utils", "util", "core", "common", "helpers", "helper", "base", "manager", "misc"}
 MODELS = re.compile(r"hunyuan|hyvideo|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
+STARTS = re.compile(
+    r"(subprocess|multiprocessing|pty|runpy|concurrent\.futures\.ProcessPoolExecutor)(\..*)?"
+    r"|os\.(system|popen|fork|forkpty|exec\w+|spawn\w+|posix_spawn\w*)|asyncio\.create_subprocess_\w+"
+)
+"""What starts a process, or another program in this one."""
 LONGEST_FUNCTION, MEDIAN_FUNCTION, LONGEST_MODULE = 60, 15, 400
 
 Module = tuple[str, Path, str, ast.Module]
@@ -272,7 +281,24 @@ def _examples(tree: ast.Module) -> set[int]:
     return {node.lineno + offset for offset, line in enumerate(lines) if line.startswith("    ")}
 
 
-RULES = (floors, cycles, upstream, light, names, sizes, statements, models)
+def children(found: list[Module]) -> list[str]:
+    """Complains about whatever can start a process, outside `processes/`, which keeps the current folder out of it."""
+    return [
+        f"{file.name}:{line}: '{target}' starts processes, and that is for 'processes' alone"
+        for name, file, _, tree in found
+        if unit(name) != "processes"
+        for line, target in [*imports(tree), *_attributes_of_os(tree)]
+        if STARTS.fullmatch(target)
+    ]
+
+
+def _attributes_of_os(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("os", "asyncio"):
+            yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+RULES = (floors, cycles, upstream, light, names, sizes, statements, models, children)
 
 
 def complaints(package: Path) -> list[str]:

@@ -76,7 +76,9 @@ def test_an_upstream_that_ends_the_process_is_a_finding(world):
     world.write("up/m.py", "import os\ndef f(a):\n    return 1\nos._exit(7)\n")
     _entries(world, "f")
     findings = _check(world)
-    assert [finding.text for finding in findings] == ["The process that checks 'up' ended with 7: no output."]
+    assert [finding.text for finding in findings] == [
+        "The process that checks 'up' ended with exit code 7 and said: nothing. Mend what ends it while it is imported."
+    ]
 
 
 def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
@@ -100,6 +102,25 @@ def test_findings_are_written_in_four_formats():
     (result,) = json.loads(check.as_sarif(found))["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
     assert set(check.FORMATS) == {"text", "json", "sarif", "github"}
+
+
+def test_what_github_would_take_for_a_command_of_its_own_is_escaped():
+    text = "100%\r\n::warning::a\x85b\u2028c\u2029d\x1b[31m, e: f"
+    (line,) = check.as_github([Finding("TP101", "patches/up/a,b:c%.yaml:3", text, "", "schema")]).splitlines()
+    assert line == (
+        "::error file=patches/up/a%2Cb%3Ac%25.yaml,line=3,title=TP101::"
+        "100%25%0D%0A::warning::a\\x85b\\u2028c\\u2029d\\x1b[31m, e: f"
+    )
+    (line,) = check.as_github([Finding("TP200", "a\nb", "c", "", "apply")]).splitlines()
+    assert line == "::error title=TP200::c"
+
+
+def test_findings_are_one_line_each_without_control_characters():
+    found = [Finding("TP103", "a\x1b.yaml:1", "Unknown key '\x1b[2J'.\nAnd\r\u2028more.", "", "schema")]
+    lines = check.as_text(found).splitlines()
+    assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 findings"]
+    for form in check.FORMATS.values():
+        assert all(letter.isprintable() or letter == "\n" for letter in form(found))
 
 
 def test_patches_are_listed_and_shown_as_data(world):

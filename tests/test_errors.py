@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchport import errors
+from torchport import errors, explain
 from torchport.errors import TorchportError, kinds, nearest
 
 
@@ -72,10 +72,15 @@ def test_the_nearest_name_comes_first_and_all_are_listed():
 
 def test_the_page_of_errors_is_current(root):
     written = (root / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert written == errors.page(), "write it again: torchport explain --all > docs/errors.md"
+    assert written == explain.page(), "write it again: torchport explain --all > docs/errors.md"
 
 
 def test_the_page_has_one_section_for_each_id():
-    sections = re.findall(r"^## (TP\d+) (\w+)$", errors.page(), re.MULTILINE)
+    sections = re.findall(r"^## (TP\d+) (\w+)$", explain.page(), re.MULTILINE)
     assert sections == [(kind.id, kind.__name__) for kind in kinds()]
-    assert "A `ConfigError`: What was written in YAML or on the command line." in errors.page()
+    assert "A `ConfigError`: What was written in YAML or on the command line." in explain.page()
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    error = TorchportError("a\x1b[2J.yaml:3", "'\x07\r\x85\u2028\u202e\ud800' is 1", "It must\nbe é or 画")
+    assert str(error) == "a\\x1b[2J.yaml:3: '\\x07\\r\\x85\\u2028\\u202e\\ud800' is 1. It must be é or 画."

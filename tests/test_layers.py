@@ -148,6 +148,24 @@ def test_print_is_found_outside_the_command_line(fake):
     assert fake(card="print(1)\n", __main__="print(1)\n") == ["card.py:2: print outside the command line"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import subprocess\n",
+        "def f():\n    from subprocess import run\n",
+        "import multiprocessing.pool\n",
+        "from concurrent.futures import ProcessPoolExecutor\n",
+        "import os\nos.system('ls')\n",
+        "import os\nos.execvp('ls', [])\n",
+        "from os import posix_spawn\n",
+    ],
+)
+def test_a_process_is_started_in_one_folder_alone(fake, text):
+    found = fake(card=text, processes__in____init__=CLEAN)
+    assert len(found) == 1 and found[0].endswith("starts processes, and that is for 'processes' alone")
+    assert fake(card="x = 1\n", processes__in__child=text) == []
+
+
 @pytest.mark.parametrize("word", ["TODO", "FIXME"])
 def test_notes_to_oneself_are_found(fake, word):
     assert fake(card=f"x = 1  # {word}: later\n") == [f"card.py:2: {word}"]
@@ -171,7 +189,7 @@ def python(root, code, cwd=None):
 
 
 def test_light_modules_run_where_torch_and_jax_are_missing(root):
-    wanted = ["torchport.errors", "torchport.config", "torchport.progress", "torchport.patch", "torchport.__main__"]
+    wanted = [f"torchport.{name}" for name in ("errors", "config", "progress", "processes", "patch", "__main__")]
     code = f"""
 import importlib, json, sys
 for name in {wanted}:

@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from torchport import __version__, errors, hosts, machine
+from torchport import __version__, errors, explain, hosts, machine
 from torchport.__main__ import cli
 from torchport.task import Request
 
@@ -159,7 +159,7 @@ def test_an_error_is_explained_by_its_id_and_all_of_them_as_a_page(torchport, ca
     code, out, _ = torchport("explain", "tp107", capsys=capsys)
     assert code == 0 and out[0] == "TP107 BadValueError" and "cannot use" in out[-1]
     code, out, _ = torchport("explain", "--all", capsys=capsys)
-    assert code == 0 and "\n".join(out) + "\n" == errors.page()
+    assert code == 0 and "\n".join(out) + "\n" == explain.page()
     code, _, err = torchport("explain", "TP999", capsys=capsys)
     assert code == 2 and err[0].startswith("error[TP106] torchport explain TP999: There is no error TP999. ")
     code, _, err = torchport("explain", capsys=capsys)

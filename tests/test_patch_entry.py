@@ -112,7 +112,7 @@ def test_an_entry_is_read_with_its_place(world):
         ("replace: p.py:new", "rewrite: {match: x}", MissingKeyError, "'rewrite.put' is missing"),
         ("replace: p.py:new", "replace: !!python/object/apply:os.system [id]", SyntaxYamlError, "is not plain data"),
         ("replace: p.py:new", "value: !ENV x", SyntaxYamlError, "The tag !ENV is not plain data. Remove the tag"),
-        ("why: A test.", "why: &a x\n  optional: *a", SyntaxYamlError, "An alias repeats the value"),
+        ("why: A test.", "why: &a x\n  optional: *a", SyntaxYamlError, "The anchor &a is not plain data"),
     ],
 )
 def test_a_mistake_is_refused_with_its_line(world, old, new, error, text):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,6 +12,7 @@ from torchport import calibration, calls, exchange, hlo, outline, plan, report, 
 from torchport.attention import dispatch, tiles
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.machine import parse_machine
+from torchport.processes import child
 from torchport.task import Request, accept
 
 needs_libtpu = pytest.mark.skipif(
@@ -175,27 +174,20 @@ class Lowered:
         raise jax.errors.JaxRuntimeError(self.said)
 
 
-def test_a_compiler_that_stops_is_reported_by_its_exception_not_by_what_jax_says_below_it():
-    below = "For simplicity, JAX has removed its internal frames from the traceback of the following exception."
-    raised = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
-    for last in ("jax.errors.JaxRuntimeError: INTERNAL: no such chip", "MemoryError", "ValueError: Error: two"):
-        assert outline.last_words(f"ValueError: the cause\n{raised}{last}\n-----\n{below}\n") == last
-    assert outline.last_words("first\nSegmentation fault: no Error here\n") == "Segmentation fault: no Error here"
-    assert outline.last_words("  \n") == "nothing" and len(outline.last_words("x" * 1000)) == 300
-
-
 def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
     asked = {}
 
-    def run(command, **_):
-        asked.update(json.loads(Path(command[-2]).read_text()))
-        return SimpleNamespace(stderr="stopped here")
+    def call(function, one, dump, bounded, *, ended, environment):
+        asked["bounded"] = bounded
+        raise ended(child.Ended(1, "stopped here"))
 
-    monkeypatch.setattr(outline.subprocess, "run", run)
+    monkeypatch.setattr(child, "call", call)
     for bounded in (True, False):
         assert refusal(
             TopologyError, lambda bounded=bounded: plan.plan(request(*ULYSSES), "v6e:2x4", None, bounded)
-        ) == ("plan v6e:2x4: The compiler stopped: stopped here. Run it with -v.")
+        ) == (
+            "plan v6e:2x4: The compiler ended with exit code 1 and said: stopped here. Mend that, or plan another size."
+        )
         assert asked["bounded"] is bounded
     task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
     assert plan._assumptions(task, False)[0] == "no bound of the scores 'joint'"

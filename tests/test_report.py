@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from torchport import report
+from torchport import folder, report
 from torchport.errors import OutputError
 
 GIB = 2**30
@@ -231,7 +231,7 @@ def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
 def test_a_page_is_written_and_replaces_an_older_one(tmp_path):
     file = tmp_path / "plan.html"
     file.write_text("old")
-    report.check_writable(file)
+    folder.check_writable("--report", file)
     report.write(file, plan(), "torchport plan")
     assert file.read_text().startswith("<!DOCTYPE html>") and [file] == list(tmp_path.iterdir())
 
@@ -239,9 +239,9 @@ def test_a_page_is_written_and_replaces_an_older_one(tmp_path):
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path, torchport, capsys, root):
     for file in (tmp_path, tmp_path / "none" / "plan.html"):
         with pytest.raises(OutputError) as caught:
-            report.check_writable(file)
+            folder.check_writable("--report", file)
         assert str(caught.value) == (
-            f"--report {file}: It is a folder, or lies in none. Name a file in a folder that is there."
+            f"--report {file}: It is no file, or lies in no folder. Name a file in a folder that is there."
         )
     arguments = ("--model", "hunyuan", "--config", "configs/720p.yaml", "--path", root, "--report", tmp_path)
     code, out, err = torchport("plan", *arguments, capsys=capsys)
@@ -249,7 +249,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_compiled(tm
 
 
 def caught_text(file):
-    return f"--report {file}: It is a folder, or lies in none. Name a file in a folder that is there."
+    return f"--report {file}: It is no file, or lies in no folder. Name a file in a folder that is there."
 
 
 def test_a_plan_is_json_all_through():

@@ -1,5 +1,6 @@
 """A network that is data alone, compiled for a TPU that is not there."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -121,10 +122,11 @@ def test_a_sketch_is_read_strictly(file):
 
 def test_a_compiler_that_stops_without_an_outcome_is_reported_by_its_exception(file, monkeypatch):
     stderr = "jax.errors.JaxRuntimeError: INTERNAL: no\n----\nFor simplicity, JAX has removed its internal frames.\n"
-    monkeypatch.setattr(sketch.subprocess, "run", lambda *_, **__: SimpleNamespace(stderr=stderr))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr=stderr))
     text = refusal(lambda: sketch.parts(asked(file)), TopologyError)
     assert text == (
-        f"sketch {file}: The compiler stopped: jax.errors.JaxRuntimeError: INTERNAL: no. Plan another size."
+        f"sketch {file}: The compiler ended with exit code 1 and said: jax.errors.JaxRuntimeError: INTERNAL: no. "
+        "Mend that, or plan another size."
     )
 
 

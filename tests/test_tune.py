@@ -230,5 +230,5 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_compiled(t
     for file in (tmp_path, tmp_path / "none" / "table.yaml"):
         with pytest.raises(OutputError) as caught:
             tune.check_writable(file)
-        assert "It is a folder, or lies in none. Name a file in a folder that is there." in str(caught.value)
+        assert "It is no file, or lies in no folder. Name a file in a folder that is there." in str(caught.value)
     tune.check_writable(tmp_path / "new.yaml")

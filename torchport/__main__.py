@@ -1,28 +1,30 @@
 """The command line. A command's module, and all that it imports, is imported when the command is chosen."""
 
-from __future__ import annotations
-
-import logging
-import shlex
 import sys
-import warnings
+
+from torchport.processes import path as importable
+
+# `python -m torchport` puts the current folder first: before anything else is imported, it goes.
+if (entries := importable.trusted(sys.path, started=__name__ == "__main__")) != sys.path:
+    sys.path[:] = entries
+
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchport import __version__, errors
+from torchport import __version__, errors, terminal
 
 if TYPE_CHECKING:
     from torchport.run import Summary
 
-log = logging.getLogger("torchport")
 path_option = click.option(
     "--path", metavar="DIR", help="A folder with patches/ and configs/; by default torchport's own."
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=terminal.Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
 def cli() -> None:
     """Carries PyTorch models written for GPUs onto TPU, through torchax, without editing them."""
@@ -70,7 +72,7 @@ def run(
     **options: Any,
 ) -> None:
     """Makes a video, or runs one stage of it."""
-    _log_to_stderr(quiet, verbose)
+    terminal.log_to_stderr(quiet, verbose)
     from torchport import hosts
     from torchport.run import run as carry
     from torchport.task import Request
@@ -89,8 +91,8 @@ def models(path: str | None) -> None:
     pack = find_pack(path)
     for name in pack.models():
         card, _ = pack.card(name)
-        click.echo(f"{name:12} {card.title}")
-        click.echo(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
+        terminal.say(f"{name:12} {card.title}")
+        terminal.say(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
 
 
 @cli.command()
@@ -102,8 +104,8 @@ def doctor(path: str | None) -> None:
     findings = examine(path)
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        click.echo(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
-    click.echo(advice(findings, path))
+        terminal.say(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
+    terminal.say(advice(findings, path))
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)
 
@@ -113,9 +115,11 @@ def doctor(path: str | None) -> None:
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
 def explain(id: str | None, everything: bool) -> None:
     """Explains an error by its id, such as TP107."""
+    from torchport.explain import page
+
     known = {kind.id: kind for kind in errors.kinds()}
     if everything:
-        click.echo(errors.page(), nl=False)
+        terminal.say(page().rstrip())
     elif id is None:
         raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
     elif id.upper() not in known:
@@ -123,7 +127,7 @@ def explain(id: str | None, everything: bool) -> None:
         raise errors.UnknownNameError(f"torchport explain {id}", f"There is no error {id}", remedy, name=id)
     else:
         kind = known[id.upper()]
-        click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
+        terminal.say(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
 
 
 @cli.command()
@@ -151,16 +155,17 @@ def plan(report: Path | None, as_json: bool, **options: Any) -> None:
     """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
     import json
 
+    from torchport import folder
     from torchport import report as form
     from torchport.plan_command import Flags, planned
 
-    _log_to_stderr(quiet=False, verbose=False)
+    terminal.log_to_stderr()
     if report is not None:
-        form.check_writable(report)
+        folder.check_writable("--report", report)
     found, lines = planned(Flags(report=report, **options))
     if report is not None:
         form.write(report, found, shlex.join(["torchport", *sys.argv[1:]]))
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    terminal.say(json.dumps(found, indent=2) if as_json else "\n".join(lines))
     sys.exit(0 if found.get("fits", True) else 1)
 
 
@@ -189,7 +194,7 @@ def show_rules(
 
     place = None if upstream_path is None else str(upstream_path)
     request = request_of(model, config, strategy, path, upstream_path=place, overrides=overrides)
-    click.echo("\n".join(lines(shown(request))))
+    terminal.say("\n".join(lines(shown(request))))
 
 
 @cli.group()
@@ -209,7 +214,7 @@ def list_patches(names: tuple[str, ...], path: str | None) -> None:
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
         notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
         noted = f"  ({', '.join(notes)})" if notes else ""
-        click.echo(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}")
+        terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}")
 
 
 @patches.command("show")
@@ -217,6 +222,8 @@ def list_patches(names: tuple[str, ...], path: str | None) -> None:
 @path_option
 def show_patch(id: str, path: str | None) -> None:
     """Shows everything about one patch, as YAML."""
+    import io
+
     from ruamel.yaml import YAML
 
     from torchport.card import find_pack
@@ -224,7 +231,9 @@ def show_patch(id: str, path: str | None) -> None:
 
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
-    yaml.dump(shown(find_pack(path).patches, id), sys.stdout)
+    text = io.StringIO()
+    yaml.dump(shown(find_pack(path).patches, id), text)
+    click.echo(text.getvalue(), nl=False)  # YAML escapes control characters itself
 
 
 @patches.command("lock")
@@ -236,13 +245,14 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     """Records the sources under the targets as reviewed; of all upstreams if none is named."""
     from torchport.card import find_pack
     from torchport.patches_command import locked
+    from torchport.upstream import existing
 
-    if upstream_path:
-        sys.path.insert(0, upstream_path)
+    if upstream_path is not None:
+        sys.path.insert(0, str(existing(upstream_path)))
     lines = locked(find_pack(path).patches, names, check=only_check)
     for line in lines:
-        click.echo(line)
-    click.echo(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")
+        terminal.say(line)
+    terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")
     if only_check and lines:
         sys.exit(errors.DRIFT_EXIT_CODE)
 
@@ -254,7 +264,7 @@ def patch_schema() -> None:
 
     from torchport.patches_command import schema
 
-    click.echo(json.dumps(schema(), indent=2))
+    terminal.say(json.dumps(schema(), indent=2))
 
 
 @cli.command()
@@ -278,6 +288,7 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     """
     from torchport import check as command
     from torchport.card import find_pack
+    from torchport.upstream import existing
 
     pack, called = find_pack(path), None
     if model is not None:
@@ -287,8 +298,9 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
         def called() -> list[command.Finding]:
             return command.demo_called(pack, model, upstream_path)
 
-    findings = command.check(pack.patches, names, upstream_path, called)
-    click.echo(command.FORMATS[form](findings))
+    folder = None if upstream_path is None else existing(upstream_path)
+    findings = command.check(pack.patches, names, folder, called)
+    terminal.say(command.FORMATS[form](findings))
     sys.exit(command.exit_code(findings))
 
 
@@ -320,7 +332,7 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
 @path_option
 def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **options: Any) -> None:
     """Tries tiles of an attention kernel: by time where the chip is, else by the compiler's schedule."""
-    _log_to_stderr(quiet=False, verbose=False)
+    terminal.log_to_stderr()
     import json
 
     from torchport import tune as command
@@ -331,50 +343,32 @@ def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **o
         command.check_writable(file)
     results = command.tune_all(job, implementation, scores)
     if as_json:
-        click.echo(json.dumps([row for result in results for row in command.rows(result)], indent=2))
+        terminal.say(json.dumps([row for result in results for row in command.rows(result)], indent=2))
     else:
-        click.echo("\n\n".join("\n".join(command.lines(result)) for result in results))
+        terminal.say("\n\n".join("\n".join(command.lines(result)) for result in results))
     if file is not None:
         command.write(file, results)
 
 
-def _log_to_stderr(quiet: bool, verbose: bool) -> None:
-    logging.basicConfig(format="%(message)s", level=logging.INFO if verbose else logging.ERROR)
-    if not verbose:
-        warnings.simplefilter("ignore")  # upstream's; ours are errors or log lines
-    log.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
-
-
-def _print_summary(summary: Summary, quiet: bool) -> None:
+def _print_summary(summary: "Summary", quiet: bool) -> None:
     made = summary.video or summary.folder
     if quiet:
-        click.echo(made)
+        terminal.say(str(made))
         return
-    click.echo()
+    terminal.say("")
     stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
         shown = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
-        click.echo(f"{stage:8} {sum(parts.values()):7.1f} s   ({shown})")
+        terminal.say(f"{stage:8} {sum(parts.values()):7.1f} s   ({shown})")
     if summary.steps:
-        click.echo(f"{'':8} {summary.seconds['denoise run'] / summary.steps:7.2f} s/step")
-    click.echo(f"\n{made}")
+        terminal.say(f"{'':8} {summary.seconds['denoise run'] / summary.steps:7.2f} s/step")
+    terminal.say(f"\n{made}")
 
 
 def main() -> None:
     """Runs the command line; every refusal is one line and an exit code, never a traceback."""
-    try:
-        sys.exit(cli(prog_name="torchport", standalone_mode=False) or 0)
-    except errors.TorchportError as error:
-        click.echo(f"error[{error.id}] {error}", err=True)
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        from torchport import watch
-
-        watch.end(errors.StoppedError.exit_code, watch.AT_ONCE)
+    sys.exit(terminal.run(cli))
 
 
 if __name__ == "__main__":

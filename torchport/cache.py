@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchport.errors import BadValueError, OutputError
+from torchport.folder import expanded
 
 VARIABLE = "TORCHPORT_CACHE"
 OFF = "off"
@@ -28,7 +29,7 @@ def folder() -> Path:
     """Returns torchport's cache folder: `$TORCHPORT_CACHE`, `$XDG_CACHE_HOME/torchport`, or `~/.cache/torchport`."""
     named = os.environ.get(VARIABLE)
     if named and named != OFF:
-        return Path(named).expanduser().absolute()
+        return expanded(named).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
 
 

@@ -22,6 +22,7 @@ from torchport.calibration import Calibration
 from torchport.card import Axis, find_pack
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
+from torchport.folder import inside
 from torchport.plan import plan
 from torchport.record import versions
 from torchport.task import Request
@@ -186,7 +187,7 @@ def calibrate(path: str | None, count: int | None = None) -> Outcome:
         ConfigError: A mistake in them.
     """
     folder = find_pack(path).root / "benchmarks"
-    file = folder / "published.yaml"
+    file = inside(folder.parent, folder / "published.yaml")
     if not file.is_file():
         raise DataFolderError(str(folder), "There is no published.yaml", "Name a folder that has it with --path")
     published, document = read(file, "benchmarks/published.yaml")
@@ -282,7 +283,7 @@ def _of_card(step: Step, kernel: Kernel, path: str | None, place: str) -> sketch
 
 def _of_outline(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> sketch.Parts:
     assert step.outline is not None and kernel.implementation is not None
-    file = folder / "outlines" / f"{step.outline.file}.yaml"
+    file = inside(folder.parent, folder / "outlines" / f"{step.outline.file}.yaml")
     if not file.is_file():
         known = [other.stem for other in file.parent.glob("*.yaml")]
         raise UnknownNameError(place, f"There is no outline '{step.outline.file}'", nearest(step.outline.file, known))

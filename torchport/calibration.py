@@ -18,6 +18,7 @@ from typing import Annotated
 import pydantic
 
 from torchport.config import Frozen, read_document, validated
+from torchport.errors import OutputError
 
 TABLE = Path(__file__).with_name("calibration.yaml")
 HEADER = """\
@@ -96,11 +97,16 @@ def write(file: Path, found: Calibration) -> None:
     """Writes a calibration.
 
     Raises:
-        OSError: It cannot be written.
+        OutputError: It cannot be written.
     """
     versions = ", ".join(f'{name}: "{version}"' for name, version in found.versions.items())
     fields = f"factor: {found.factor:.4f}\nspread_percent: {found.spread_percent:.1f}\nsteps: {found.steps}\n"
-    file.write_text(f'{HEADER}{fields}versions: {{{versions}}}\ndate: "{found.date}"\n', encoding="utf-8")
+    text = f'{HEADER}{fields}versions: {{{versions}}}\ndate: "{found.date}"\n'
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fact = f"It cannot be written: {error.strerror}"
+        raise OutputError(str(file), fact, "Name a file in a folder that can be written") from error
 
 
 def calibrated(attention: float, rest: float, by: Calibration | None) -> float:

@@ -14,6 +14,7 @@ import pydantic
 
 from torchport.config import Document, Frozen, overridden, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, UnknownKeyError, UnknownNameError, nearest
+from torchport.folder import has_file, has_folder, inside
 
 StageName = Literal["encode", "denoise", "decode"]
 STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
@@ -42,6 +43,7 @@ def _importable(text: str) -> str:
 
 Regex = Annotated[str, pydantic.AfterValidator(_regex)]
 ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
+Word = Annotated[str, pydantic.Field(min_length=1)]
 
 
 def _once_each(split: list[Split]) -> list[Split]:
@@ -202,10 +204,10 @@ class Card(Frozen):
     """The diffusers pipeline that reads the checkpoint; none for a layout of upstream's own."""
     upstream: dict[str, str]
     checkout: Checkout | None = None
-    checkpoint: str
+    checkpoint: Word
     demo: str = "configs/demo.yaml"
     """The config that runs the tiny checkpoint on a machine without an accelerator."""
-    variant: str | None = None
+    variant: Word | None = None
     """Which of several networks in the checkpoint, where a config names none."""
     patches: dict[StageName, list[str]]
     original: list[str] = []
@@ -238,8 +240,8 @@ class Job(Frozen):
     mesh: dict[Axis, pydantic.PositiveInt] = {}
     """By default the strategy's."""
     strategy: str
-    checkpoint: str | None = None
-    variant: str | None = None
+    checkpoint: Word | None = None
+    variant: Word | None = None
     """Which of several networks in the checkpoint; by default the card's."""
     dtypes: dict[str, DType] = {}
     attention: Implementation | None = None
@@ -312,7 +314,7 @@ class Pack:
         # A bare name means one of the pack's configs; a path means that file, or nothing.
         named = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
         for file in (here, self.root / here, *named):
-            if file.is_file():
+            if has_file(file):
                 return file
         known = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
         raise UnknownNameError(
@@ -320,11 +322,10 @@ class Pack:
         )
 
     def read(self, file: Path) -> Document:
-        """Returns a YAML document, called by its path from the pack or from here in errors."""
-        for base in (Path.cwd(), self.root):
-            if file.is_absolute() and file.is_relative_to(base):
-                return read_document(file, str(file.relative_to(base)))
-        return read_document(file)
+        """Returns a YAML document, called by its path from the pack or from here in errors; no link out of the pack."""
+        file = inside(self.root, file) if file.is_relative_to(self.root) else file
+        bases = [base for base in (Path.cwd(), self.root) if file.is_absolute() and file.is_relative_to(base)]
+        return read_document(file, str(file.relative_to(bases[0])) if bases else None)
 
 
 def find_pack(path: str | None) -> Pack:
@@ -338,7 +339,7 @@ def find_pack(path: str | None) -> Pack:
     package = Path(__file__).resolve().parent
     for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
         if named is not None:
-            if not _is_pack(Path(named)):
+            if not named or not _is_pack(Path(named)):
                 raise DataFolderError(
                     f"{source} {named}",
                     "There is no folder here with patches/ and configs/ in it",
@@ -356,7 +357,7 @@ def find_pack(path: str | None) -> Pack:
 
 
 def _is_pack(folder: Path) -> bool:
-    return (folder / "patches").is_dir() and (folder / "configs" / "models").is_dir()
+    return has_folder(folder / "patches") and has_folder(folder / "configs" / "models")
 
 
 def check_job(job: Job, card: Card, document: Document) -> None:

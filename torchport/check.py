@@ -5,13 +5,9 @@ It needs no accelerator and no weights, goes on after a finding, and gathers all
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import types
@@ -20,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
-from torchport.card import Pack
-from torchport.errors import DriftError, PatchError, TorchportError, UnknownNameError, nearest
+from torchport.card import Card, Pack
+from torchport.errors import DriftError, PatchError, TorchportError, UnknownNameError, nearest, printable
 from torchport.patch import checks, drift, replacement, versions
+from torchport.processes import child
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
 _CODES = {"TP207": 3, "TP203": 4, "TP204": 4, "TP206": 5}
@@ -105,46 +102,51 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
         model: The card's name.
         upstream_path: Where the upstream stands, if it is not installed.
     """
+    from torchport.task import Request
+
     card, _ = pack.card(model)
-    with tempfile.TemporaryDirectory() as out:
-        words = ["run", "--model", model, "--config", card.demo, "--prompt", "check", "--out", out, "--quiet"]
-        words += ["--path", str(pack.root), *(["--upstream-path", str(upstream_path)] if upstream_path else [])]
-        words += ["--no-cache", *(word for override in SMALL for word in ("--set", override))]
-        done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            return [_ended(model, done.stderr)]
+    place = None if upstream_path is None else str(upstream_path)
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
+        request = Request(model, card.demo, out=out, path=str(pack.root), upstream_path=place, **options)
+        try:
+            child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
+        except TorchportError as error:
+            return [_finding(error, "called")]
         findings = []
         for stage, names in card.patches.items():
-            rows = json.loads((Path(out) / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
+            rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
             findings += not_called(rows, patch.read(pack.patches, names), stage)
         return findings
 
 
-def _ended(model: str, stderr: str) -> Finding:
-    """Returns the refusal that ended the demo, by its own id, or its last line."""
-    last = (stderr.strip().splitlines() or ["no output"])[-1]
-    refusal = re.match(r"error\[(TP\d+)\] (\S+?:\d+|[^:]+): (.*)", last)
-    if refusal:
-        return Finding(refusal[1], refusal[2], refusal[3], "", "called")
-    return Finding("TP200", f"--model {model}", f"Its demo ended with: {last}.", "", "called")
+def _demo_ended(card: Card, end: child.Ended) -> PatchError:
+    remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
+    return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
+
+
+def _ended(name: str, end: child.Ended) -> PatchError:
+    return PatchError(name, f"The process that checks '{name}' {end}", "Mend what ends it while it is imported")
 
 
 def _in_fresh_process(folder: Path, name: str, mode: str, upstream_path: Path | None) -> list[Finding]:
-    roots = [str(upstream_path)] if upstream_path else []
-    roots += [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "torchport.check", str(folder), name, mode]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('[{"') or line == "[]"]
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        text = f"The process that checks '{name}' ended with {done.returncode}: {last}."
-        return [Finding("TP200", name, text, "", "apply")]
-    return [Finding(**one) for one in json.loads(lines[-1])]
+    try:
+        found: list[Finding] = child.call(
+            "torchport.check:walked",
+            *(folder, name, mode),
+            ended=lambda end: _ended(name, end),
+            environment={"PYTHONWARNINGS": "ignore"},
+            first=[] if upstream_path is None else [upstream_path],
+        )
+    except TorchportError as error:
+        return [_finding(error, "apply")]
+    return found
 
 
 def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
-    return Finding(error.id, error.place, f"{error.fact}. {error.remedy}.", key, step)
+    kind = "TP200" if type(error) is PatchError else error.id  # of no kind that has an id of its own
+    return Finding(kind, error.place, f"{error.fact}. {error.remedy}.", key, step)
 
 
 def walked(folder: Path, name: str, mode: str) -> list[Finding]:
@@ -277,7 +279,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 def as_text(findings: Sequence[Finding]) -> str:
     """Returns one line per finding, and a last line that counts them."""
-    lines = [f"{finding.place}: {finding.id} {finding.text}" for finding in findings]
+    lines = [printable(f"{finding.place}: {finding.id} {finding.text}") for finding in findings]
     return "\n".join([*lines, f"{len(findings)} findings" if findings else "clean"])
 
 
@@ -286,10 +288,18 @@ def as_github(findings: Sequence[Finding]) -> str:
     lines = []
     for finding in findings:
         file, _, line = finding.place.rpartition(":")
-        at = f" file={file},line={line}," if line.isdigit() else " "
-        text = finding.text.replace("%", "%25").replace("\n", "%0A")
-        lines.append(f"::error{at}title={finding.id}::{text}")
+        at = f" file={_escaped(file, ':,')},line={line}," if line.isdecimal() else " "
+        lines.append(f"::error{at}title={_escaped(finding.id, ':,')}::{_escaped(finding.text)}")
     return "\n".join(lines)
+
+
+def _escaped(text: str, more: str = "") -> str:
+    """Returns what a workflow command may hold: `%`, CR, LF and `more` as it reads them, other controls as `repr` does.
+
+    Source: `actions/toolkit`, packages/core/src/command.ts; properties need `:` and `,` as well.
+    """
+    held = {letter: f"%{ord(letter):02X}" for letter in f"%\r\n{more}"}
+    return "".join(held.get(letter) or printable(letter) for letter in text)
 
 
 def as_sarif(findings: Sequence[Finding]) -> str:
@@ -297,7 +307,7 @@ def as_sarif(findings: Sequence[Finding]) -> str:
     results = []
     for finding in findings:
         file, _, line = finding.place.rpartition(":")
-        uri, start = (file, int(line)) if line.isdigit() else (finding.place, 1)
+        uri, start = (file, int(line)) if line.isdecimal() else (finding.place, 1)
         region = {"artifactLocation": {"uri": uri}, "region": {"startLine": start}}
         results.append(
             {
@@ -314,14 +324,3 @@ def as_sarif(findings: Sequence[Finding]) -> str:
 
 
 FORMATS = {"text": as_text, "json": as_json, "sarif": as_sarif, "github": as_github}
-
-
-def _main(folder: str, name: str, mode: str) -> None:
-    """What the fresh process does; upstream may write to stdout, so that the findings are its last line."""
-    with contextlib.redirect_stdout(sys.stderr):
-        findings = walked(Path(folder), name, mode)
-    sys.stdout.write(json.dumps([dataclasses.asdict(finding) for finding in findings]) + "\n")
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

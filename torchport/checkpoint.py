@@ -13,6 +13,7 @@ from typing import Any
 
 from torchport.card import DTYPES, Card
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
+from torchport.folder import expanded
 from torchport.progress import log
 
 
@@ -42,7 +43,7 @@ def check_name(name: str) -> None:
     Raises:
         CheckpointMissingError: It is none of them.
     """
-    if name == "tiny" or (is_folder(name) and Path(name).expanduser().is_dir()):
+    if name == "tiny" or (is_folder(name) and expanded(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
     if is_folder(name) or repo.count("/") != 1 or "@" in revision:
@@ -91,7 +92,7 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 
 
 def _given(name: str) -> Path:
-    folder = Path(name).expanduser().resolve()
+    folder = expanded(name).resolve()
     if not folder.is_dir():
         raise CheckpointMissingError(
             f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"

@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from torchport import folder
 from torchport.errors import (
     ConfigError,
     DuplicateKeyError,
@@ -72,12 +73,15 @@ def read_document(file: Path, shown: str | None = None) -> Document:
         shown: What errors call it; its path by default.
 
     Raises:
-        SyntaxYamlError: Not YAML, no UTF-8, tags, anchors, several documents.
+        SyntaxYamlError: No file that can be read, not YAML, no UTF-8, tags, anchors, several documents.
         DuplicateKeyError: One key twice in a mapping.
     """
     name = shown or str(file)
     try:
-        return parse_document(file.read_text(encoding="utf-8"), name)
+        return parse_document(folder.text(file), name)
+    except OSError as error:
+        fact = f"It cannot be read: {error.strerror}"
+        raise SyntaxYamlError(name, fact, "Put a file of YAML there") from error
     except UnicodeDecodeError as error:
         raise SyntaxYamlError(f"{name}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
 
@@ -85,7 +89,7 @@ def read_document(file: Path, shown: str | None = None) -> Document:
 def parse_document(text: str, file: str) -> Document:
     """Returns YAML text as data with its lines; see `read_document`."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.composer.warn_double_anchors = False  # an alias is refused anyhow, and a warning is no answer
+    yaml.composer.warn_double_anchors = False  # an anchor is refused anyhow, and a warning is no answer
     try:
         nodes = list(yaml.compose_all(text))
     except MarkedYAMLError as error:
@@ -100,39 +104,41 @@ def parse_document(text: str, file: str) -> Document:
         line = nodes[1].start_mark.line + 1
         raise SyntaxYamlError(f"{file}:{line}", "A second document starts here", "Keep one document to a file")
     lines: dict[Location, int] = {(): 1}
-    data = _plain(nodes[0], (), lines, file, set()) if nodes and nodes[0] is not None else None
+    data = _plain(nodes[0], (), lines, file) if nodes and nodes[0] is not None else None
     return Document(file, data, lines)
 
 
 _SCALARS = {"tag:yaml.org,2002:" + kind for kind in ("str", "int", "float", "bool", "null", "timestamp")}
 
 
-def _plain(node: Node, path: Location, lines: dict[Location, int], file: str, seen: set[int]) -> Any:
+def _plain(node: Node, path: Location, lines: dict[Location, int], file: str) -> Any:
     """Returns a composed node as plain data; composing has constructed nothing, so nothing was executed."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    if id(node) in seen:
-        raise SyntaxYamlError(
-            f"{file}:{line}", "An alias repeats the value that is anchored here", "Write it out twice"
-        )
-    seen.add(id(node))
+    _check_no_anchor(node, file)
     if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":
-        return _plain_mapping(node, path, lines, file, seen)
+        return _plain_mapping(node, path, lines, file)
     if isinstance(node, SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-        return [_plain(item, (*path, i), lines, file, seen) for i, item in enumerate(node.value)]
+        return [_plain(item, (*path, i), lines, file) for i, item in enumerate(node.value)]
     if isinstance(node, ScalarNode) and node.tag in _SCALARS:
         return _plain_scalar(node, file)
     raise SyntaxYamlError(f"{file}:{line}", f"The tag {node.tag} is not plain data", "Remove the tag")
 
 
-def _plain_mapping(
-    node: MappingNode, path: Location, lines: dict[Location, int], file: str, seen: set[int]
-) -> dict[str, Any]:
+def _check_no_anchor(node: Node, file: str) -> None:
+    """Refuses an anchor, and with it every alias: an alias is read only after its anchor."""
+    if node.anchor:
+        line = node.start_mark.line + 1
+        raise SyntaxYamlError(f"{file}:{line}", f"The anchor &{node.anchor} is not plain data", "Write the value out")
+
+
+def _plain_mapping(node: MappingNode, path: Location, lines: dict[Location, int], file: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode) or key_node.tag not in _SCALARS:
             raise SyntaxYamlError(f"{file}:{line}", "A key is not a plain word", "Use a string as the key")
+        _check_no_anchor(key_node, file)
         key = str(key_node.value)
         if key in result:
             first = lines[(*path, key)]
@@ -140,7 +146,7 @@ def _plain_mapping(
                 f"{file}:{line}", f"'{key}' stands here and on line {first}", "Keep one of the two", key=key
             )
         lines[(*path, key)] = line
-        result[key] = _plain(value_node, (*path, key), lines, file, seen)
+        result[key] = _plain(value_node, (*path, key), lines, file)
     return result
 
 

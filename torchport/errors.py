@@ -84,8 +84,12 @@ class TorchportError(Exception):
         self.__dict__.update(culprit)
 
     def __str__(self) -> str:
-        # One line, whatever was quoted.
-        return " ".join(f"{self.place}: {self.fact}. {self.remedy}.".splitlines())
+        return printable(f"{self.place}: {self.fact}. {self.remedy}.")
+
+
+def printable(text: str) -> str:
+    """Returns a text as one line, control characters escaped as `repr` does: a terminal would obey those of a file."""
+    return "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -105,26 +109,12 @@ def kinds() -> list[type[TorchportError]]:
     return sorted((kind for kind in every[1:] if "id" in kind.__dict__), key=lambda kind: kind.id)
 
 
-def page() -> str:
-    """Returns the documentation of every error as Markdown, one section for each id."""
-    parts = [
-        "# Errors",
-        "Every refusal is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.`, and an "
-        "exit code: 2, or 130 after Ctrl-C. This page is `torchport explain --all`.",
-    ]
-    for kind in kinds():
-        group = kind.__bases__[0]
-        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {group.__doc__}"
-        parts.append(f"## {kind.id} {kind.__name__}\n\n{kind.__doc__}{above}")
-    return "\n\n".join(parts) + "\n"
-
-
 class ConfigError(TorchportError):
     """What was written in YAML or on the command line."""
 
 
 class SyntaxYamlError(ConfigError):
-    """The file is not YAML, or uses tags, anchors or several documents, which data files here do not."""
+    """The file cannot be read, is not YAML, or has tags, anchors or several documents, which no data file here has."""
 
     id = "TP101"
 

@@ -1,7 +1,7 @@
 """One stage of a job as shapes alone: its network on meta, its inputs as the verb itself makes them, its program.
 
-Run as `python -P -m torchport.outline REQUEST OUTCOME` (both JSON files) it compiles the stage for a TPU that is not
-there; the environment, the folder of the dump included, has to be set before libtpu is loaded: a process of its own.
+A stage is compiled for a TPU that is not there in a process of its own: the environment, the folder of the dump
+included, has to be set before libtpu is loaded.
 """
 
 from __future__ import annotations
@@ -9,24 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from torchport import calls, compile, errors, grid, load, patch, pipelines, schedule, shard, topology, upstream
+from torchport import calls, compile, grid, load, patch, pipelines, schedule, shard, topology, upstream
 from torchport.attention import dispatch
-from torchport.errors import BadValueError, OutputError, TopologyError, TorchportError, VmemError
+from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
 from torchport.machine import Machine
+from torchport.processes import child
 from torchport.task import Request, Task, accept, check_heads, published
 
 SCHEDULED = "*after_codegen.txt"
@@ -132,24 +128,23 @@ def _how(stage: pipelines.Stage, task: Task) -> compile.How:
     return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
 
 
-def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]]:
     """Compiles a stage's programs, one for each set of shapes that its verb calls with.
 
     Args:
-        request: `task`, the fields of a `task.Request`; `stage`; `dump`, the folder into which the compiler writes;
-            `bounded`, whether scores are.
+        request: For one stage.
+        dump: The folder into which the compiler writes.
+        bounded: Whether scores are.
 
     Returns:
         Of each program: shapes, how often it is called, bytes per device or what it lacks, seconds, the kernel's
         operands, and the name of its file in the dump.
     """
-    fields = dict(request["task"])
-    fields["overrides"] = tuple(fields["overrides"])
-    task = accept(Request(**fields))
-    stage = next(stage for stage in task.stages if stage.name == request["stage"])
+    task = accept(request)
+    [stage] = task.stages
     devices = topology.describe(task.machine).devices
-    with outlined(task, stage, devices, request["bounded"]) as outline:
-        return [_program(outline, called, task.machine, Path(request["dump"])) for called in outline.called]
+    with outlined(task, stage, devices, bounded) as outline:
+        return [_program(outline, called, task.machine, dump) for called in outline.called]
 
 
 def _program(outline: Outline, called: calls.Called, machine: Machine, dump: Path) -> dict[str, Any]:
@@ -245,62 +240,16 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[di
         OutputError: The folder cannot be made, or holds a dump already.
         TorchportError: Whatever it refuses.
     """
-    request = task.request
-    fields: dict[str, Any] = {
-        "model": request.model,
-        "config": request.config,
-        "stage": stage,
-        "prompt": None,
-        "checkpoint": request.checkpoint,
-        "upstream_path": str(request.upstream_path) if request.upstream_path else None,
-        "path": request.path,
-        "overrides": list(request.overrides),
-    }
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
-    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
-        asked, outcome = Path(scratch) / "request.json", Path(scratch) / "outcome.json"
-        asked.write_text(json.dumps({"task": fields, "stage": stage, "dump": str(dump), "bounded": bounded}))
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
-        own = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **topology.environment()}
-        command = [sys.executable, "-P", "-m", "torchport.outline", str(asked), str(outcome)]
-        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
-        if not outcome.is_file():
-            said = last_words(done.stderr)
-            raise TopologyError(f"plan {task.machine.name}", f"The compiler stopped: {said}", "Run it with -v")
-        answer = json.loads(outcome.read_text())
-    if "refusal" in answer:
-        kind = getattr(errors, answer["refusal"]["kind"])
-        raise kind(*answer["refusal"]["args"])
-    programs: list[dict[str, Any]] = answer["result"]
+    programs: list[dict[str, Any]] = child.call(
+        "torchport.outline:compiled",
+        *(dataclasses.replace(task.request, stage=stage, prompt=None), dump, bounded),
+        ended=lambda end: TopologyError(
+            f"plan {task.machine.name}", f"The compiler {end}", "Mend that, or plan another size"
+        ),
+        environment=topology.compiling(dump),
+    )
     return programs
-
-
-_RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
-
-
-def last_words(stderr: str) -> str:
-    """Returns why a process stopped: the last line of its own that names an exception, or else the last one.
-
-    Below an exception JAX may write that it has removed frames, which is not why.
-    """
-    lines = stderr.strip().splitlines() or ["nothing"]
-    raised = [line for line in lines if _RAISED.match(line)]
-    return (raised or lines)[-1].strip()[:300]
-
-
-def main(arguments: list[str]) -> int:
-    """Reads the request, compiles, and writes the outcome: a result, or a refusal."""
-    request, outcome = (Path(argument) for argument in arguments)
-    try:
-        found: dict[str, Any] = {"result": compiled(json.loads(request.read_text()))}
-    except TorchportError as error:
-        found = {"refusal": {"kind": type(error).__name__, "args": [error.place, error.fact, error.remedy]}}
-    outcome.write_text(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

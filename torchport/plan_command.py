@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from torchport import calibrate, plan, report, sweep
+from torchport import calibrate, folder, plan, report, sweep
 from torchport.errors import BadValueError
 from torchport.task import Request
 
@@ -46,6 +46,8 @@ def planned(flags: Flags) -> tuple[dict[str, Any], list[str]]:
     """
     _check(flags)
     if flags.calibrate:
+        if flags.write is not None:
+            folder.check_writable("--write", flags.write)
         outcome = calibrate.calibrate(flags.path, flags.jobs)
         if flags.write is not None:
             calibrate.write(flags.write, outcome)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport.errors import OutputError
 from torchport.files import atomic
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -98,18 +97,6 @@ def finding_line(finding: Mapping[str, Any]) -> str:
     asked, limit = finding["asked_bytes"], finding["limit_bytes"]
     sizes = "" if asked is None else f": {asked:,} bytes, limit {limit:,}"
     return f"{finding['what'].upper()}{where}{sizes}. {finding['fact']}"
-
-
-def check_writable(file: Path) -> None:
-    """Refuses a file that a page cannot be written to, before minutes are spent on the plan.
-
-    Raises:
-        OutputError: It is a folder, or lies in none.
-    """
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise OutputError(
-            f"--report {file}", "It is a folder, or lies in none", "Name a file in a folder that is there"
-        )
 
 
 def write(file: Path, found: Mapping[str, Any], command: str) -> None:

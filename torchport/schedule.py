@@ -12,20 +12,13 @@ As many `>` as loops surround it, `LB` where a loop's body begins, and the regio
 backwards closes a loop, one forwards skips what a predicate rules out (`pl.when`), and the bundles in a branch's delay
 slots run either way. `*-final_hlo-static-per-bundle-utilization.txt` has, for each bundle, how many of the core's slots
 it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; their form is documented nowhere.
-
-`python -m torchport.schedule` is the child process of `compile_kernel`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
-import os
-import pickle
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -36,8 +29,9 @@ from typing import Any, Literal
 import numpy
 import numpy.typing
 
-from torchport.errors import TopologyError, TorchportError, UnknownNameError, VmemError, nearest
+from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
 from torchport.machine import MIB, Machine, chip, parse_machine
+from torchport.processes import child
 from torchport.topology import describe, environment
 
 MATMUL, SPILL, FILL = "MATMUL", "VSTORE:SPILL", "VLOAD:FILL"
@@ -309,12 +303,12 @@ def compile_kernel(
 ) -> Compiled:
     """Compiles a function for one device of an absent TPU and reads the schedule of its Pallas kernel.
 
-    A child process with this one's `sys.path` does it: libtpu reads its settings once, and may end the process.
+    A child process does it: libtpu reads its settings once, and may end the process.
 
     Args:
         build: `module:function`; the function returns the callable to compile and its operands as a list of
             `jax.ShapeDtypeStruct`.
-        arguments: What the function is called with; they travel as JSON.
+        arguments: What the function is called with.
         machine: A TPU slice, such as v6e:2x4.
         kernel: Which kernel, as `read` takes it; None where the program has a single one.
         keep: An empty folder for the compiler's files, which are otherwise deleted (200 MB for a large kernel).
@@ -325,33 +319,31 @@ def compile_kernel(
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
     with tempfile.TemporaryDirectory(prefix="torchport-schedule-") as scratch:
-        dump, outcome = (keep.resolve() if keep else Path(scratch) / "dump"), Path(scratch) / "outcome"
+        dump = keep.resolve() if keep else Path(scratch) / "dump"
         dump.mkdir(parents=True, exist_ok=True)
-        asked = {"build": build, "arguments": arguments, "machine": machine.name, "place": place}
-        child = subprocess.run(
-            [sys.executable, "-P", "-m", "torchport.schedule", str(outcome)],
-            input=json.dumps(asked),
-            env=os.environ | environment(dump) | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
+        seconds, kernels = child.call(
+            "torchport.schedule:compiled",
+            *(build, arguments, machine.name, place),
+            ended=lambda end: _ended(place, end),
+            environment=environment(dump),
         )
-        if not outcome.exists():
-            said = (child.stderr.strip().splitlines() or ["nothing"])[-1]
-            fact = f"The process that compiles it ended with exit code {child.returncode} and said: {said}"
-            raise TopologyError(place, fact, "The function must build and lower on any machine", stderr=child.stderr)
-        answer = pickle.loads(outcome.read_bytes())
-        if isinstance(answer, TorchportError):
-            raise answer
-        seconds, kernels = answer
         if kernel is None and len(kernels) != 1:
             fact = f"The program has {len(kernels)} Pallas kernels: {', '.join(kernels) or 'none'}"
             raise TopologyError(place, fact, "It must have one, or 'kernel' must name one of them")
         return Compiled(read(dump, kernel or kernels[0]), seconds, kernels)
 
 
-def _compile(build: str, arguments: dict[str, Any], machine: str, place: str) -> tuple[float, tuple[str, ...]]:
-    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`."""
+def _ended(place: str, end: child.Ended) -> TopologyError:
+    remedy = "The function must build and lower on any machine"
+    return TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr)
+
+
+def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) -> tuple[float, tuple[str, ...]]:
+    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`.
+
+    Raises:
+        VmemError, TopologyError: The compiler refuses it.
+    """
     import jax
 
     devices = describe(parse_machine(machine, place)).devices
@@ -385,16 +377,3 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
     found = chip(machine)
     more = f", or raise vmem_limit_bytes: a core has {found.vmem // MIB} MiB" if found and limit < found.vmem else ""
     return VmemError(place, fact, f"Take a smaller tile{more}", asked=asked, limit=limit)
-
-
-def _child() -> None:
-    """Compiles what standard input asks for, and leaves the outcome, or torchport's refusal, in the file named."""
-    try:
-        outcome: object = _compile(**json.load(sys.stdin))
-    except TorchportError as error:
-        outcome = error
-    Path(sys.argv[1]).write_bytes(pickle.dumps(outcome))
-
-
-if __name__ == "__main__":
-    _child()

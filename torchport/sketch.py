@@ -1,18 +1,14 @@
 """A network that is data alone, for planning: its class, configuration, inputs and rules, where there is no model card.
 
-A sketch says nothing of weights, encoders or a loop; it has what the time of a step depends on. Run as
-`python -P -m torchport.sketch REQUEST OUTCOME`, as `outline` is, it compiles the network for a TPU that is not there.
+A sketch says nothing of weights, encoders or a loop; it has what the time of a step depends on. As an `outline`, it is
+compiled in a process of its own for a TPU that is not there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,13 +18,14 @@ import jax
 import pydantic
 import torch
 
-from torchport import compile, errors, grid, hlo, load, outline, patch, shard, topology
+from torchport import compile, grid, hlo, load, patch, shard, topology
 from torchport.attention import dispatch, tiles
 from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack, find_pack
 from torchport.config import Frozen, read_document, validated
-from torchport.errors import BadValueError, TopologyError, TorchportError, UnknownNameError, nearest
+from torchport.errors import BadValueError, TopologyError, UnknownNameError, nearest
 from torchport.exchange import exchanges
 from torchport.machine import chip, parse_machine
+from torchport.processes import child
 
 NETWORK = "network"
 """What errors call it."""
@@ -135,8 +132,16 @@ def parts(asked: Asked) -> Parts:
         raise BadValueError(asked.file, f"The machine {asked.machine} is no TPU", "Name a slice such as v6e:2x4")
     name = asked.machine.partition(":")[0]
     with tempfile.TemporaryDirectory(prefix="torchport-sketch-") as scratch:
-        found = _apart(asked, Path(scratch))
-        program = hlo.read(Path(scratch) / "hlo")
+        dump = Path(scratch) / "hlo"
+        found = child.call(
+            "torchport.sketch:compiled",
+            asked,
+            ended=lambda end: TopologyError(
+                f"sketch {asked.file}", f"The compiler {end}", "Mend that, or plan another size"
+            ),
+            environment=topology.compiling(dump),
+        )
+        program = hlo.read(dump)
     call = max(found["attention"], key=lambda call: call["queries"] * call["keys"])
     flops = 4 * math.prod(call[size] for size in ("batch", "heads", "queries", "keys", "head_size"))
     row = tiles.row(name, asked.attention, call["head_size"], call["bounded"])
@@ -150,24 +155,6 @@ def parts(asked: Asked) -> Parts:
         communication_s=sum(one.seconds(name) for one in moved),
         peak_percent=row.peak_percent,
     )
-
-
-def _apart(asked: Asked, folder: Path) -> dict[str, Any]:
-    """Returns what `compiled` does, from a process of its own, with the compiler's dump in the folder."""
-    request, outcome = folder / "request.json", folder / "outcome.json"
-    request.write_text(json.dumps(dataclasses.asdict(asked)))
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder / 'hlo'} --xla_dump_hlo_as_text".strip()
-    own = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **topology.environment()}
-    command = [sys.executable, "-P", "-m", "torchport.sketch", str(request), str(outcome)]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
-    if not outcome.is_file():
-        said = outline.last_words(done.stderr)
-        raise TopologyError(f"sketch {asked.file}", f"The compiler stopped: {said}", "Plan another size")
-    answer = json.loads(outcome.read_text())
-    if "refusal" in answer:
-        raise getattr(errors, answer["refusal"]["kind"])(*answer["refusal"]["args"])
-    found: dict[str, Any] = answer["result"]
-    return found
 
 
 def compiled(asked: Asked) -> dict[str, Any]:
@@ -289,18 +276,3 @@ def check_size(drawn: Sketch, size: Mapping[str, int], place: str) -> None:
         if getattr(drawn, name) != asked:
             fact = f"'{name}' is {asked}, and the sketch '{drawn.title}' has {getattr(drawn, name)}"
             raise BadValueError(place, fact, "Name a sketch of this size", key=name)
-
-
-def main(arguments: list[str]) -> int:
-    """Reads the request, compiles, and writes the outcome: a result, or a refusal."""
-    request, outcome = (Path(argument) for argument in arguments)
-    try:
-        found: dict[str, Any] = {"result": compiled(Asked(**json.loads(request.read_text())))}
-    except TorchportError as error:
-        found = {"refusal": {"kind": type(error).__name__, "args": [error.place, error.fact, error.remedy]}}
-    outcome.write_text(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -246,6 +246,8 @@ def _check_request(request: Request) -> None:
             raise BadValueError(
                 flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8"
             ) from error
+    if request.checkpoint == "":
+        raise BadValueError("--checkpoint ''", "It is empty", "Write a value, or leave the flag out")
     if request.out is not None and request.out == Path():
         raise BadValueError("--out", "It is empty, or the current folder", "Name a folder of its own")
     if request.stage == "all" and request.inputs is not None:
@@ -290,7 +292,8 @@ def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, d
 
 def _new_folder(request: Request) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    stem = Path("outputs") / f"{request.model}-{Path(request.config).stem}-{now}"
+    config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
+    stem = Path("outputs") / f"{request.model}-{config}-{now}"
     return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
 
 

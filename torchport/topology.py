@@ -46,6 +46,12 @@ def environment(dump: Path | None = None) -> dict[str, str]:
     }
 
 
+def compiling(dump: Path) -> dict[str, str]:
+    """Returns `environment`, and what makes the compiler write its scheduled program into a folder as text."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
+    return {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment()}
+
+
 def installed() -> bool:
     """Returns whether libtpu, the TPU's compiler, is installed here."""
     return importlib.util.find_spec("libtpu") is not None

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchport import folder
 from torchport.attention import programs, tiles, transposed
 from torchport.attention.tiles import Implementation, SplashTile, Tile
 from torchport.cost import Figures, figures, least, padding
@@ -248,10 +249,9 @@ def check_writable(file: Path) -> None:
 
     Raises:
         ConfigError: The file is there, and is no such table.
-        OutputError: It lies in no folder, or is one.
+        OutputError: It cannot be written.
     """
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise OutputError(str(file), "It is a folder, or lies in none", "Name a file in a folder that is there")
+    folder.check_writable("--write", file)
     if file.is_file():
         tiles.read_table(file)
 

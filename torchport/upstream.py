@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchport.card import Checkout
 from torchport.errors import UpstreamError
+from torchport.folder import expanded, has_folder
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
@@ -31,7 +32,7 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
     clone = f"git clone {checkout.url}, and pass --upstream-path DIR"
     if named is None:
         raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
-    folder = Path(named).expanduser().resolve()
+    folder = existing(named)
     if not (folder / checkout.package).is_dir():
         raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", clone)
     for file, other in checkout.others.items():
@@ -41,6 +42,18 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
         raise UpstreamError(f"--upstream-path {named}", f"It has no {checkout.has}", clone)
     _check_imported(checkout, folder)
     return folder
+
+
+def existing(named: str | Path) -> Path:
+    """Returns the folder that `--upstream-path` names.
+
+    Raises:
+        UpstreamError: There is none.
+    """
+    folder = expanded(str(named))
+    if not has_folder(folder):
+        raise UpstreamError(f"--upstream-path {named}", "There is no such folder", "Name the upstream's checkout")
+    return folder.resolve()
 
 
 def _check_imported(checkout: Checkout, folder: Path) -> None:

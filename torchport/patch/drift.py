@@ -10,7 +10,8 @@ from pathlib import Path
 import pydantic
 
 from torchport.config import Document, Frozen, read_document, validated
-from torchport.errors import DriftError, WrongTypeError
+from torchport.errors import DriftError, OutputError, WrongTypeError
+from torchport.folder import inside
 from torchport.patch.entry import Entry, TargetName
 from torchport.patch.fingerprint import changes, statement_hashes, tree_hash
 from torchport.patch.reading import LOCK, upstreams
@@ -49,13 +50,16 @@ _read: dict[tuple[str, int, int], dict[str, Locked]] = {}
 
 def read_lock(folder: Path) -> dict[str, Locked]:
     """Returns the lock of one upstream's folder, by target; empty if there is no lock file."""
-    file = folder / LOCK
+    file = inside(folder.parent, folder / LOCK)
+    shown = f"{folder.parent.name}/{folder.name}/{LOCK}"
     if not file.is_file():
+        if file.is_symlink() or file.exists():
+            read_document(file, shown)  # which refuses what is no file
         return {}
     stat = file.stat()
     key = (str(file), stat.st_mtime_ns, stat.st_size)
     if key not in _read:
-        document = read_document(file, f"{folder.parent.name}/{folder.name}/{LOCK}")
+        document = read_document(file, shown)
         if not isinstance(document.data, list):
             raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
         parts = [
@@ -180,8 +184,16 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
         after, lines = _relocked(before, chosen)
         told += lines
         if write and lines:
-            (Path(folder) / name / LOCK).write_text(_yaml(after.values()), encoding="utf-8")
+            _write(Path(folder) / name / LOCK, _yaml(after.values()))
     return told
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        remedy = "Copy the patches to a folder that can be written, and name it with --path"
+        raise OutputError(str(file), f"It cannot be written: {error.strerror}", remedy) from error
 
 
 def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:

@@ -11,6 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from torchport.config import Document, read_document, validated
 from torchport.errors import BadValueError, ConflictError, UnknownNameError, WrongTypeError, nearest
+from torchport.folder import has_folder, inside
 from torchport.patch.entry import Entry, mistake
 
 LOCK = "lock.yaml"
@@ -79,7 +80,7 @@ def _named(root: Path, name: str) -> list[Path]:
             upstreams(root)  # says what to rename it to
         raise BadValueError(name, f"'{name}' is no name of patches", "Write upstream or upstream/file")
     folder = root / upstream
-    if not folder.is_dir():
+    if not has_folder(folder):
         raise UnknownNameError(str(root), f"No patches for '{upstream}'", nearest(upstream, upstreams(root)))
     _check_all_read(root, inside(root, folder))
     known = {path.stem: path for path in sorted(folder.glob("*.yaml")) if path.name != LOCK}
@@ -103,18 +104,6 @@ def _check_all_read(root: Path, folder: Path) -> None:
         else:
             continue
         raise BadValueError(f"{root.name}/{path.relative_to(root)}", f"'{path.name}' would never be read", remedy)
-
-
-def inside(root: Path, path: Path) -> Path:
-    """Returns a path of which neither itself nor any link in it leads out of a folder.
-
-    Raises:
-        BadValueError: It does.
-    """
-    if not path.resolve().is_relative_to(root.resolve()):
-        shown = f"{root.name}/{path.relative_to(root)}"
-        raise BadValueError(shown, f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there")
-    return path
 
 
 def read_file(root: Path, file: Path) -> list[Entry]:

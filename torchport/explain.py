@@ -1,0 +1,25 @@
+"""`torchport explain`: what every error means, out of the docstrings of their classes."""
+
+from __future__ import annotations
+
+import inspect
+
+from torchport import errors
+
+
+def page() -> str:
+    """Returns the documentation of every error as Markdown, one section for each id."""
+    parts = [
+        "# Errors",
+        "Every refusal is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.`, and an "
+        "exit code: 2, or 130 after Ctrl-C. This page is `torchport explain --all`.",
+    ]
+    for kind in errors.kinds():
+        group = kind.__bases__[0]
+        above = "" if group is errors.TorchportError else f"\n\nA `{group.__name__}`: {_plain(group)}"
+        parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(kind: type[errors.TorchportError]) -> str:
+    return inspect.getdoc(kind) or ""

@@ -1,0 +1,76 @@
+"""Files of a folder that somebody else may have made: nothing in it leads out, and nothing in it is waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from torchport.errors import BadValueError, OutputError
+
+
+def inside(root: Path, path: Path) -> Path:
+    """Returns a path of which neither itself nor any link in it leads out of a folder.
+
+    Raises:
+        BadValueError: It does.
+    """
+    # Unlike `Path.resolve`, this takes a loop of links for what it is: no way out.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        shown = f"{root.name}/{path.relative_to(root)}"
+        raise BadValueError(shown, f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there")
+    return path
+
+
+def has_file(path: Path) -> bool:
+    """Returns whether there is such a file; a path that the system refuses, for its length, is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def has_folder(path: Path) -> bool:
+    """Returns whether there is such a folder; a path that the system refuses, for its length, is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def expanded(name: str) -> Path:
+    """Returns a path with `~` as the home folder; `~somebody` that this system does not know stays as it is."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
+def text(path: Path) -> str:
+    """Returns a file's text.
+
+    Raises:
+        OSError: It cannot be read; it is a folder, or a pipe or device, which would be waited for.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(None, "It is a folder" if stat.S_ISDIR(mode) else "It is a pipe, socket or device")
+    return path.read_text(encoding="utf-8")
+
+
+def check_writable(flag: str, file: Path) -> None:
+    """Refuses a file that cannot be written, before minutes or hours are spent on what shall be in it.
+
+    Args:
+        flag: What named it.
+        file: It is left as it is.
+
+    Raises:
+        OutputError: It is a folder, a pipe or a device, lies in no folder, or cannot be written.
+    """
+    if (file.exists() and not file.is_file()) or not file.absolute().parent.is_dir():
+        fact = "It is no file, or lies in no folder"
+        raise OutputError(f"{flag} {file}", fact, "Name a file in a folder that is there")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise OutputError(f"{flag} {file}", "You may not write there", "Name a file in a folder that can be written")

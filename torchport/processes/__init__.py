@@ -1,0 +1,1 @@
+"""Other processes, and what a process of torchport's may import: see `child` and `path`."""

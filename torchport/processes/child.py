@@ -1,0 +1,126 @@
+"""One call in a fresh Python process: the only door through which torchport starts one.
+
+The process imports what this one does, and nothing of the current folder (`-P`, see `path`). Arguments and result go
+through files in a folder that only this user can read: upstream may print what it likes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchport.errors import TorchportError
+from torchport.processes import path
+
+_CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
+_RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
+_HARMLESS = "unexpected worker hostname"
+"""libtpu writes a line with these words whenever it compiles for a TPU that is not there."""
+_REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a process ended that left no answer.
+
+    Attributes:
+        code: Its exit code; of one that was killed, minus the signal's number.
+        stderr: All that it wrote there.
+    """
+
+    code: int
+    stderr: str
+
+    def __str__(self) -> str:
+        """Returns a clause that follows the process's name, as "ended with exit code 7 and said: nothing"."""
+        how = f"ended with exit code {self.code}"
+        if self.code < 0:
+            name = signal.Signals(-self.code).name if -self.code in list(signal.Signals) else f"signal {-self.code}"
+            how = f"was killed by {name}"
+            if self.code == -signal.SIGKILL:
+                how += ", as the system does where memory runs out,"
+        return f"{how} and said: {last_words(self.stderr)}"
+
+
+def last_words(stderr: str) -> str:
+    """Returns why a process stopped: the last line of its own that names an exception, or else the last one.
+
+    Below an exception JAX may write that it has removed frames, which is not why.
+    """
+    lines = [line for line in stderr.strip().splitlines() if _HARMLESS not in line] or ["nothing"]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or lines)[-1].strip()[:300].rstrip(".")
+
+
+def call(
+    function: str,
+    *arguments: Any,
+    ended: Callable[[Ended], TorchportError],
+    environment: Mapping[str, str] | None = None,
+    first: Sequence[Path] = (),
+) -> Any:
+    """Returns what a function returns in a process of its own.
+
+    Args:
+        function: `package.module:function`.
+        *arguments: What it is called with; what `pickle` can carry, as must be what it returns.
+        ended: Returns the refusal of a process that ended without an answer.
+        environment: Variables beside those of this process.
+        first: Folders that are searched before all others for what is imported.
+
+    Raises:
+        TorchportError: What the function refuses, with its culprit; what `ended` returns.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    entries = [*(str(folder.absolute()) for folder in first), *path.trusted(sys.path)]
+    with tempfile.TemporaryDirectory(prefix="torchport-child-") as name:
+        folder = Path(name)
+        (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))
+        code = _CODE.format(path=[*entries, *([] if root in entries else [root])], folder=name)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=_environment(environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        # Both are files of our own, out of a folder that nobody else can write to.
+        if (folder / _REFUSAL).exists():
+            raise pickle.loads((folder / _REFUSAL).read_bytes())
+        if (folder / _RESULT).exists():
+            return pickle.loads((folder / _RESULT).read_bytes())
+    raise ended(Ended(done.returncode, done.stderr))
+
+
+def _environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a child: this process's, with some of its own, and no empty entry in `PYTHONPATH`."""
+    variables = {**os.environ, **own}
+    named = path.without_empty(variables.pop("PYTHONPATH", ""))
+    return variables | ({"PYTHONPATH": named} if named else {})
+
+
+def answer(name: str) -> None:
+    """Calls what the request in a folder names, and leaves there what it returns or refuses: the child's side."""
+    folder = Path(name)
+    function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
+    module, _, attribute = function.partition(":")
+    try:
+        result, kind = getattr(importlib.import_module(module), attribute)(*arguments), _RESULT
+    except TorchportError as error:
+        result, kind = error, _REFUSAL
+    # A file that has its name is whole: the process may be killed while it writes.
+    (folder / "unfinished").write_bytes(pickle.dumps(result))
+    (folder / "unfinished").rename(folder / kind)
