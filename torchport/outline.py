@@ -22,11 +22,25 @@ from typing import Any
 
 import jax
 
-from torchport import calls, compile, errors, grid, load, patch, pipelines, save, schedule, shard, topology, upstream
+from torchport import (
+    calls,
+    compile,
+    errors,
+    grid,
+    load,
+    patch,
+    pipelines,
+    preflight,
+    save,
+    schedule,
+    shard,
+    topology,
+    upstream,
+)
 from torchport.attention import dispatch
 from torchport.errors import BadValueError, OutputError, TopologyError, TorchportError, VmemError
 from torchport.machine import Machine
-from torchport.task import Request, Task, accept, check_heads, published
+from torchport.task import Request, Task, accept, check_heads
 
 SCHEDULED = "*after_codegen.txt"
 """Files of the dump that have a scheduled program; see `hlo`."""
@@ -71,41 +85,14 @@ def outlined(task: Task, stage: pipelines.Stage, devices: Any, bounded: bool = T
             yield outline
 
 
-def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
-    """Returns the stage's parts as the checkpoint, or its published configuration, has them; none has storage."""
-    parts: dict[str, Any] = {}
-    for name in stage.parts:
-        component = task.card.components[name]
-        parts[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
-    for name in (*stage.meta, str(stage.network)):
-        parts[name] = published(task, name)
-    parts[str(stage.network)].to(task.settings.dtypes[str(stage.network)])
-    if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
-    return parts
-
-
-def input_shapes(task: Task, stage: pipelines.Stage) -> dict[str, shard.Shape]:
-    """Returns the shapes of a network's largest inputs, none where they are not known beforehand.
-
-    Patches must be in place.
-    """
-    if stage.like is None or stage.network is None:
-        return {}
-    parts = _parts(task, stage)
-    module = parts[stage.network].get_submodule(stage.submodule)
-    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
-    return shard.named_shapes(max(called, key=lambda one: sum(t.numel() for t in one.tensors.values())).tensors)
-
-
 def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
-    name, job, card, parts = str(stage.network), task.job, task.card, _parts(task, stage)
+    name, job, card, parts = str(stage.network), task.job, task.card, preflight.parts(task, stage)
     module = parts[name].get_submodule(stage.submodule)
     mesh, strategy = shard.make_mesh(job.mesh, devices), card.strategies[job.strategy]
     held = dict(module.named_parameters()) | dict(module.named_buffers())
-    rules = shard.match(strategy.weights[name], shard.named_shapes(held), job.mesh, task.rules_place("weights", name))
+    rules = preflight.weight_rules(task, name, module)
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
-    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
+    called = calls.recorded(stage, parts, module, preflight.how(stage, task), task.settings)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     program = compile.Compiled(
         module,
@@ -114,6 +101,7 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         mesh,
         what=name,
         place=task.rules_place("inputs", name),
+        places=task.rule_places("inputs", name),
         precision=card.components[name].precision,
         trace=None,
         # No gains are at hand: that they keep scores within their bound is assumed, and said.
@@ -122,13 +110,9 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         stacks=card.stacks.get(name, {}) if job.stacked else {},
         gathered=shard.gathered(rules),
         rules_place=functools.partial(task.program_place, name),
-        how=_how(stage, task),
+        how=preflight.how(stage, task),
     )
     return Outline(program, called, kernels)
-
-
-def _how(stage: pipelines.Stage, task: Task) -> compile.How:
-    return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
 
 
 def compiled(request: Mapping[str, Any]) -> list[dict[str, Any]]:

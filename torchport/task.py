@@ -6,7 +6,8 @@ import dataclasses
 import datetime
 import hashlib
 import shlex
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -140,6 +141,13 @@ class Task:
     def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
         """Returns where the sharding rules of a component are written, `file:line`."""
         return self.card_document.place(["strategies", self.job.strategy, kind, component])
+
+    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
+        """Returns where each sharding rule of a component is written, `file:line`."""
+        strategy = self.card.strategies[self.job.strategy]
+        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
+        path = ["strategies", self.job.strategy, kind, component]
+        return [self.card_document.place([*path, number]) for number in range(len(rules))]
 
     def program_place(self, component: str, what: str) -> str:
         """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
@@ -313,8 +321,13 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
     )
 
 
-def check_machine(task: Task) -> None:
+def check_machine(task: Task, activations: Mapping[str, int] = types.MappingProxyType({})) -> None:
     """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
+
+    Args:
+        task: The task.
+        activations: Bytes that each device must hold at least beside a network's weights, by component; see
+            `preflight`, which needs to know first that latents and frames fit.
 
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory.
@@ -322,18 +335,22 @@ def check_machine(task: Task) -> None:
     if not task.original:
         machine.prepare(task.machine)
     devices: dict[str, int] = {}
-    host = [0]
+    host = [(0, 0)]
     for stage in task.stages:
         whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
         if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
             whole += [name for name, component in task.card.components.items() if component.dtype is None]
-        host.append(sum(_host_bytes(task, name) for name in whole))
+        tensors = _tensor_bytes(task, stage)
+        if task.machine.platform == "cpu":  # virtual devices have the host's memory
+            tensors += activations.get(str(stage.network), 0) * task.job.devices
+        host.append((sum(_host_bytes(task, name) for name in whole), tensors))
         if stage.network and not task.original:
             devices[stage.network] = _device_bytes(task, stage, stage.network)
+    weights, tensors = max(host, key=sum)
     given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
     machine.require(
         task.machine if devices else machine.HOST,
-        machine.Need(task.job.devices if devices else 0, devices, max(host), task.checkpoint),
+        machine.Need(task.job.devices if devices else 0, devices, weights, task.checkpoint, tensors, dict(activations)),
         f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
     )
 
@@ -346,6 +363,24 @@ def _host_bytes(task: Task, component: str) -> int:
     if folder is None or dtype is None:
         return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
     return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
+
+
+def _tensor_bytes(task: Task, stage: pipelines.Stage) -> int:
+    """Returns bytes of latents or frames that a stage holds in the host's memory at once, whatever else it holds.
+
+    Denoising steps have the latents, the prediction, and the latents that come of them. What the VAE decodes is there
+    beside the frames that are made of it; as bytes of a video, they are made one by one.
+    """
+    last = task.family.STAGES[-1]
+    if stage.name == "decode":
+        dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
+        return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
+    if stage.name != "denoise" or last.like is None:
+        return 0
+    with torch.device("meta"):
+        latents = last.like({str(last.network): published(task, str(last.network))}, task.settings).values()
+    sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
+    return 3 * sum(sizes)
 
 
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
