@@ -132,7 +132,8 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
             inputs = {"hidden_states": torch.randn(1, 32, 3, 4, 6, generator=torch.Generator().manual_seed(1))}
         else:
             [called] = calls.recorded(stage, parts, module, preflight.how(stage, found), found.settings, count=False)
-            inputs = {**called.tensors, **dict(called.static)}
+            ones = {key: torch.ones(tensor.shape, dtype=tensor.dtype) for key, tensor in called.tensors.items()}
+            inputs = {**ones, **dict(called.static)}
         if stage.prepare is not None:
             stage.prepare({**parts, component: module}, found.settings)
     return compared(found, stage, module.get_submodule(stage.submodule), drawn(inputs))

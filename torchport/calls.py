@@ -91,7 +91,14 @@ class Recorder:
 
 
 def recorded(
-    stage: Stage, parts: dict[str, Any], module: torch.nn.Module, how: Any, settings: Settings, *, count: bool = True
+    stage: Stage,
+    parts: dict[str, Any],
+    module: torch.nn.Module,
+    how: Any,
+    settings: Settings,
+    *,
+    count: bool = True,
+    **given: torch.Tensor,
 ) -> list[Called]:
     """Returns what a stage's verb calls its network with, in the order of first calls: the verb itself says it.
 
@@ -102,6 +109,7 @@ def recorded(
         how: How it is called.
         settings: What the stage is asked to make.
         count: Whether arithmetic is counted.
+        **given: Inputs that are at hand.
 
     Raises:
         BadValueError: The verb never calls its network, or asks for a value that it computed.
@@ -111,7 +119,7 @@ def recorded(
     assert stage.like is not None
     recorder = Recorder(module, how, count)
     try:
-        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings))
+        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **given)
     except DataDependentOutputException as error:
         fact = f"Its verb asks for a value that the network computes ({error.func})"
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error

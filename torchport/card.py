@@ -226,21 +226,14 @@ class Card(Frozen):
 
 
 class Job(Frozen):
-    """A config, `configs/<job>.yaml`: what to make of a model, and on which machine.
+    """A config, `configs/<job>.yaml`: what to make of a model, and on which machine."""
 
-    Its numbers have bounds beyond which no job makes sense, whatever the machine; what a machine can carry is another
-    question, which `task.check_machine` answers.
-    """
-
-    # x264 takes no larger pictures. `frames` keeps every count of bytes within 64 bits: it is twelve hours at 24 fps.
+    # Bounds on any machine: what x264 takes; twelve hours; what displays show; levels of noise in training; 16 bits.
     height: Annotated[int, pydantic.Field(gt=0, le=16_384)]
     width: Annotated[int, pydantic.Field(gt=0, le=16_384)]
     frames: Annotated[int, pydantic.Field(gt=0, le=2**20)]
-    # More than any display shows.
     fps: Annotated[int, pydantic.Field(gt=0, le=240)]
-    # Diffusion models are trained on 1,000 levels of noise: further steps would repeat some of them.
     steps: Annotated[int, pydantic.Field(gt=0, le=1_000)]
-    # The published ones are below 20; far above, a prediction leaves the range of its dtype.
     guidance_scale: Annotated[float, pydantic.Field(ge=1.0, le=1_000.0, allow_inf_nan=False)]
     machine: str
     mesh: dict[Axis, pydantic.PositiveInt] = {}

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,11 +20,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchport import activations, calls, compile, load, pipelines, shard
+from torchport import activations, calls, checkpoint, compile, load, machine, pipelines, shard
 from torchport.attention import dispatch, sdpa
 from torchport.card import Rule, WeightRule, dims_of
 from torchport.errors import AttentionError, MeshError
-from torchport.task import Task, check_heads, check_machine, published
+from torchport.task import Task, check_heads, published
 
 LARGE = 2**24
 """Elements from which a tensor of a rehearsal is a shape without values. Masks and noise levels, whose values verbs ask
@@ -60,6 +61,7 @@ def check(task: Task) -> None:
         AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
         MachineError: Too little memory for activations, those counted that there must be.
     """
+    check_machine(task)
     if task.original:
         return
     check_heads(task)
@@ -72,6 +74,78 @@ def check(task: Task) -> None:
     check_machine(task, held)
 
 
+def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({})) -> None:
+    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
+
+    Args:
+        task: The task.
+        held: Bytes that each device holds at least beside a network's weights, by component, where a rehearsal has
+            told them; it can take place only once latents and frames are known to fit.
+
+    Raises:
+        MachineError: Too few devices, devices of another kind, or too little memory.
+    """
+    if not task.original:
+        machine.prepare(task.machine)
+    devices: dict[str, int] = {}
+    host = [(0, 0)]
+    for stage in task.stages:
+        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
+        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
+            whole += [name for name, component in task.card.components.items() if component.dtype is None]
+        tensors = _tensor_bytes(task, stage)
+        if task.machine.platform == "cpu":  # virtual devices have the host's memory
+            tensors += held.get(str(stage.network), 0) * task.job.devices
+        host.append((sum(_host_bytes(task, name) for name in whole), tensors))
+        if stage.network and not task.original:
+            devices[stage.network] = _device_bytes(task, stage, stage.network)
+    weights, tensors = max(host, key=sum)
+    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
+    machine.require(
+        task.machine if devices else machine.HOST,
+        machine.Need(task.job.devices if devices else 0, devices, weights, task.checkpoint, tensors, dict(held)),
+        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
+    )
+
+
+def _host_bytes(task: Task, component: str) -> int:
+    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
+    if task.checkpoint == "tiny":
+        return 0
+    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
+    if folder is None or dtype is None:
+        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
+    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
+
+
+def _tensor_bytes(task: Task, stage: pipelines.Stage) -> int:
+    """Returns bytes of latents or frames that a stage holds in the host's memory at once, whatever else it holds.
+
+    Denoising steps have the latents, the prediction, and the latents that come of them. What the VAE decodes is there
+    beside the frames that are made of it; as bytes of a video, they are made one by one.
+    """
+    last = task.family.STAGES[-1]
+    if stage.name == "decode":
+        dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
+        return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
+    if stage.name != "denoise" or last.like is None:
+        return 0
+    with torch.device("meta"):
+        latents = last.like({str(last.network): published(task, str(last.network))}, task.settings).values()
+    sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
+    return 3 * sum(sizes)
+
+
+def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
+    """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
+    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
+    strategy = task.card.strategies[task.job.strategy]
+    # Rules for buffers that are prepared later match nothing yet.
+    rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
+    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
+    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
+
+
 def rehearsed(task: Task, stage: pipelines.Stage) -> Rehearsal:
     """Returns a stage's network with the rules of all its tensors; patches must be in place.
 
@@ -80,6 +154,7 @@ def rehearsed(task: Task, stage: pipelines.Stage) -> Rehearsal:
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
+    noise = {"noise": task.request.noise} if stage.name == "denoise" and task.request.noise is not None else {}
     with _without_values(), jax.sharding.use_abstract_mesh(mesh):
         own = parts(task, stage)
         module = own[name].get_submodule(stage.submodule)
@@ -90,7 +165,7 @@ def rehearsed(task: Task, stage: pipelines.Stage) -> Rehearsal:
             return Rehearsal(module, weights, [], {}, 0, [])
         largest, attended = [0], _Attention()
         with _measured(module, largest), attended:
-            called = calls.recorded(stage, own, module, how(stage, task), task.settings, count=False)
+            called = calls.recorded(stage, own, module, how(stage, task), task.settings, count=False, **noise)
     inputs = [_input_rules(task, name, one) for one in called]
     shard.check_alive(
         strategy.inputs[name],
@@ -228,6 +303,9 @@ def check_attention(task: Task, rehearsal: Rehearsal) -> None:
         raise AttentionError(place, f"{error.place}: {error.fact}", error.remedy) from error
 
 
+_META = torch.device("meta")
+
+
 class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
 
@@ -245,7 +323,8 @@ class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Without a tensor the integers are the sizes of one that is made.
         sizes = [value for value in values if isinstance(value, int)] if not tensors else [0]
         elements = max([math.prod(sizes), *(tensor.numel() for tensor in tensors)])
-        if elements < LARGE or any(tensor.is_meta for tensor in tensors):
+        bare = kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors)  # without memory as it is
+        if elements < LARGE or bare:
             return function(*args, **kwargs)
         with self.fake:
             return function(*args, **kwargs)

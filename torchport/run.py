@@ -35,7 +35,7 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.machine import devices
 from torchport.progress import log, track
 from torchport.record import versions, write_manifest
-from torchport.task import Request, Task, accept, check_machine
+from torchport.task import Request, Task, accept
 from torchport.video import write_contact_sheet, write_video
 
 
@@ -115,7 +115,6 @@ def _carry(task: Task, stopping: resume.Stopping) -> Summary:
         _folder(task.folder),
         programs.Programs.opened(task) as kept,
     ):
-        check_machine(task)
         preflight.check(task)
         journey = Journey(task, _weights(task), stopping, kept)
         hosts.agree({"checkpoint": journey.weights.digests})

@@ -6,8 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import shlex
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -319,78 +318,6 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
         variant=job.variant or card.variant,
         image=request.image,
     )
-
-
-def check_machine(task: Task, activations: Mapping[str, int] = types.MappingProxyType({})) -> None:
-    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
-
-    Args:
-        task: The task.
-        activations: Bytes that each device must hold at least beside a network's weights, by component; see
-            `preflight`, which needs to know first that latents and frames fit.
-
-    Raises:
-        MachineError: Too few devices, devices of another kind, or too little memory.
-    """
-    if not task.original:
-        machine.prepare(task.machine)
-    devices: dict[str, int] = {}
-    host = [(0, 0)]
-    for stage in task.stages:
-        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
-        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
-            whole += [name for name, component in task.card.components.items() if component.dtype is None]
-        tensors = _tensor_bytes(task, stage)
-        if task.machine.platform == "cpu":  # virtual devices have the host's memory
-            tensors += activations.get(str(stage.network), 0) * task.job.devices
-        host.append((sum(_host_bytes(task, name) for name in whole), tensors))
-        if stage.network and not task.original:
-            devices[stage.network] = _device_bytes(task, stage, stage.network)
-    weights, tensors = max(host, key=sum)
-    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
-    machine.require(
-        task.machine if devices else machine.HOST,
-        machine.Need(task.job.devices if devices else 0, devices, weights, task.checkpoint, tensors, dict(activations)),
-        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
-    )
-
-
-def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
-    if task.checkpoint == "tiny":
-        return 0
-    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
-    if folder is None or dtype is None:
-        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
-
-
-def _tensor_bytes(task: Task, stage: pipelines.Stage) -> int:
-    """Returns bytes of latents or frames that a stage holds in the host's memory at once, whatever else it holds.
-
-    Denoising steps have the latents, the prediction, and the latents that come of them. What the VAE decodes is there
-    beside the frames that are made of it; as bytes of a video, they are made one by one.
-    """
-    last = task.family.STAGES[-1]
-    if stage.name == "decode":
-        dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
-        return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
-    if stage.name != "denoise" or last.like is None:
-        return 0
-    with torch.device("meta"):
-        latents = last.like({str(last.network): published(task, str(last.network))}, task.settings).values()
-    sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
-    return 3 * sum(sizes)
-
-
-def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
-    """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
-    strategy = task.card.strategies[task.job.strategy]
-    # Rules for buffers that are prepared later match nothing yet.
-    rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
-    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
-    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
 
 
 def published(task: Task, component: str) -> Any:
