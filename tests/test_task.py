@@ -159,6 +159,29 @@ def test_a_guidance_scale_that_is_no_number_of_use_is_refused(asked):
         assert "'guidance_scale' is" in refusal(WrongTypeError, lambda value=value: asked([f"guidance_scale={value}"]))
 
 
+@pytest.mark.parametrize(
+    ("override", "limit"),
+    [
+        ("height=16000000", 16_384),
+        ("width=4611686018427387904", 16_384),
+        ("frames=4611686018427387904", 2**20),
+        ("fps=100000", 240),
+        ("steps=1180591620717411303424", 1_000),
+        ("guidance_scale=1e300", 1_000),
+        ("text_bucket=1180591620717411303424", 2**20),
+    ],
+)
+def test_a_number_beyond_every_machine_is_refused_at_once(asked, override, limit):
+    text = refusal(WrongTypeError, lambda: asked([override]))
+    assert text.startswith(f"--set {override}: '{override.partition('=')[0]}' is ")
+    assert text.endswith(f"It must be less than or equal to {limit}.")
+
+
+@pytest.mark.parametrize("override", ["height=72", "width=100", "frames=6"])
+def test_sizes_that_the_vae_cannot_divide_are_refused(asked, override):
+    refusal(BadValueError, lambda: asked([override]))
+
+
 def test_a_prompt_that_is_not_unicode_is_refused(asked):
     text = refusal(BadValueError, lambda: asked(prompt="bad\udcff"))
     assert text == "--prompt: Character 4 is not Unicode text. Write it as UTF-8."
