@@ -93,6 +93,7 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
     rules = preflight.weight_rules(task, name, module)
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
     called = calls.recorded(stage, parts, module, preflight.how(stage, task), task.settings)
+    preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     program = compile.Compiled(
         module,

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,13 +166,7 @@ def rehearsed(task: Task, stage: pipelines.Stage) -> Rehearsal:
         largest, attended = [0], _Attention()
         with _measured(module, largest), attended:
             called = calls.recorded(stage, own, module, how(stage, task), task.settings, count=False, **noise)
-    inputs = [_input_rules(task, name, one) for one in called]
-    shard.check_alive(
-        strategy.inputs[name],
-        [key for one in called for key in one.tensors],
-        task.rules_place("inputs", name),
-        task.rule_places("inputs", name),
-    )
+    inputs = input_rules(task, name, called)
     per_device = [_held(one, rules, task, largest[0]) for one, rules in zip(called, inputs, strict=True)]
     most = max(range(len(called)), key=lambda n: sum(tensor.numel() for tensor in called[n].tensors.values()))
     return Rehearsal(module, weights, called, inputs[most], max(per_device), list(attended.calls.values()))
@@ -210,7 +204,19 @@ def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[st
     )
 
 
-def _input_rules(task: Task, component: str, called: calls.Called) -> dict[str, Rule]:
+def input_rules(task: Task, component: str, called: Sequence[calls.Called]) -> list[dict[str, Rule]]:
+    """Returns the rule of every input of each call, with the spec that fits.
+
+    Raises:
+        ShardError: A rule that matches nothing, an input without one, a dim that its axes do not divide, or a batch
+            that a rule gives every device whole.
+    """
+    rules, names = task.card.strategies[task.job.strategy].inputs[component], [k for one in called for k in one.tensors]
+    shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
+    return [_fitted(task, component, one) for one in called]
+
+
+def _fitted(task: Task, component: str, called: calls.Called) -> dict[str, Rule]:
     """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole."""
     rules = task.card.strategies[task.job.strategy].inputs[component]
     place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
