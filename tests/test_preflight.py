@@ -1,5 +1,6 @@
 """What a machine must carry, and what a network's rules and attention are refused for, before anything is loaded."""
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -18,10 +19,18 @@ from torchport.errors import (
     TorchportError,
     UnmatchedError,
 )
-from torchport.preflight import check_machine
-from torchport.task import accept
+from torchport.preflight import check, check_machine
+from torchport.task import Request, accept
 
 GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched():
+    """The card's patches, applied once: that takes longer than all else here."""
+    task = accept(Request("hunyuan", "configs/demo.yaml", prompt="A cat"))
+    with patch.applied(task.patches(task.stages)), load.hushed(True):
+        yield
 
 
 def refusal(kind, call):
@@ -120,15 +129,10 @@ def port(asked):
     return ask
 
 
-def checked(task):
-    """Carries out the preflight as `run` does, under the task's patches."""
-    with patch.applied(task.patches(task.stages)), load.hushed(True):
-        preflight.check(task)
-
-
 def shown(task, monkeypatch):
-    """Shows the task's rules as `torchport shard show` does."""
+    """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
     monkeypatch.setattr(shard_command, "accept", lambda request: task)
+    monkeypatch.setattr("torchport.patch.applied", lambda entries: contextlib.nullcontext())
     return shard_command.shown(task.request)
 
 
@@ -142,14 +146,14 @@ def with_rules(task, component="transformer", **kinds):
 
 def refusals(task, monkeypatch, kind):
     """Returns the text with which both `run`, before it loads anything, and `shard show` refuse a task."""
-    texts = {refusal(kind, lambda: checked(task)), refusal(kind, lambda: shown(task, monkeypatch))}
+    texts = {refusal(kind, lambda: check(task)), refusal(kind, lambda: shown(task, monkeypatch))}
     assert len(texts) == 1
     return texts.pop()
 
 
 def test_the_shipped_rules_pass(port):
-    checked(port())
-    checked(port("strategy=ulysses", "mesh={dp: 2, sp: 4}"))
+    check(port())
+    check(port("strategy=ulysses", "mesh={dp: 2, sp: 4}"))
 
 
 def test_an_input_rule_that_matches_nothing_is_refused_with_its_line(port, monkeypatch):
@@ -181,7 +185,7 @@ def test_a_batch_that_falls_to_a_rule_for_everything_is_refused(port, monkeypatc
         ": '.*' gives every device the whole batch of 'encoder_attention_mask' [2, 1024], an input of transformer, and "
         "the mesh has dp=2. Split it with the spec [dp]."
     )
-    checked(with_rules(port("mesh={tp: 8}", "guidance_scale=1.0", "strategy=tp", stage="decode", prompt=None)))
+    check(with_rules(port("mesh={tp: 8}", "guidance_scale=1.0", "strategy=tp", stage="decode", prompt=None)))
 
 
 def test_an_input_without_a_rule_is_refused(port, monkeypatch):
@@ -221,7 +225,7 @@ def test_tokens_are_padded_as_the_mesh_wants_them_before_a_rule_is_judged(port):
     # 5 x 4 latent positions and no multiple of 4 at all would be refused without `uneven`.
     task = port("strategy=ulysses", "mesh={dp: 2, sp: 4}", "height=48", "width=48", "frames=5")
     rules = [ActivationRule(match="x_embedder", outputs=[["dp", "sp"]])]
-    checked(with_rules(task, activations=rules))
+    check(with_rules(task, activations=rules))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_tokens_are_padded_as_the_mesh_wants_them_before_a_rule_is_judged(port):
     ],
 )
 def test_attention_that_cannot_work_here_is_refused_before_encoding(port, sets, said):
-    text = refusal(AttentionError, lambda: checked(port(*sets)))
+    text = refusal(AttentionError, lambda: check(port(*sets)))
     assert text.startswith(f"--set {sets[0]}: {said}")
 
 
@@ -240,9 +244,9 @@ def test_attention_is_checked_for_the_machine_that_is_named(port, monkeypatch):
     """Its devices need not be there: 1,024 features of the VAE are too many for the kernels, and it is named."""
     monkeypatch.setattr(machine, "require", lambda *args: None)
     v6e = ("machine=v6e:2x4", "attention=splash_transposed")
-    checked(port(*v6e, stage="denoise", prompt=None))
+    check(port(*v6e, stage="denoise", prompt=None))
     task = port(*v6e, "dtypes={transformer: float16}", stage="denoise", prompt=None)
-    assert "q, k and v are float16" in refusal(AttentionError, lambda: checked(task))
+    assert "q, k and v are float16" in refusal(AttentionError, lambda: check(task))
 
 
 def test_latents_and_frames_are_counted_in_the_hosts_memory(asked, need):
@@ -258,7 +262,7 @@ def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkey
     monkeypatch.setattr(machine, "host_memory", lambda: 24 * GIB)
     monkeypatch.setattr(preflight, "rehearsed", None)  # nothing is carried out
     for sets, size in ((["height=16384", "width=16384"], "30.0"), (["frames=1048573"], "96.0")):
-        text = refusal(MachineError, lambda sets=sets: checked(asked(sets, backend="torchax")))
+        text = refusal(MachineError, lambda sets=sets: check(asked(sets, backend="torchax")))
         assert f"at least {size} GiB for latents and frames" in text and "has 24.0 GiB of free host memory" in text
         assert "Make the video smaller with --set height=, width= or frames=; or run it on a larger machine" in text
 
@@ -268,10 +272,9 @@ def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monk
     monkeypatch.setattr(machine, "found_devices", lambda platform: (8, "TPU v6 lite", None))
     large = ("height=16384", "width=16384", "frames=241")
     task = port("machine=v6e:2x4", *large, stage="denoise", prompt=None)
-    text = refusal(MachineError, lambda: checked(task))
+    text = refusal(MachineError, lambda: check(task))
     assert "of weights and at least " in text and "this machine has 32.0 GiB on each device" in text
-    with patch.applied(task.patches(task.stages)):
-        found = preflight.rehearsed(task, task.stages[0])
+    found = preflight.rehearsed(task, task.stages[0])
     tokens = 61 * 1024 * 1024
     assert found.called[0].tensors["hidden_states"].shape == (2, 65, 61, 1024, 1024)
     # At the least the inputs of one device, and its share of what a feed-forward layer's 512 features are.
@@ -280,8 +283,7 @@ def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monk
 
 def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port):
     task = port()
-    with patch.applied(task.patches(task.stages)):
-        found = preflight.rehearsed(task, task.stages[2])
+    found = preflight.rehearsed(task, task.stages[2])
     [called] = found.called
     assert found.inputs["hidden_states"].spec == [None, None, None, "dp", "tp"]
     assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 4)
@@ -293,18 +295,17 @@ def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port
 
 def test_noise_of_another_size_with_as_many_tokens_is_refused_before_anything_is_loaded(port):
     task = port("height=64", "width=96", noise=torch.zeros(1, 32, 2, 6, 4))
-    assert refusal(BadValueError, lambda: checked(task)) == (
+    assert refusal(BadValueError, lambda: check(task)) == (
         "noise: It has the shape [1, 32, 2, 6, 4]. For this height, width and frames it must be [1, 32, 2, 4, 6]."
     )
 
 
 def test_rotary_tables_of_another_size_with_as_many_tokens_are_refused(port):
     task = port("height=64", "width=96")
-    with patch.applied(task.patches(task.stages)):
-        rope = preflight.parts(task, task.stages[1])["transformer"].rope
-        assert rope(torch.zeros(1, 1, 2, 4, 6, device="meta"))[0].shape[0] == 2 * 4 * 6
-        with pytest.raises(BadValueError) as caught:
-            rope(torch.zeros(1, 1, 2, 6, 4, device="meta"))
+    rope = preflight.parts(task, task.stages[1])["transformer"].rope
+    assert rope(torch.zeros(1, 1, 2, 4, 6, device="meta"))[0].shape[0] == 2 * 4 * 6
+    with pytest.raises(BadValueError) as caught:
+        rope(torch.zeros(1, 1, 2, 6, 4, device="meta"))
     assert str(caught.value) == (
         "rotary tables: They are for latents of 2 x 4 x 6, and these have 2 x 6 x 4. "
         "Prepare the transformer for the size that it is called with."
@@ -315,8 +316,7 @@ def test_a_rehearsal_counts_no_default_dtype_of_the_callers(port):
     torch.set_default_dtype(torch.bfloat16)
     try:
         task = port()
-        with patch.applied(task.patches(task.stages)):
-            found = preflight.rehearsed(task, task.stages[1])
+        found = preflight.rehearsed(task, task.stages[1])
     finally:
         torch.set_default_dtype(torch.float32)
     assert found.called[0].tensors["timestep"].dtype == torch.float32
