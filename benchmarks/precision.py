@@ -21,7 +21,7 @@ import jax
 import torch
 from jax.extend.core import primitives
 
-from torchport import card, compile, load, outline, patch, pipelines, shard, task, tiny, upstream
+from torchport import calls, card, compile, load, patch, pipelines, preflight, shard, task, tiny, upstream
 
 jax.config.update("jax_platforms", "cpu")
 PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
@@ -79,7 +79,7 @@ def compared(found: task.Task, stage: pipelines.Stage, module: Any, inputs: dict
     """Returns how far a network is from upstream's at both precisions, and what its products are."""
     name = str(stage.network)
     strategy, mesh = found.card.strategies["tp"], shard.make_mesh({}, jax.devices()[:1])
-    how = outline._how(stage, found)
+    how = preflight.how(stage, found)
     dtype = found.settings.dtypes[name]
     rows: dict[str, Any] = {"component": f"{found.card.model}: {name}", "dtype": found.dtype(name)}
     rows["card"] = found.card.components[name].precision
@@ -123,7 +123,7 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
     [stage] = found.stages
     component = str(stage.network)
     with upstream.on_path(found.upstream), patch.applied(found.patches([stage])), load.hushed(True):
-        parts = outline._parts(found, stage)
+        parts = preflight.parts(found, stage)
         settings = found.card.components[component].class_
         values = {**found.card.tiny.components[component], **config}
         module = load.class_of(settings).from_config(values).eval().requires_grad_(False)
@@ -131,7 +131,9 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
         if name == "decode":
             inputs = {"hidden_states": torch.randn(1, 32, 3, 4, 6, generator=torch.Generator().manual_seed(1))}
         else:
-            inputs = outline._inputs(found, stage, parts)
+            [called] = calls.recorded(stage, parts, module, preflight.how(stage, found), found.settings, count=False)
+            ones = {key: torch.ones(tensor.shape, dtype=tensor.dtype) for key, tensor in called.tensors.items()}
+            inputs = {**ones, **dict(called.static)}
         if stage.prepare is not None:
             stage.prepare({**parts, component: module}, found.settings)
     return compared(found, stage, module.get_submodule(stage.submodule), drawn(inputs))

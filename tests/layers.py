@@ -45,6 +45,7 @@ FLOORS = {
     "cost": 5,
     "exchange": 5,
     "task": 5,
+    "preflight": 6,
     "resume": 6,
     "record": 6,
     "programs": 6,

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from torchport import compile, outline, patch, shard
 from torchport.card import Rule, Stack, WeightRule
-from torchport.errors import MeshError, StaleTraceError, UnmatchedError
+from torchport.errors import DeadRuleError, MeshError, StaleTraceError, UnmatchedError
 from torchport.task import Request, accept
 
 WEIGHTS = [
@@ -103,6 +103,16 @@ def test_an_input_that_no_rule_matches_is_refused(module, mesh8):
     assert str(caught.value) == (
         "card.yaml:9: No rule matches the input 'mask' [2, 1] of halves. "
         "Add a rule for it, with `spec: replicate` if every device shall have it whole."
+    )
+
+
+def test_a_rule_for_inputs_that_matches_none_is_refused_when_the_program_is_traced(module, mesh8):
+    program = compiled(module, mesh8, [Rule(match="xs", spec=["dp"]), Rule(match="x|mask", spec=["dp"])])
+    program.places = ["card.yaml:10", "card.yaml:11"]
+    with pytest.raises(DeadRuleError) as caught:
+        program(x=torch.randn(2, 8))
+    assert str(caught.value) == (
+        "card.yaml:10: Rule 1, 'xs', matches none of 1 tensors. Remove it or mend it. Did you mean 'x'? Known: x."
     )
 
 

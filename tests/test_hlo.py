@@ -125,6 +125,13 @@ def test_an_instruction_has_its_shapes_bytes_operands_and_the_compilers_estimate
     assert made.op_name == "a[\\'b.c\\'], calls=%p" and made.kernel is None and made.trips is None
 
 
+def test_the_constants_of_a_program_are_added_up_wherever_they_are(tmp_path):
+    inner = computation("fused", "%zero = f32[] constant(0)", "ROOT %table = f32[4,8]{1,0} constant({...})")
+    fusion = "ROOT %f = f32[4,8] fusion(), kind=kLoop, calls=%fused"
+    found = program(tmp_path, inner, entry("%mask = pred[16]{0} constant({...})", fusion))
+    assert found.constants() == 4 + 4 * 8 * 4 + 16
+
+
 def test_an_attribute_that_is_written_on_lines_of_its_own_belongs_to_its_instruction(tmp_path):
     """As JAX's own splash attention has them."""
     attribute = 'frontend_attributes={kernel_metadata={\n"profile":"{\\"block_q\\": 2048}"\n}}'

@@ -1,5 +1,6 @@
 """Machines: their names, what they have, and jobs that they cannot carry."""
 
+import dataclasses
 import types
 
 import jax
@@ -118,6 +119,20 @@ def test_a_machine_without_devices_is_told_what_the_job_needs_and_what_to_run_in
 def test_what_is_lacking_is_named(here, has, lack):
     here(**has)
     assert lack in refusal()
+
+
+def test_what_is_held_beside_weights_counts_and_is_named(here):
+    here(8, memory=10 * GIB, host=15 * GIB)
+    beside = dataclasses.replace(NEED, activations={"transformer": 3 * GIB, "vae": GIB}, host_tensors=2 * GIB)
+    assert refusal(beside) == (
+        "machine v6e:2x4: The job needs 8 device(s) of v6e:2x4 with transformer 5.0 GiB + vae 3.0 GiB of weights and "
+        "at least 3.0 GiB of activations on each, 14.0 GiB of host memory for weights and at least 2.0 GiB for latents "
+        "and frames, the checkpoint a/b@c, and more beside them; this machine has 10.0 GiB on each device and 15.0 GiB "
+        "of free host memory. Make the video smaller with --set height=, width= or frames=; or run it on a larger "
+        "machine, or run here: torchport run --model m --config configs/demo.yaml."
+    )
+    here(8, memory=11 * GIB, host=16 * GIB)
+    require(V6E, beside, "")
 
 
 def test_the_chips_published_memory_counts_where_the_device_does_not_say(here):

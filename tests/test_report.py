@@ -30,6 +30,7 @@ def stage(**more):
         "arguments_bytes": 16 * GIB,
         "temporaries_bytes": 2 * GIB,
         "peak_bytes": 19 * GIB,
+        "constants_bytes": 3 * 2**20,
         "hbm_bytes": 32 * GIB,
     }
     program = {

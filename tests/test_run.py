@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torchport import load, tiny
 from torchport.card import find_pack
 from torchport.errors import AttentionError
+from torchport.pipelines.hunyuan_video15 import STAGES
 from torchport.run import run
 from torchport.task import Request
 
@@ -329,3 +330,22 @@ def test_a_compiled_step_does_not_move_the_scheduler(request_small, tmp_path):
     summary = run(dataclasses.replace(request_small, out=tmp_path))
     assert summary.steps == 3
     assert summary.seconds["denoise compile"] > 0
+
+
+def test_upstream_is_run_under_float32_whatever_the_callers_default_dtype_is(request_small, tmp_path, monkeypatch):
+    """A schedule that upstream makes without naming a dtype would have bfloat16's levels, some of them twice."""
+    seen = []
+
+    def encode(parts, call, settings, steps):
+        seen.append(torch.linspace(1, 0, 51).dtype)
+        return {"prompt_embeds": torch.zeros(1)}
+
+    stages = tuple(dataclasses.replace(stage, run=encode) if stage.name == "encode" else stage for stage in STAGES)
+    monkeypatch.setattr("torchport.pipelines.hunyuan_video15.STAGES", stages)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        run(dataclasses.replace(request_small, stage="encode", out=tmp_path, noise=None))
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.float32]

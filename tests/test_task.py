@@ -2,24 +2,21 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from torchport import checkpoint, machine, task
+from torchport import task
 from torchport.errors import (
     BadValueError,
-    CheckpointForeignError,
-    MachineError,
     MeshError,
     TorchportError,
     UnknownNameError,
     UpstreamError,
     WrongTypeError,
 )
-from torchport.task import accept, check_heads, check_machine
+from torchport.task import accept, check_heads
 
 GIB = 2**30
 
@@ -162,6 +159,29 @@ def test_a_guidance_scale_that_is_no_number_of_use_is_refused(asked):
         assert "'guidance_scale' is" in refusal(WrongTypeError, lambda value=value: asked([f"guidance_scale={value}"]))
 
 
+@pytest.mark.parametrize(
+    ("override", "limit"),
+    [
+        ("height=16000000", 16_384),
+        ("width=4611686018427387904", 16_384),
+        ("frames=4611686018427387904", 2**20),
+        ("fps=100000", 240),
+        ("steps=1180591620717411303424", 1_000),
+        ("guidance_scale=1e300", 1_000),
+        ("text_bucket=1180591620717411303424", 2**20),
+    ],
+)
+def test_a_number_beyond_every_machine_is_refused_at_once(asked, override, limit):
+    text = refusal(WrongTypeError, lambda: asked([override]))
+    assert text.startswith(f"--set {override}: '{override.partition('=')[0]}' is ")
+    assert text.endswith(f"It must be less than or equal to {limit}.")
+
+
+@pytest.mark.parametrize("override", ["height=72", "width=100", "frames=6"])
+def test_sizes_that_the_vae_cannot_divide_are_refused(asked, override):
+    refusal(BadValueError, lambda: asked([override]))
+
+
 def test_a_prompt_that_is_not_unicode_is_refused(asked):
     text = refusal(BadValueError, lambda: asked(prompt="bad\udcff"))
     assert text == "--prompt: Character 4 is not Unicode text. Write it as UTF-8."
@@ -213,65 +233,6 @@ def test_the_original_takes_the_plumbing_alone_and_the_port_all_patches(asked):
     assert any(id.startswith("diffusers.") for id in ids)
     (encode,) = [stage for stage in port.stages if stage.name == "encode"]
     assert port.patches([encode]) == [], "encoding does not go through torchax"
-
-
-@pytest.fixture
-def need(monkeypatch):
-    """Records what a task says that it takes, on a machine that has everything."""
-    kept = []
-    monkeypatch.setattr(machine, "prepare", lambda named: None)
-    monkeypatch.setattr(machine, "require", lambda named, need, instead: kept.append((named, need, instead)))
-
-    def ask(found):
-        check_machine(found)
-        return kept.pop()
-
-    return ask
-
-
-def test_the_real_job_takes_what_its_shapes_and_rules_say(asked, need, card, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    real = dataclasses.replace(asked().request, config="configs/720p.yaml", overrides=(), backend="torchax")
-    named, found, instead = need(accept(real))
-    parameters = {name: component.parameters for name, component in card.components.items()}
-    assert named.name == "v6e:2x4" and found.devices == 8 and found.checkpoint == card.checkpoint
-    assert set(found.device_bytes) == {"transformer", "vae"}
-    whole = 2 * parameters["transformer"]
-    assert found.device_bytes["transformer"] == whole and found.device_bytes["vae"] < 4 * parameters["vae"]
-    assert found.host_bytes == 2 * parameters["text_encoder"] + 4 * parameters["text_encoder_2"]
-    assert instead == 'torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
-
-
-def test_the_original_takes_the_hosts_memory_for_its_networks_too(asked, need, monkeypatch, card):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    named, found, _ = need(asked(stage="denoise", prompt=None, checkpoint="a/b@c"))
-    assert named is machine.HOST and found.devices == 0 and found.device_bytes == {}
-    assert found.host_bytes == 4 * card.components["transformer"].parameters
-
-
-def test_a_checkpoint_that_is_here_is_measured_and_not_assumed(asked, need, tiny_folder):
-    _, found, _ = need(asked(checkpoint=str(tiny_folder)))
-    sizes = {
-        name: checkpoint.parameters(tiny_folder / name) for name in ("text_encoder", "text_encoder_2", "transformer")
-    }
-    assert found.host_bytes == 4 * max(sizes["text_encoder"] + sizes["text_encoder_2"], sizes["transformer"])
-    _, port, _ = need(asked(checkpoint=str(tiny_folder), backend="torchax"))
-    _, tiny, _ = need(asked(backend="torchax"))
-    assert port.device_bytes == tiny.device_bytes and port.device_bytes["transformer"] > 0
-
-
-def test_a_checkpoint_whose_configuration_is_no_network_is_refused(asked, tiny_folder, tmp_path):
-    copy = shutil.copytree(tiny_folder, tmp_path / "copy")
-    (copy / "transformer" / "config.json").write_text('{"num_layers": "two"}')
-    text = refusal(CheckpointForeignError, lambda: check_machine(asked(checkpoint=str(copy), backend="torchax")))
-    assert text.startswith(f"{copy}/transformer/config.json: HunyuanVideo15Transformer3DModel cannot be built from it")
-
-
-def test_a_machine_that_is_too_small_is_refused_before_anything_is_loaded(asked, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setattr(machine, "host_memory", lambda: GIB)
-    text = refusal(MachineError, lambda: check_machine(asked(checkpoint="a/b@c")))
-    assert "the checkpoint a/b@c" in text and "this machine has 1.0 GiB of free host memory" in text
 
 
 def test_a_file_that_is_no_picture_is_refused(asked, tmp_path, monkeypatch):

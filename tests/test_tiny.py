@@ -3,10 +3,12 @@
 import errno
 import inspect
 import os
+import re
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from torchport import load, tiny
@@ -123,14 +125,32 @@ def test_killed_while_writing_it_leaves_nothing_and_the_next_writes_it_whole(sav
     assert (saving() / "model_index.json").read_text() == "{}"
 
 
-def test_a_full_cache_is_refused_and_leaves_nothing(saving, tmp_path):
+FULL = "No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        SafetensorError(f"Error while serializing: I/O error: {FULL}"),
+        Exception(FULL),  # what tokenizers raises
+    ],
+)
+def test_a_full_cache_is_refused_and_leaves_nothing(saving, tmp_path, error):
     with pytest.raises(OutputError) as caught:
-        saving(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        saving(raising(error))
     folder = tmp_path / "torchport" / "tiny"
-    assert str(caught.value).startswith(f"{folder}/") and str(caught.value).endswith(
-        ": It cannot be written: No space left on device. Free some space there."
+    assert str(caught.value) == (
+        f"{folder}: The cache folder cannot be written: No space left on device. "
+        "Free some space there, or name another folder with TORCHPORT_CACHE."
     )
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [Exception("upstream"), SafetensorError("no dtype"), RuntimeError(FULL)])
+def test_what_is_no_failure_to_write_is_not_taken_for_one(saving, error):
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        saving(raising(error))
 
 
 def test_a_cache_that_cannot_be_made_is_refused(saving, tmp_path):
@@ -157,5 +177,5 @@ def test_a_folder_in_the_way_that_is_no_checkpoint_is_refused(card, saving, tmp_
         tiny.folder_of(card).mkdir()
         (tiny.folder_of(card) / "something").write_text("")
 
-    with pytest.raises(OutputError, match="It cannot be written: Directory not empty"):
+    with pytest.raises(OutputError, match="The cache folder cannot be written: Directory not empty"):
         saving(in_the_way)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -21,7 +22,8 @@ class Called:
         tensors: The inputs, without storage.
         static: What is no tensor.
         times: How often the verb calls with these.
-        flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included.
+        flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included;
+            None where it was not to be counted.
         shape: Of the output.
         dtype: Of the output.
     """
@@ -29,7 +31,7 @@ class Called:
     tensors: dict[str, torch.Tensor]
     static: Static
     times: int
-    flops: int
+    flops: int | None
     shape: torch.Size
     dtype: torch.dtype
 
@@ -42,16 +44,18 @@ class Recorder:
     Args:
         module: The network; it is moved to meta.
         how: How it is called, `how(module, **inputs)`.
+        count: Whether arithmetic is counted, which takes as long as all else.
     """
 
     batches = True
     drops = True
 
-    def __init__(self, module: torch.nn.Module, how: Any) -> None:
+    def __init__(self, module: torch.nn.Module, how: Any, count: bool = True) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.module = module.to("meta")
         self.how = how
+        self.count = count
         self.found: dict[Any, Called] = {}
         # Beside them are real tensors, such as latents before the first step; the mode is never entered, or masks would
         # lose their values, too.
@@ -78,14 +82,23 @@ class Recorder:
         tensors = {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sorted(given.items())
         }
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        counter = FlopCounterMode(display=False)
+        with counter if self.count else contextlib.nullcontext(), torch.no_grad():
             output = self.how(self.module, **tensors, **dict(static))
         first = output[0] if isinstance(output, tuple) else output
-        return Called(tensors, static, 0, int(counter.get_total_flops()), first.shape, first.dtype)
+        flops = int(counter.get_total_flops()) if self.count else None
+        return Called(tensors, static, 0, flops, first.shape, first.dtype)
 
 
 def recorded(
-    stage: Stage, parts: dict[str, Any], module: torch.nn.Module, how: Any, settings: Settings
+    stage: Stage,
+    parts: dict[str, Any],
+    module: torch.nn.Module,
+    how: Any,
+    settings: Settings,
+    *,
+    count: bool = True,
+    **given: torch.Tensor,
 ) -> list[Called]:
     """Returns what a stage's verb calls its network with, in the order of first calls: the verb itself says it.
 
@@ -95,6 +108,8 @@ def recorded(
         module: What is compiled of the network; it is moved to meta.
         how: How it is called.
         settings: What the stage is asked to make.
+        count: Whether arithmetic is counted.
+        **given: Inputs that are at hand.
 
     Raises:
         BadValueError: The verb never calls its network, or asks for a value that it computed.
@@ -102,9 +117,9 @@ def recorded(
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     assert stage.like is not None
-    recorder = Recorder(module, how)
+    recorder = Recorder(module, how, count)
     try:
-        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings))
+        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **given)
     except DataDependentOutputException as error:
         fact = f"Its verb asks for a value that the network computes ({error.func})"
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error

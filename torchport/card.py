@@ -230,12 +230,13 @@ class Card(Frozen):
 class Job(Frozen):
     """A config, `configs/<job>.yaml`: what to make of a model, and on which machine."""
 
-    height: pydantic.PositiveInt
-    width: pydantic.PositiveInt
-    frames: pydantic.PositiveInt
-    fps: pydantic.PositiveInt
-    steps: pydantic.PositiveInt
-    guidance_scale: Annotated[float, pydantic.Field(ge=1.0, allow_inf_nan=False)]
+    # Bounds on any machine: what x264 takes; twelve hours; what displays show; levels of noise in training; 16 bits.
+    height: Annotated[int, pydantic.Field(gt=0, le=16_384)]
+    width: Annotated[int, pydantic.Field(gt=0, le=16_384)]
+    frames: Annotated[int, pydantic.Field(gt=0, le=2**20)]
+    fps: Annotated[int, pydantic.Field(gt=0, le=240)]
+    steps: Annotated[int, pydantic.Field(gt=0, le=1_000)]
+    guidance_scale: Annotated[float, pydantic.Field(ge=1.0, le=1_000.0, allow_inf_nan=False)]
     machine: str
     mesh: dict[Axis, pydantic.PositiveInt] = {}
     """By default the strategy's."""
@@ -248,7 +249,7 @@ class Job(Frozen):
     """The implementation of attention in compiled programs; by default the platform's own."""
     stacked: bool = True
     """Whether the blocks that the card's `stacks` name are compiled as one."""
-    text_bucket: pydantic.PositiveInt | None = None
+    text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None
     """Text is cut to the longest prompt's tokens, rounded up to a multiple of this; by default it is not cut."""
     vae_tiling: bool | None = None
     """Whether the VAE decodes in overlapping tiles; by default, as upstream does."""

@@ -23,7 +23,7 @@ from torchport import shard, stack
 from torchport.activations import constrain
 from torchport.attention import dispatch
 from torchport.card import ActivationRule, Rule, Stack
-from torchport.errors import MachineError, MeshError, UnmatchedError, VmemError
+from torchport.errors import MachineError, VmemError
 from torchport.progress import log, waiting
 
 Static = tuple[tuple[str, object], ...]
@@ -107,6 +107,7 @@ class Compiled:
         *,
         what: str,
         place: str,
+        places: Sequence[str] = (),
         precision: str,
         trace: Trace | None,
         attention: dispatch.Settings = dispatch.NONE,
@@ -132,6 +133,7 @@ class Compiled:
         self.mesh = mesh
         self.what = what
         self.where = place
+        self.places = places
         self.precision = precision
         self.trace = trace
         self.attention = attention
@@ -169,10 +171,16 @@ class Compiled:
             return shard.to_torch(program(self.weights, arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s."""
+        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            DeadRuleError: A rule for inputs that matches none of them.
+            StaleTraceError: The patches are not in place.
+        """
         import torchax
         from torchax import interop
 
+        shard.check_alive(self.rules, list(arrays), self.where, self.places)
         if self.trace is not None:
             self.trace.check()
 
@@ -233,20 +241,9 @@ class Compiled:
 
     def _where(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
         """Returns where the input's rule puts it."""
-        shapes = {name: tuple(tensor.shape)}
-        rules = [rule for rule in self.rules if shard.matches(rule, name)][:1]
-        if not rules:
-            raise UnmatchedError(
-                self.where,
-                f"No rule matches the input '{name}' {list(tensor.shape)} of {self.what}",
-                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
-                name=name,
-            )
-        try:
-            found = shard.match(rules, shapes, dict(self.mesh.shape), self.where)
-        except MeshError as error:
-            raise MeshError(self.where, f"{error.fact}, an input of {self.what}", error.remedy, name=name) from error
-        return shard.sharding(found[name], self.mesh)
+        shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
+        rule = shard.input_rule(self.rules, name, shape, mesh, self.where, self.what)
+        return shard.sharding(rule, self.mesh)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
     """
     from accelerate import init_empty_weights
 
-    with _default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
+    with default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
         module = _constructed(class_path, config, place)
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -53,7 +53,8 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes a dtype PyTorch's default, of what upstream creates without naming one, while the context lasts."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -151,15 +151,19 @@ class Need:
 
     Attributes:
         devices: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-        device_bytes: Weights on each device, by component; activations come on top.
+        device_bytes: Weights on each device, by component.
         host_bytes: Weights that are held in the host's memory at once.
         checkpoint: What is read, and from where.
+        host_tensors: Latents and frames that are held there beside them, those counted that there must be.
+        activations: What each device must hold beside weights, by component, of which one runs at a time; likewise.
     """
 
     devices: int
     device_bytes: dict[str, int]
     host_bytes: int
     checkpoint: str
+    host_tensors: int = 0
+    activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def prepare(machine: Machine) -> None:
@@ -222,23 +226,47 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     elif machine.kinds and kind not in machine.kinds:
         lacks.append(f"{found} devices of kind '{kind}'")
     limit = memory if memory is not None else machine.memory
-    if found and limit is not None and sum(need.device_bytes.values()) > limit:
+    most = max(need.activations.values(), default=0)
+    if found and limit is not None and sum(need.device_bytes.values()) + most > limit:
         lacks.append(f"{_gib(limit)} on each device")
     host = host_memory()
-    if need.host_bytes > host:
+    if need.host_bytes + need.host_tensors > host:
         lacks.append(f"{_gib(host)} of free host memory")
     if not lacks:
         return
-    parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items())
-    wants = [f"{need.devices} device(s) of {machine.name} with {parts} of weights on each"] if need.devices else []
-    wants += [f"{_gib(need.host_bytes)} of host memory for weights", f"the checkpoint {need.checkpoint}"]
+    more = "more" if need.activations else "activations"
+    wants = [*_on_devices(machine, need), _on_host(need), f"the checkpoint {need.checkpoint}"]
     raise MachineError(
         f"machine {machine.name}",
-        f"The job needs {', '.join(wants)}, and activations beside them; this machine has {' and '.join(lacks)}",
-        f"Run it on {f'a {machine.name}' if need.devices else 'a larger machine'}, or run here: {instead}",
+        f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}",
+        _remedy(machine, need, limit, host, instead),
         need=need,
         found=found,
     )
+
+
+def _on_devices(machine: Machine, need: Need) -> list[str]:
+    if not need.devices:
+        return []
+    parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items())
+    most = max(need.activations.values(), default=0)
+    beside = f" and at least {_gib(most)} of activations" if most else ""
+    return [f"{need.devices} device(s) of {machine.name} with {parts} of weights{beside} on each"]
+
+
+def _on_host(need: Need) -> str:
+    beside = f" and at least {_gib(need.host_tensors)} for latents and frames" if need.host_tensors else ""
+    return f"{_gib(need.host_bytes)} of host memory for weights{beside}"
+
+
+def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
+    """Returns what to do: where weights alone would fit, the video is what is too large."""
+    weights = limit is None or sum(need.device_bytes.values()) <= limit
+    whole = limit is None or sum(need.device_bytes.values()) + max(need.activations.values(), default=0) <= limit
+    large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
+    smaller = "Make the video smaller with --set height=, width= or frames=; or run it" if large else "Run it"
+    where = f"a {machine.name}" if need.devices and not large else "a larger machine"
+    return f"{smaller} on {where}, or run here: {instead}"
 
 
 def found_devices(platform: Platform) -> tuple[int, str, int | None]:

@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
-from torchport import calls, compile, grid, load, patch, pipelines, schedule, shard, topology, upstream
+from torchport import calls, compile, grid, load, patch, pipelines, preflight, schedule, shard, topology, upstream
 from torchport.attention import dispatch
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
 from torchport.machine import Machine
 from torchport.processes import child
-from torchport.task import Request, Task, accept, check_heads, published
+from torchport.task import Request, Task, accept, check_heads
 
 SCHEDULED = "*after_codegen.txt"
 """Files of the dump that have a scheduled program; see `hlo`."""
@@ -68,41 +68,15 @@ def outlined(task: Task, stage: pipelines.Stage, devices: Any, bounded: bool = T
             yield outline
 
 
-def _parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
-    """Returns the stage's parts as the checkpoint, or its published configuration, has them; none has storage."""
-    parts: dict[str, Any] = {}
-    for name in stage.parts:
-        component = task.card.components[name]
-        parts[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
-    for name in (*stage.meta, str(stage.network)):
-        parts[name] = published(task, name)
-    parts[str(stage.network)].to(task.settings.dtypes[str(stage.network)])
-    if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
-    return parts
-
-
-def input_shapes(task: Task, stage: pipelines.Stage) -> dict[str, shard.Shape]:
-    """Returns the shapes of a network's largest inputs, none where they are not known beforehand.
-
-    Patches must be in place.
-    """
-    if stage.like is None or stage.network is None:
-        return {}
-    parts = _parts(task, stage)
-    module = parts[stage.network].get_submodule(stage.submodule)
-    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
-    return shard.named_shapes(max(called, key=lambda one: sum(t.numel() for t in one.tensors.values())).tensors)
-
-
 def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
-    name, job, card, parts = str(stage.network), task.job, task.card, _parts(task, stage)
+    name, job, card, parts = str(stage.network), task.job, task.card, preflight.parts(task, stage)
     module = parts[name].get_submodule(stage.submodule)
     mesh, strategy = shard.make_mesh(job.mesh, devices), card.strategies[job.strategy]
     held = dict(module.named_parameters()) | dict(module.named_buffers())
-    rules = shard.match(strategy.weights[name], shard.named_shapes(held), job.mesh, task.rules_place("weights", name))
+    rules = preflight.weight_rules(task, name, module)
     weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
-    called = calls.recorded(stage, parts, module, _how(stage, task), task.settings)
+    called = calls.recorded(stage, parts, module, preflight.how(stage, task), task.settings)
+    preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     program = compile.Compiled(
         module,
@@ -111,6 +85,7 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         mesh,
         what=name,
         place=task.rules_place("inputs", name),
+        places=task.rule_places("inputs", name),
         precision=card.components[name].precision,
         trace=None,
         # No gains are at hand: that they keep scores within their bound is assumed, and said.
@@ -119,13 +94,9 @@ def _outline(task: Task, stage: pipelines.Stage, devices: Any) -> Outline:
         stacks=card.stacks.get(name, {}) if job.stacked else {},
         gathered=shard.gathered(rules),
         rules_place=functools.partial(task.program_place, name),
-        how=_how(stage, task),
+        how=preflight.how(stage, task),
     )
     return Outline(program, called, kernels)
-
-
-def _how(stage: pipelines.Stage, task: Task) -> compile.How:
-    return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
 
 
 def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]]:

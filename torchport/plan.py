@@ -175,7 +175,7 @@ def _unfit(task: Task, result: Mapping[str, Any]) -> dict[str, Any]:
         "fact": "Too large for HBM",
     }
     finding = {"what": "vmem" if "vmem" in result else "hbm", **known, **result.get("vmem", {})}
-    asked = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": memory["asked"]}
+    asked = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": memory["asked"], "constants_bytes": None}
     floor = result["flops"] / (kind.flops * machine.devices)
     return {
         "status": "ok",
@@ -212,6 +212,7 @@ def _stage(task: Task, result: Mapping[str, Any], program: hlo.Program) -> dict[
             "arguments_bytes": sizes["argument"],
             "temporaries_bytes": sizes["temp"],
             "peak_bytes": peak,
+            "constants_bytes": program.constants(),
             "hbm_bytes": kind.memory,
         },
         "per_block": block,

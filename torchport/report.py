@@ -44,7 +44,8 @@ def _stage_lines(stage: Mapping[str, Any]) -> list[str]:
     if device["arguments_bytes"] is not None:
         text[-1] += (
             f", of them {device['arguments_bytes'] / gib:.3g} arguments and "
-            f"{device['temporaries_bytes'] / gib:.3g} temporaries"
+            f"{device['temporaries_bytes'] / gib:.3g} temporaries; constants of the program "
+            f"{device['constants_bytes'] / 2**20:.3g} MiB"
         )
     text += [f"  DOES NOT FIT: {finding_line(finding)}" for finding in stage["findings"]]
     if block:

@@ -16,14 +16,28 @@ from typing import Any
 import jax
 import torch
 
-from torchport import checkpoint, compile, hosts, load, patch, pipelines, programs, resume, save, shard, tiny, upstream
+from torchport import (
+    checkpoint,
+    compile,
+    hosts,
+    load,
+    patch,
+    pipelines,
+    preflight,
+    programs,
+    resume,
+    save,
+    shard,
+    tiny,
+    upstream,
+)
 from torchport.attention import bound, dispatch
 from torchport.errors import ArtefactForeignError, BadValueError, OutputError
 from torchport.files import atomic
 from torchport.machine import devices
 from torchport.progress import log, track
 from torchport.record import versions, write_manifest
-from torchport.task import Request, Task, accept, check_heads, check_machine
+from torchport.task import Request, Task, accept
 from torchport.video import write_contact_sheet, write_video
 
 
@@ -103,11 +117,11 @@ def _carry(task: Task, stopping: resume.Stopping) -> Summary:
         upstream.on_path(task.upstream),
         patch.applied(entries),
         load.hushed(hush),
+        load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
         _folder(task.folder),
         programs.Programs.opened(task) as kept,
     ):
-        check_machine(task)
-        check_heads(task)
+        preflight.check(task)
         journey = Journey(task, _weights(task), stopping, kept)
         hosts.agree({"checkpoint": journey.weights.digests})
         _check_parts(journey)
@@ -354,8 +368,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         return compile.Eager(module, how)
     mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
     strategy = task.card.strategies[task.job.strategy]
-    shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
-    rules = shard.match(strategy.weights[name], shapes, task.job.mesh, task.rules_place("weights", name))
+    rules = preflight.weight_rules(task, name, module)
     prefix = f"{stage.submodule}." if stage.submodule else ""
     tensors = load.tensors(parts[name], folder, name)
     own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
@@ -368,6 +381,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         mesh,
         what=name,
         place=task.rules_place("inputs", name),
+        places=task.rule_places("inputs", name),
         precision=task.card.components[name].precision,
         trace=ledger.trace(),
         attention=dispatch.Settings(task.job.attention, bounds),

@@ -22,6 +22,7 @@ from torchport import grid
 from torchport.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
 from torchport.config import Document
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
+from torchport.machine import Machine, chip
 
 AXES: tuple[Axis, ...] = ("dp", "sp", "tp")
 Shape = tuple[int, ...]
@@ -104,6 +105,18 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
 
 
+def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.AbstractMesh:
+    """Returns the mesh without its devices, which need not be there: what attention and layouts depend on."""
+    kind = chip(machine)
+    device = jax.sharding.AbstractDevice(
+        device_kind=machine.kinds[0] if machine.kinds else machine.platform,
+        num_cores=None if kind is None else kind.cores,
+        platform=machine.platform,
+    )
+    sizes, types = tuple(mesh.get(axis, 1) for axis in AXES), (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.sharding.AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
+
+
 def _known_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
     """Returns JAX's own order, which knows the rings of some slices; none where it will not split a line of chips."""
     if len({spot.island for spot in where}) > 1:
@@ -117,7 +130,11 @@ def _known_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Se
 
 
 def match(
-    rules: Sequence[RuleT], shapes: Mapping[str, Shape], mesh: Mapping[Axis, int], place: str
+    rules: Sequence[RuleT],
+    shapes: Mapping[str, Shape],
+    mesh: Mapping[Axis, int],
+    place: str,
+    places: Sequence[str] = (),
 ) -> dict[str, RuleT]:
     """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
 
@@ -126,6 +143,7 @@ def match(
         shapes: Shape of every tensor, by name.
         mesh: Sizes of the axes.
         place: Where the rules are written, `file:line` of the list.
+        places: Where each rule is written; by default where the list is.
 
     Raises:
         UnmatchedError: A tensor that no rule matches.
@@ -144,10 +162,49 @@ def match(
                 name=name,
             )
         found[name] = rule
-    for number, rule in enumerate(rules, 1):
-        if not any(used is rule for used in found.values()):
-            raise _dead(rule, number, list(shapes), place)
+    check_alive(rules, list(shapes), place, places)
     return {name: _fitting(name, shapes[name], rule, mesh, place) for name, rule in found.items()}
+
+
+def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
+    """Refuses a rule that is the first match of no name; see `match` for the arguments.
+
+    Raises:
+        DeadRuleError: There is one.
+    """
+    used = {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
+
+
+def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
+    """Returns the rule of one input of a network, with the spec that fits its shape.
+
+    Args:
+        rules: Those for the network's inputs, first match first.
+        name: The input.
+        shape: Its sizes.
+        mesh: Sizes of the axes.
+        place: Where the rules are written.
+        what: The network.
+
+    Raises:
+        UnmatchedError: No rule matches it.
+        MeshError: A dim that its axes do not divide, the batch most often, or a spec with more entries than dims.
+    """
+    rule = next((rule for rule in rules if matches(rule, name)), None)
+    if rule is None:
+        raise UnmatchedError(
+            place,
+            f"No rule matches the input '{name}' {list(shape)} of {what}",
+            "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+            name=name,
+        )
+    try:
+        return _fitting(name, shape, rule, mesh, place)
+    except MeshError as error:
+        raise MeshError(place, f"{error.fact}, an input of {what}", error.remedy, name=name) from error
 
 
 def matches(rule: Rule, name: str) -> bool:

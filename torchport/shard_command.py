@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchport import load, outline, patch, pipelines, shard, upstream
-from torchport.card import Rule, Spec, Strategy, dims_of, find_pack
-from torchport.task import Request, Task, accept, published
+from torchport import activations, load, patch, pipelines, preflight, shard, upstream
+from torchport.card import Rule, Spec, dims_of, find_pack
+from torchport.shard import RuleT
+from torchport.task import Request, Task, accept, check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,46 +57,40 @@ def shown(request: Request) -> list[Row]:
     """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read.
 
     Raises:
-        ShardError: A rule that matches nothing, a weight without a rule, or a dim that does not divide.
+        ShardError: Whatever `run` refuses of rules, axes, heads and meshes; see `preflight`.
         ConfigError: The model or the config.
     """
     task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
     with upstream.on_path(task.upstream), patch.applied(task.patches(task.stages)), load.hushed(True):
+        check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 
 
 def _rows(task: Task, stage: pipelines.Stage, name: str) -> Iterator[Row]:
-    module = published(task, name).get_submodule(stage.submodule)
-    strategy = task.card.strategies[task.job.strategy]
-    shapes = shard.named_shapes(dict(module.named_parameters()))
-    # Buffers that a stage prepares later are not there yet, and rules for them match nothing.
-    rules = [rule for rule in strategy.weights[name] if any(shard.matches(rule, key) for key in shapes)]
-    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
-    for rule in rules:
-        own = [key for key in shapes if next(r for r in rules if shard.matches(r, key)) is rule]
-        size = shard.device_bytes({key: shapes[key] for key in own}, found, task.job.mesh, task.dtype(name))
-        notes = ("gathered where they are used",) if rule.gather else ()
-        yield _row(name, "weights", rule, {key: found[key] for key in own}, size, notes)
-    yield from _inputs(task, stage, name, strategy)
-    modules = [key for key, _ in module.named_modules() if key]
-    for number, kind in enumerate(activations := strategy.activations.get(name, [])):
-        own = [key for key in modules if re.fullmatch(kind.match, key)]
-        own = [key for key in own if not any(re.fullmatch(other.match, key) for other in activations[:number])]
-        notes = ("may be padded",) if kind.uneven else ()
-        yield Row(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), len(own), None, notes)
-
-
-def _inputs(task: Task, stage: pipelines.Stage, name: str, strategy: Strategy) -> Iterator[Row]:
-    rules = strategy.inputs[name]
-    shapes = outline.input_shapes(task, stage)
-    for rule in rules:
-        own = {key: shape for key, shape in shapes.items() if next(r for r in rules if shard.matches(r, key)) is rule}
-        found = shard.match([rule], own, task.job.mesh, task.rules_place("inputs", name)) if own else {}
-        if shapes:
-            yield _row(name, "inputs", rule, found, None, ())
+    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearsed(task, stage)
+    shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
+    for rule, own in _by_rule(strategy.weights[name], rehearsal.weights):
+        size = shard.device_bytes({key: shapes[key] for key in own}, own, task.job.mesh, task.dtype(name))
+        yield _row(name, "weights", rule, own, size, ("gathered where they are used",) if rule.gather else ())
+    for entry, inputs in _by_rule(strategy.inputs[name], rehearsal.inputs):
+        if rehearsal.called:
+            yield _row(name, "inputs", entry, inputs, None, ())
         else:
-            order = tuple(map(_spec, (rule.spec, *rule.otherwise)))
-            yield Row(name, "inputs", rule.match, order, 0, None, ("the first that divides",) if rule.otherwise else ())
+            order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
+            more = ("the first that divides",) if entry.otherwise else ()
+            yield Row(name, "inputs", entry.match, order, 0, None, more)
+    rules = strategy.activations.get(name, [])
+    taken = list(activations.matched(rehearsal.module, rules, task.rules_place("activations", name)).values())
+    for kind in rules:
+        notes = ("may be padded",) if kind.uneven else ()
+        count = sum(rule is kind for rule in taken)
+        yield Row(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
+
+
+def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
+    """Yields each rule with the tensors whose first match it is."""
+    for rule in rules:
+        yield rule, {key: one for key, one in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
 
 
 def _row(name: str, kind: str, rule: Rule, found: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]) -> Row:

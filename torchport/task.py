@@ -141,6 +141,13 @@ class Task:
         """Returns where the sharding rules of a component are written, `file:line`."""
         return self.card_document.place(["strategies", self.job.strategy, kind, component])
 
+    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
+        """Returns where each sharding rule of a component is written, `file:line`."""
+        strategy = self.card.strategies[self.job.strategy]
+        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
+        path = ["strategies", self.job.strategy, kind, component]
+        return [self.card_document.place([*path, number]) for number in range(len(rules))]
+
     def program_place(self, component: str, what: str) -> str:
         """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
         if what == "activations":
@@ -314,51 +321,6 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
         variant=job.variant or card.variant,
         image=request.image,
     )
-
-
-def check_machine(task: Task) -> None:
-    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
-
-    Raises:
-        MachineError: Too few devices, devices of another kind, or too little memory.
-    """
-    if not task.original:
-        machine.prepare(task.machine)
-    devices: dict[str, int] = {}
-    host = [0]
-    for stage in task.stages:
-        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
-        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
-            whole += [name for name, component in task.card.components.items() if component.dtype is None]
-        host.append(sum(_host_bytes(task, name) for name in whole))
-        if stage.network and not task.original:
-            devices[stage.network] = _device_bytes(task, stage, stage.network)
-    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
-    machine.require(
-        task.machine if devices else machine.HOST,
-        machine.Need(task.job.devices if devices else 0, devices, max(host), task.checkpoint),
-        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
-    )
-
-
-def _host_bytes(task: Task, component: str) -> int:
-    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
-    if task.checkpoint == "tiny":
-        return 0
-    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
-    if folder is None or dtype is None:
-        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
-
-
-def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
-    """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
-    strategy = task.card.strategies[task.job.strategy]
-    # Rules for buffers that are prepared later match nothing yet.
-    rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
-    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
-    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
 
 
 def published(task: Task, component: str) -> Any:

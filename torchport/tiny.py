@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -68,29 +69,57 @@ def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Pa
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     except OSError as error:
         raise OutputError(
-            str(folder.parent), f"It cannot be written: {error.strerror}", f"Name another folder with {cache.VARIABLE}"
+            str(folder.parent),
+            f"The cache folder cannot be written: {error.strerror}",
+            f"Free some space there, or name another folder with {cache.VARIABLE}",
         ) from error
     try:
-        make = functools.partial(_made, card)
-        if arrange is not None:
-            arrange(make, work)
-        else:
-            assert card.pipeline is not None
-            _class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
-        (work / DONE).touch()
-        try:
-            work.rename(folder)
-        except OSError:
-            # Another process was faster; what it wrote is the same, bit for bit.
-            if not (folder / DONE).is_file():
-                raise
-    except OSError as error:
-        raise OutputError(
-            str(work), f"It cannot be written: {error.strerror or error}", "Free some space there"
-        ) from error
+        with _Writing(folder.parent):
+            make = functools.partial(_made, card)
+            if arrange is not None:
+                arrange(make, work)
+            else:
+                assert card.pipeline is not None
+                _class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
+            (work / DONE).touch()
+            try:
+                work.rename(folder)
+            except OSError:
+                # Another process was faster; what it wrote is the same, bit for bit.
+                if not (folder / DONE).is_file():
+                    raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder
+
+
+class _Writing:
+    """Turns a failure to write into the cache, whichever library meets it, into a refusal that names the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        """Nothing is to be done beforehand."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Raises OutputError in place of a system error; anything else passes."""
+        from safetensors import SafetensorError
+
+        said = None
+        if isinstance(error, OSError):
+            said = error.strerror or str(error)
+        elif isinstance(error, SafetensorError) or kind is Exception:  # which is what tokenizers raises
+            said = _os_error(str(error))
+        if said is not None:
+            remedy = f"Free some space there, or name another folder with {cache.VARIABLE}"
+            raise OutputError(str(self.folder), f"The cache folder cannot be written: {said}", remedy) from error
+
+
+def _os_error(text: str) -> str | None:
+    """Returns what the system said, of an error as Rust's standard library words it; None if it is another."""
+    found = re.search(r"([^:]*) \(os error \d+\)", text)
+    return found[1].strip() if found else None
 
 
 def _made(card: Card, name: str, **changes: Any) -> Any:

@@ -112,16 +112,16 @@ def rotary_tables(original, self, hidden_states):
 
     Args:
         original: Upstream's method, which computes them; called for tensors in host memory.
-        self: The module, with the tables as its buffers `cos` and `sin`.
+        self: The module, with the tables as its buffers `cos` and `sin`, and the latents' sizes as `grid`.
         hidden_states: The latents [B, C, T, H, W]; only their shape counts.
     """
     if hidden_states.device.type == "cpu":
         return original(self, hidden_states)
-    tokens = hidden_states.shape[2:].numel() // (self.patch_size_t * self.patch_size**2)
-    if self.cos.shape[0] != tokens:
+    grid = tuple(hidden_states.shape[2:])
+    if grid != self.grid:
         raise BadValueError(
             "rotary tables",
-            f"They are for {self.cos.shape[0]} tokens, and the latents have {tokens}",
+            f"They are for latents of {' x '.join(map(str, self.grid))}, and these have {' x '.join(map(str, grid))}",
             "Prepare the transformer for the size that it is called with",
         )
     return self.cos, self.sin

@@ -98,7 +98,10 @@ class Stream:
 
 def token_multiple(tokens: torch.Tensor) -> int:
     """Returns of what the number of the pictures' tokens should be a multiple, for `joint` on this mesh."""
-    if not _traced(tokens):
+    import jax
+
+    # A rehearsal's tokens have shapes alone, and it says for which mesh by an abstract one.
+    if not _traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
         return 1
     from torchport.attention import joint
 

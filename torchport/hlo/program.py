@@ -106,6 +106,11 @@ class Program:
             raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
         yield from self._walk(of or self.entry, 1, False)
 
+    def constants(self) -> int:
+        """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
+        every = [one for part in self.computations.values() for one in part.instructions.values()]
+        return sum(one.bytes for one in every if one.opcode == "constant")
+
     def cycles(self, of: str | None = None) -> int:
         """Returns the estimated cycles of what the core does itself, without Pallas kernels and collectives."""
         return sum(found.cycles for found in self._priced(of))

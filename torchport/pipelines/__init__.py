@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchport.card import StageName
-from torchport.errors import UnknownNameError
+from torchport.errors import BadValueError, UnknownNameError
 
 
 class Call(Protocol):
@@ -162,6 +162,21 @@ def latents_like(
     ]
     made = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
     return {"latents": made}
+
+
+def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Refuses latents of another shape than the job's: as many tokens in another order would pass everywhere else.
+
+    Args:
+        latents: What denoising starts from.
+        sizes: C, T, H, W of the job.
+
+    Raises:
+        BadValueError: They are of another shape.
+    """
+    if tuple(latents.shape) != (1, *sizes):
+        fact = f"It has the shape {list(latents.shape)}"
+        raise BadValueError("noise", fact, f"For this height, width and frames it must be {[1, *sizes]}")
 
 
 class Called(torch.nn.Module):

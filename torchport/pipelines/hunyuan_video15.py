@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -95,13 +95,18 @@ def prepare(parts: Mapping[str, Any], settings: Settings) -> None:
         parts: The transformer, changed in place, and the VAE's configuration.
         settings: The video's size.
     """
-    rope, vae = parts["transformer"].rope, parts["vae"]
-    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
-    shape = (1, 1, (settings.frames - 1) // time + 1, settings.height // space, settings.width // space)
+    rope, grid = parts["transformer"].rope, _grid(parts["vae"], settings)
     with torch.no_grad():
-        cos, sin = rope(torch.zeros(()).expand(shape))
+        cos, sin = rope(torch.zeros(()).expand(1, 1, *grid))
+    rope.grid = grid  # as many tokens may be those of another size
     rope.register_buffer("cos", cos, persistent=False)
     rope.register_buffer("sin", sin, persistent=False)
+
+
+def _grid(vae: Any, settings: Settings) -> tuple[int, int, int]:
+    """Returns the latents' sizes: frames, height, width."""
+    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+    return (settings.frames - 1) // time + 1, settings.height // space, settings.width // space
 
 
 def embeddings_like(parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
@@ -149,6 +154,7 @@ def denoise(
         torch.Generator().manual_seed(settings.seed),
         embeddings.pop("noise", None),
     )
+    check_noise(latents, (pipe.num_channels_latents, *_grid(pipe.vae, settings)))
     _check_embeddings(pipe.transformer.config, settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     size, step = pipe.transformer.config.patch_size, pipe.transformer.config.patch_size_t

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
+from torchport.pipelines import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -182,6 +183,7 @@ def denoise(
         1, transformer.config.in_channels, *size[1:], size[0], pipe.target_dtype, CPU,
         torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
     )  # fmt: skip
+    check_noise(latents, (transformer.config.in_channels, *size))
     _check_embeddings(transformer.config, embeddings)
     _check_kind(settings, embeddings)
     # The stage file says which task it is: the image itself need not be on this machine.
@@ -373,7 +375,10 @@ def _arrange_glyphs(make: Callable[..., Any], folder: Path) -> None:
     )
     encoder = model.get_encoder()
     encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, weights / "byt5_model.pt")
+    # Into memory first: where a disk is full, torch's own writer raises what says nothing of it.
+    written = io.BytesIO()
+    torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, written)
+    (weights / "byt5_model.pt").write_bytes(written.getvalue())
 
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "height", "width", "dtypes", "variant", "image")
