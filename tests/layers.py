@@ -11,6 +11,7 @@ from pathlib import Path
 FLOORS = {
     "errors": 0,
     "config": 1,
+    "foreign": 1,
     "progress": 1,
     "hosts": 1,
     "cache": 2,

@@ -125,6 +125,7 @@ class Stage:
         prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
         like: Returns what its inputs are like, `like(parts, settings)`: shapes and dtypes, for planning.
         load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
+        loads: The components that `load` reads: their files are accounted for before upstream sees them.
         call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
     """
 
@@ -139,6 +140,7 @@ class Stage:
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
     like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
+    loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     call: Callable[..., Any] | None = None
 
 

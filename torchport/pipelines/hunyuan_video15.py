@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
+from torchport.foreign import tokenizing
 from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
@@ -78,7 +79,7 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
     if batch(settings.guidance_scale) == 2:
         prompts["negative_"] = settings.negative_prompt
     outputs: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
+    with torch.no_grad(), tokenizing(parts["tokenizer"].name_or_path):
         for prefix, text in prompts.items():
             embedded = pipe.encode_prompt(prompt=text, device=torch.device("cpu"), dtype=settings.dtypes["transformer"])
             outputs |= {prefix + name: tensor for name, tensor in zip(EMBEDDINGS, embedded, strict=True)}

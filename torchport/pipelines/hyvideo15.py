@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.foreign import tokenizing
 from torchport.pipelines import Call, Called, Settings, Stage, Steps, fit_text, latents_like
 
 TAKES_IMAGE = True
@@ -78,6 +79,12 @@ def batch(guidance_scale: float) -> int:
     return 1 if guidance_scale == 1.0 else 2
 
 
+def encoders(settings: Settings) -> tuple[str, ...]:
+    """Returns the components of which upstream loads what `load_encoders` returns."""
+    text = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "glyph_encoder")
+    return text if settings.image is None else (*text, "vision_encoder", "image_processor", "vae")
+
+
 def load_encoders(folder: Path, settings: Settings) -> dict[str, Any]:
     """Returns the encoders, loaded by upstream's own functions; those of an image only if there is one.
 
@@ -117,7 +124,7 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
         `image_latents` [1, C, 1, H, W] and `image_embeds` [1, 729, 1152].
     """
     pipe, guided = pipeline(settings, parts), batch(settings.guidance_scale) == 2
-    with torch.no_grad():
+    with torch.no_grad(), tokenizing(pipe.text_encoder.tokenizer_path):
         embeds, negative, mask, negative_mask = pipe.encode_prompt(
             settings.prompt, CPU, 1, guided, settings.negative_prompt, data_type="video"
         )
@@ -381,7 +388,7 @@ DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", 
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 
 STAGES = (
-    Stage("encode", encode, ENCODE_USES, load=load_encoders, meta=("transformer", "vae")),
+    Stage("encode", encode, ENCODE_USES, load=load_encoders, loads=encoders, meta=("transformer", "vae")),
     Stage(
         "denoise", denoise, DENOISE_USES, needs=("encode",), network="transformer", meta=("vae",),
         call=call_transformer, like=embeddings_like,
