@@ -67,7 +67,7 @@ def test_tensors_are_yielded_one_at_a_time_under_the_names_of_the_module(card, t
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_a_text_encoder_is_loaded_as_upstream_loads_it(card, tiny_folder, name, dtype):
     path = card.components[name].class_
-    module = load.text_encoder(path, tiny_folder / name, dtype, name)
+    module = load.text_encoder(card.components[name], tiny_folder / name, dtype, name)
     expected = load.class_of(path).from_pretrained(tiny_folder / name, dtype=getattr(torch, dtype))
     assert_same(everything(module), everything(expected))
     assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
@@ -182,11 +182,10 @@ def test_a_configuration_that_the_transformer_cannot_be_built_from_is_refused(ca
 def encoder(tmp_path, tiny_folder, card):
     """A copy of the second text encoder's folder, and what loads it."""
     folder = shutil.copytree(tiny_folder / "text_encoder_2", tmp_path / "text_encoder_2")
-    path = card.components["text_encoder_2"].class_
 
     def call():
         with load.hushed(True):
-            return load.text_encoder(path, folder, "float32", "text_encoder_2")
+            return load.text_encoder(card.components["text_encoder_2"], folder, "float32", "text_encoder_2")
 
     return folder, call
 

@@ -77,12 +77,13 @@ def published(class_path: str, config: Mapping[str, Any], place: str = "the card
 
 
 def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    cls = class_of(class_path)
     with _building(class_path, place):
-        module: torch.nn.Module = class_of(class_path).from_config(dict(config))
+        module: torch.nn.Module = cls.from_config(dict(config))
     return module.eval().requires_grad_(False)
 
 
-MOST = 100_000
+MOST = 20_000
 """Parameters of a module: a configuration that asks for more would be built until the memory ends."""
 
 
