@@ -18,6 +18,7 @@ FLOORS = {
     "calibration": 2,
     "workers": 2,
     "card": 2,
+    "handwritten": 2,
     "machine": 2,
     "grid": 2,
     "patch": 3,

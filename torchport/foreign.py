@@ -7,7 +7,7 @@ import functools
 import pickle
 from collections.abc import Iterator
 
-from torchport.errors import CheckpointBrokenError, LoadError
+from torchport.errors import CheckpointBrokenError, TorchportError
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 @contextlib.contextmanager
-def reading(kind: type[LoadError], place: str, fact: str, remedy: str) -> Iterator[None]:
+def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> Iterator[None]:
     """Turns what upstream raises while it reads files of a checkpoint into one line.
 
     Args:
@@ -38,7 +38,7 @@ def reading(kind: type[LoadError], place: str, fact: str, remedy: str) -> Iterat
         remedy: What to do.
 
     Raises:
-        LoadError: Of the kind given.
+        TorchportError: Of the kind given.
     """
     try:
         yield

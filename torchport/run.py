@@ -189,6 +189,7 @@ def _run(
     """Loads a stage, and runs it on its inputs."""
     task = journey.task
     parts = _load(journey, stage)  # load
+    pipelines.check_inputs(stage, parts, task.settings, inputs)
     clock.append(time.perf_counter())
     with compile.operators({op.target: op.function for op in ledger.ops()}):
         call = _network(journey, stage, parts, ledger)  # shard, compile

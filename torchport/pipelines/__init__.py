@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchport.card import StageName
-from torchport.errors import UnknownNameError
+from torchport.errors import ArtefactForeignError, UnknownNameError
 
 
 class Call(Protocol):
@@ -142,6 +142,19 @@ class Stage:
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
     loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     call: Callable[..., Any] | None = None
+
+
+def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
+    """Refuses inputs of other shapes than the stage before makes them with these settings: its network would not run.
+
+    Raises:
+        ArtefactForeignError: A tensor of another shape.
+    """
+    for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
+        if name in inputs and inputs[name].shape != like.shape:
+            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this checkpoint takes {list(like.shape)}"
+            remedy = f"Run --stage {stage.needs[0]} with this model and checkpoint"
+            raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
 
 
 def latents_like(

@@ -150,7 +150,7 @@ def denoise(
         torch.Generator().manual_seed(settings.seed),
         embeddings.pop("noise", None),
     )
-    _check_embeddings(pipe.transformer.config, settings, embeddings)
+    _check_embeddings(settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     size, step = pipe.transformer.config.patch_size, pipe.transformer.config.patch_size_t
     tokens = latents.shape[2] // step * (latents.shape[3] // size) * (latents.shape[4] // size)
@@ -174,8 +174,8 @@ def denoise(
     return {"latents": latents}
 
 
-def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a stage file that this transformer cannot take: of an image, or of encoders with other features."""
+def _check_embeddings(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a stage file that this transformer cannot take: without guidance, or of an image."""
     prefixes = ["", "negative_"][: batch(settings.guidance_scale)]
     missing = [prefix + name for prefix in prefixes for name in EMBEDDINGS if prefix + name not in embeddings]
     if missing:
@@ -185,17 +185,11 @@ def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, 
             "Run --stage encode with this model and guidance scale",
             name=missing[0],
         )
-    wanted = {"prompt_embeds": config.text_embed_dim, "prompt_embeds_2": config.text_embed_2_dim}
-    for name, tensor in embeddings.items():
-        if name.removeprefix("negative_") not in EMBEDDINGS:
-            fact = f"It holds '{name}', and this model makes videos from text alone"
-        elif tensor.shape[-1] != wanted.get(name, tensor.shape[-1]):
-            fact = f"'{name}' has {tensor.shape[-1]} features, and this transformer takes {wanted[name]}"
-        else:
-            continue
-        raise ArtefactForeignError(
-            "encode.safetensors", fact, "Run --stage encode with this model and checkpoint", name=name
-        )
+    foreign = [name for name in embeddings if name.removeprefix("negative_") not in EMBEDDINGS]
+    if foreign:
+        fact = f"It holds '{foreign[0]}', and this model makes videos from text alone"
+        remedy = "Run --stage encode with this model and checkpoint"
+        raise ArtefactForeignError("encode.safetensors", fact, remedy, name=foreign[0])
 
 
 def _inputs(

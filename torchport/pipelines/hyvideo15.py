@@ -179,7 +179,7 @@ def denoise(
         `latents` [1, C, T, H, W], float32.
 
     Raises:
-        ArtefactForeignError: Embeddings of another size than the transformer's.
+        ArtefactForeignError: Embeddings of the other task than the variant's.
     """
     pipe, transformer = pipeline(settings, parts), parts["transformer"]
     scheduler = pipe._create_scheduler(pipe.config.flow_shift)
@@ -189,7 +189,6 @@ def denoise(
         1, transformer.config.in_channels, *size[1:], size[0], pipe.target_dtype, CPU,
         torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
     )  # fmt: skip
-    _check_embeddings(transformer.config, embeddings)
     _check_kind(settings, embeddings)
     # The stage file says which task it is: the image itself need not be on this machine.
     kind = "i2v" if "image_latents" in embeddings else "t2v"
@@ -215,23 +214,6 @@ def denoise(
             latents = scheduler.step(noise, t, latents, return_dict=False)[0]
         steps.finished(i + 1, {"latents": latents})
     return {"latents": latents}
-
-
-def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a stage file whose features are not the transformer's: of a card with other encoders."""
-    wanted = {
-        "prompt_embeds": config.text_states_dim,
-        "prompt_embeds_2": 1472,
-        "image_embeds": config.vision_states_dim,
-    }
-    for name, size in wanted.items():
-        if name in embeddings and embeddings[name].shape[-1] != size:
-            raise ArtefactForeignError(
-                "encode.safetensors",
-                f"'{name}' has {embeddings[name].shape[-1]} features, and this transformer takes {size}",
-                "Run --stage encode with this model and checkpoint",
-                name=name,
-            )
 
 
 def _check_kind(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
