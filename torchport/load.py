@@ -290,6 +290,10 @@ def _check_config(cls: Any, folder: Path) -> None:
         fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in part.items():
+            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
+                fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
+                raise CheckpointForeignError(str(file), fact, remedy)
         for key in ("dtype", "torch_dtype"):
             if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
                 fact, known = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
