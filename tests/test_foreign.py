@@ -16,7 +16,7 @@ def test_whatever_upstream_raises_is_refused_with_its_reason(kind):
         reading(CheckpointBrokenError, "x.json", "Not read", "Mend it"),
     ):
         raise raised
-    assert str(caught.value).startswith("x: Not read: ") and str(caught.value).endswith(". Mend it.")
+    assert str(caught.value).startswith("x.json: Not read: ") and str(caught.value).endswith(". Mend it.")
     assert caught.value.__cause__ is raised
 
 

@@ -231,3 +231,36 @@ def mutate(folder: Path, draw: random.Random) -> str:
     else:
         file.write_bytes(flipped(file.read_bytes(), draw))
     return file.name
+
+
+SEEDS = ({"latents": (1, 32, 2, 4, 4)}, {"latent": (1, 32, 2, 4, 4)}, {"latents": (3,)}, {"latents": ()}, {},
+         {"latents": (1, 32, 2, 4, 4), "more": (1,)}, {"latents": (1, 32, 0, 4, 4)}, {"latents": (2, 32, 2, 4, 4)})  # fmt: skip
+"""Names and shapes of a stage file's tensors; those of the first are what a hand-written port writes."""
+
+
+def write_latents(folder: Path, draw: random.Random) -> None:
+    """Writes a hand-written port's latents and configuration, and changes either, or what they hold."""
+    import torch
+    from safetensors.torch import save_file
+
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.bool, torch.int64, torch.complex64)
+    dtype = draw.choice((torch.bfloat16, torch.float32, *dtypes))
+    shapes = draw.choice((SEEDS[0], SEEDS[0], *SEEDS))
+    words = ("64", "64", "64", "5", "-1", "9" * 5000, "inf", "nan", "", "x", "\u0664", "1e3", "64.0", " 64 ")
+    noted = {key: draw.choice(words) for key in ("height", "width", "video_length") if draw.random() < 0.2}
+    if draw.random() < 0.4:
+        noted["dtype_info"] = draw.choice(
+            (
+                json.dumps({"latents": draw.choice(("torch.bfloat16", "bfloat17", "int64", None, 3, []))}),
+                *(text.decode() for text in TEXTS[:6]),
+                "[" * 100_000,
+                '{"latents": ' + "9" * 5000 + "}",
+            )
+        )
+    file, beside = folder / "stage2_latents.safetensors", folder / "generation_config.json"
+    save_file({name: torch.ones(shape).to(dtype) for name, shape in shapes.items()}, file, noted)
+    beside.write_text(json.dumps({"prompt": "A cat", "height": 64, "width": 64, "video_length": 5, "seed": 42}))
+    if draw.random() < 0.5:
+        mutate_json(beside, draw)
+    if draw.random() < 0.3:
+        file.write_bytes(flipped(file.read_bytes(), draw))
