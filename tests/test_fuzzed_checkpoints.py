@@ -88,7 +88,8 @@ def test_a_mutated_component_is_refused_in_one_line_or_loaded_right(cases, block
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(STAGE_FILES // BLOCK))
-def test_a_mutated_stage_file_of_a_hand_written_port_is_refused_in_one_line_or_read_right(block, tmp_path):
+def test_a_mutated_stage_file_of_a_hand_written_port_is_refused_in_one_line_or_read_right(block, tmp_path, caplog):
+    caplog.set_level("ERROR")
     read = 0
     for number in range(block * BLOCK, (block + 1) * BLOCK):
         folder = tmp_path / f"{number}"

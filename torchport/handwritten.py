@@ -44,7 +44,7 @@ def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
         for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
             if name in tensors:
-                tensors[name] = tensors[name].to(_DTYPES[str(dtype).removeprefix("torch.")])
+                tensors[name] = _as_noted(name, tensors[name], str(dtype).removeprefix("torch."))
         config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
         sizes = {key: (int(metadata[key]), file) for key in _SIZES if key in metadata}
         sizes = {key: (int(config[key]), beside) for key in _SIZES if key in config} | sizes
@@ -59,6 +59,14 @@ def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 key=key,
             )
     return tensors
+
+
+def _as_noted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a tensor in the dtype that the metadata names; masks alone are numbers of any kind."""
+    noted = _DTYPES[dtype]
+    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != noted.is_floating_point):
+        raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
+    return tensor.to(noted)
 
 
 def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool) -> None:
