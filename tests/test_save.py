@@ -391,7 +391,7 @@ def test_a_hand_written_ports_file_that_holds_something_else_is_refused(tmp_path
     file = tmp_path / "stage2_latents.safetensors"
     save_file(tensors, file)
     assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
-        f"{file}: {fact}. It must hold floating latents [B, C, T, H, W]: make it again."
+        f"{file}: {fact}. It must hold floating-point latents [B, C, T, H, W]: make it again."
     )
 
 
@@ -400,7 +400,7 @@ def test_a_hand_written_ports_embeddings_without_guidance_are_refused_where_ther
     save_file({name: torch.ones(1, 2) for name in names}, tmp_path / "stage1_embeddings.safetensors")
     read(tmp_path, "encode", {"model": "m", "guidance": False})
     text = refusal(ArtefactForeignError, lambda: read(tmp_path, "encode", {"model": "m", "guidance": True}))
-    assert ": It lacks 'negative_prompt_embeds'. It must hold floating tensors prompt_embeds, " in text
+    assert ": It lacks 'negative_prompt_embeds'. It must hold floating-point tensors prompt_embeds, " in text
 
 
 @pytest.mark.parametrize(
