@@ -260,3 +260,24 @@ def test_a_configuration_that_asks_for_a_million_layers_is_refused_soon(card, ti
         file.write_text(json.dumps(config))
         text = refusal(CheckpointForeignError, card, tmp_path, name)
         assert "it asks for more than 20000 parameters" in text or f"'{key}' is 1e+09. It must be at most" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "published"),
+    [("text_encoder", "language_model.", "model."), ("vision_encoder", "", "vision_model.")],
+)
+def test_names_as_they_are_published_are_the_classes_own_by_transformers_rules(
+    native, native_copy, name, old, published
+):
+    """The published files are older than the classes' names; what transformers renames is not missing."""
+    file = file_of(native, native_copy, name)
+    tensors = {
+        published + key.removeprefix(old) if key.startswith(old) else key: tensor
+        for key, tensor in load_file(file).items()
+    }
+    whole = tensors | ({"lm_head.weight": torch.zeros(1024, 64)} if name == "text_encoder" else {})
+    save_file(whole, file, {"format": "pt"})
+    accounted(native, native_copy, name)
+    lost = next(key for key in whole if key.startswith(published))
+    save_file({key: tensor for key, tensor in whole.items() if key != lost}, file, {"format": "pt"})
+    assert "1 missing keys" in refusal(CheckpointForeignError, native, native_copy, name)
