@@ -232,6 +232,29 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path, index):
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "x" * 5000, "a\0", "\ud800"]
+)
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    save_file(A, tmp_path / "x.safetensors")
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert refusal(CheckpointForeignError, lambda: checkpoint.weight_files(folder)) == (
+        f"{index}: Its 'weight_map' names {name[:80]!r}, which is no file of this folder. "
+        "Name files beside the index, without folders."
+    )
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", '{"a":' * 200_000, "[" * 200_000])
+def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    found = refusal(CheckpointBrokenError, lambda: checkpoint.read_json(file))
+    assert found.startswith(f"{file}: Not JSON: ") and len(found) < 500
+
+
 def test_one_tensor_in_two_files_is_refused(tmp_path):
     save_file(A, tmp_path / "model.safetensors")
     save_file(A, tmp_path / "model.fp16.safetensors")

@@ -6,13 +6,17 @@ cannot be traced by Dynamo any more.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy
 import pytest
+import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from torchport import cache
 
 pytestmark = pytest.mark.upstream
 DIR = os.environ.get("TORCHPORT_HYVIDEO")
@@ -109,7 +113,8 @@ def test_stage_files_of_the_other_card_are_refused_by_name_where_features_differ
     torchport("--model", "hunyuan", "--prompt", PROMPT, "--stage", "encode", "--out", tmp_path, *sets)
     text = hyvideo(tmp_path, "--stage", "denoise", code=2)
     assert (
-        "error[TP603] encode.safetensors: 'prompt_embeds_2' has 48 features, and this transformer takes 1472." in text
+        "error[TP603] encode.safetensors: 'prompt_embeds_2' has shape [1, 256, 48], and this checkpoint takes "
+        "[1, 256, 1472]." in text
     )
 
 
@@ -156,3 +161,20 @@ def test_latents_of_one_card_are_decoded_by_the_other(tmp_path):
     sets = [word for one in SMALL for word in ("--set", one)]
     torchport("--model", "hunyuan", "--stage", "decode", "--inputs", tmp_path / "one", "--out", tmp_path / "two", *sets)
     assert load_file(tmp_path / "two" / "decode.safetensors")["frames"].shape == (1, 9, 3, 64, 96)
+
+
+@pytest.mark.skipif(DIR is None, reason=REASON)
+def test_an_encoder_that_is_not_whole_is_refused_before_upstream_draws_what_it_lacks(tmp_path, pack):
+    """Upstream's own loading takes an encoder without a tensor, or of integers, and says nothing."""
+    hyvideo(tmp_path / "whole", "--stage", "encode")
+    made = json.loads((tmp_path / "whole" / "encode.json").read_text())["checkpoint"].removeprefix("tiny:")
+    folders = [path for path in cache.folder().rglob(made) if path.is_dir()]
+    card, _ = pack.card("hyvideo")
+    for name, lost in (("text_encoder", "self_attn.q_proj.weight"), ("text_encoder", "")):
+        root = shutil.copytree(folders[0], tmp_path / "copy", dirs_exist_ok=True)
+        (file,) = (root / card.folder(name, None)).glob("*.safetensors")
+        tensors = load_file(file)
+        kept = {key: t for key, t in tensors.items() if not key.endswith(lost)} if lost else {}
+        save_file(kept or {key: t.to(torch.int8) for key, t in tensors.items()}, file, {"format": "pt"})
+        text = hyvideo(tmp_path / "out", "--stage", "encode", "--checkpoint", root, code=2)
+        assert "error[TP303] " in text and "Traceback" not in text

@@ -67,7 +67,7 @@ def test_tensors_are_yielded_one_at_a_time_under_the_names_of_the_module(card, t
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_a_text_encoder_is_loaded_as_upstream_loads_it(card, tiny_folder, name, dtype):
     path = card.components[name].class_
-    module = load.text_encoder(path, tiny_folder / name, dtype, name)
+    module = load.text_encoder(card.components[name], tiny_folder / name, dtype, name)
     expected = load.class_of(path).from_pretrained(tiny_folder / name, dtype=getattr(torch, dtype))
     assert_same(everything(module), everything(expected))
     assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
@@ -169,6 +169,7 @@ def test_a_configuration_that_the_class_cannot_be_built_from_is_refused(config):
         {"patch_size": None},
         {"qk_norm": "layer"},
         {"in_channels": [1]},
+        {"num_layers": 10**400},
     ],
 )
 def test_a_configuration_that_the_transformer_cannot_be_built_from_is_refused(card, change):
@@ -182,11 +183,10 @@ def test_a_configuration_that_the_transformer_cannot_be_built_from_is_refused(ca
 def encoder(tmp_path, tiny_folder, card):
     """A copy of the second text encoder's folder, and what loads it."""
     folder = shutil.copytree(tiny_folder / "text_encoder_2", tmp_path / "text_encoder_2")
-    path = card.components["text_encoder_2"].class_
 
     def call():
         with load.hushed(True):
-            return load.text_encoder(path, folder, "float32", "text_encoder_2")
+            return load.text_encoder(card.components["text_encoder_2"], folder, "float32", "text_encoder_2")
 
     return folder, call
 
@@ -219,6 +219,7 @@ def test_a_truncated_text_encoder_is_refused(encoder):
     assert "Download the file again: it is truncated." in refusal(CheckpointBrokenError, call)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -227,6 +228,11 @@ def test_a_truncated_text_encoder_is_refused(encoder):
         ("[]", CheckpointBrokenError),
         ('{"model_type": "t5", "d_model": "x"}', CheckpointForeignError),
         ('{"model_type": "t5", "vocab_size": -5}', CheckpointForeignError),
+        ('{"model_type": "t5", "vocab_size": ' + "9" * 5000 + "}", CheckpointBrokenError),
+        ('{"model_type": "t5", "feed_forward_proj": "gated-nope"}', CheckpointForeignError),
+        ('{"model_type": "t5", "dtype": "nope"}', CheckpointForeignError),
+        ('{"model_type": "t5", "d_model": 0}', CheckpointForeignError),
+        ('{"model_type": "t5", "num_heads": 0}', CheckpointForeignError),
     ],
 )
 def test_a_text_encoder_without_a_sound_configuration_is_refused(encoder, text, kind):
@@ -288,6 +294,41 @@ def test_a_part_that_its_class_cannot_read_is_refused(card, tmp_path, tiny_folde
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer", "eos_token": 3}')
     found = refusal(CheckpointBrokenError, lambda: load.part(card.components["tokenizer"].class_, folder))
     assert found.startswith(f"{folder}: It cannot be read: ") and found.endswith(". Download it again.")
+
+
+@pytest.mark.parametrize("text", ['{"model": null}', '{"model": {"type": "BPE"}}', "{}"])
+def test_a_tokenizer_that_its_library_cannot_read_is_refused(card, tmp_path, tiny_folder, text):
+    folder = shutil.copytree(tiny_folder / "tokenizer", tmp_path / "tokenizer")
+    (folder / "tokenizer.json").write_text(text)
+    found = refusal(CheckpointBrokenError, lambda: load.part(card.components["tokenizer"].class_, folder))
+    assert found.startswith(f"{folder}: It cannot be read: ") and found.endswith(". Download it again.")
+
+
+BREAKS_OUT = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+
+
+@pytest.mark.parametrize("template", [BREAKS_OUT, "{% for", "{{ 1 / 0 }}", "{{ messages[7].content }}"])
+def test_a_chat_template_that_breaks_out_or_fails_is_refused(card, tmp_path, tiny_folder, template):
+    folder = shutil.copytree(tiny_folder / "tokenizer", tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(template)
+    found = refusal(CheckpointBrokenError, lambda: load.part(card.components["tokenizer"].class_, folder))
+    assert found.startswith(f"{folder}: It cannot be read: ")
+
+
+def test_a_chat_template_that_breaks_out_over_one_prompt_alone_is_refused(request_for, tmp_path, tiny_folder):
+    from torchport.run import run
+
+    root = shutil.copytree(tiny_folder, tmp_path / "copy")
+    file = root / "tokenizer" / "chat_template.jinja"
+    trap = "{% if 'A cat' in messages[-1]['content'] | string %}" + BREAKS_OUT + "{% endif %}"
+    file.write_text(trap + file.read_text())
+    text = refusal(CheckpointBrokenError, lambda: run(request_for(stage="encode", checkpoint=str(root))))
+    assert text.startswith(f"{root}/tokenizer: The prompt cannot be encoded with it: access to attribute '__class__'")
+
+
+def test_a_vae_whose_channels_are_a_mapping_is_refused(card):
+    config = {**card.tiny.components["vae"], "block_out_channels": {"a": 16}}
+    refusal(CheckpointForeignError, lambda: load.build(card.components["vae"].class_, config, "float32", "folder"))
 
 
 def test_the_cards_figures_are_the_published_classes(card, published):

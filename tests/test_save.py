@@ -407,6 +407,41 @@ def test_a_hand_written_ports_file_that_cannot_be_read_is_refused(tmp_path, dama
     assert text.startswith(f"{file}: It cannot be read: ") and text.endswith(". Copy or make it again.")
 
 
+@pytest.mark.parametrize(
+    ("tensors", "fact"),
+    [
+        ({"latent": torch.ones(1, 2, 3, 4, 4)}, "It holds 'latent'"),
+        ({}, "It lacks 'latents'"),
+        ({"latents": torch.ones(3)}, "'latents' has shape [3]"),
+        ({"latents": torch.ones(1, 2, 3, 4, 4, dtype=torch.int8)}, "'latents' is int8"),
+    ],
+)
+def test_a_hand_written_ports_file_that_holds_something_else_is_refused(tmp_path, tensors, fact):
+    file = tmp_path / "stage2_latents.safetensors"
+    save_file(tensors, file)
+    assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
+        f"{file}: {fact}. It must hold floating-point latents [B, C, T, H, W]: make it again."
+    )
+
+
+def test_a_hand_written_ports_embeddings_without_guidance_are_refused_where_there_is_guidance(tmp_path):
+    names = [name for name in (*SEED_NAMES, *(f"{name}_2" for name in SEED_NAMES)) if "negative" not in name]
+    save_file({name: torch.ones(1, 2) for name in names}, tmp_path / "stage1_embeddings.safetensors")
+    read(tmp_path, "encode", {"model": "m", "guidance": False})
+    text = refusal(ArtefactForeignError, lambda: read(tmp_path, "encode", {"model": "m", "guidance": True}))
+    assert ": It lacks 'negative_prompt_embeds'. It must hold floating-point tensors prompt_embeds, " in text
+
+
+@pytest.mark.parametrize(
+    "text", ['{"height": Infinity}', '{"height": NaN}', '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}"]
+)
+def test_a_hand_written_ports_configuration_that_is_no_numbers_is_refused(tmp_path, text):
+    latents(tmp_path, {})
+    (tmp_path / "generation_config.json").write_text(text)
+    found = refusal(ArtefactBrokenError, lambda: read(tmp_path))
+    assert found.startswith(f"{tmp_path}/stage2_latents.safetensors: It cannot be read: ") and len(found) < 500
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused_and_nothing_is_written(tmp_path, value):
     text = refusal(

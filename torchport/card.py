@@ -119,6 +119,10 @@ class Component(Frozen):
     """Of float32 products on a TPU, whose own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}
     """The published configuration, where the class's own defaults are another: shapes before any download."""
+    unread: list[Regex] = []
+    """Tensors of the published checkpoint that the class has no use for, by whole name; any other one is refused."""
+    pickle: str | None = None
+    """A file of `torch.save` in its folder that upstream loads by itself, strictly, where that is what it has."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has: what a machine must carry, known before any download."""
 
@@ -285,12 +289,8 @@ class Pack:
             ConfigError: The card has a mistake, by file and line.
         """
         if name not in self.models():
-            raise UnknownNameError(
-                f"--model {name}",
-                f"There is no model card '{name}' in {self.root / 'configs' / 'models'}",
-                nearest(name, self.models()),
-                name=name,
-            )
+            fact = f"There is no model card '{name}' in {self.root / 'configs' / 'models'}"
+            raise UnknownNameError(f"--model {name}", fact, nearest(name, self.models()), name=name)
         document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
         card = validated(Card, document)
         if card.model != name:

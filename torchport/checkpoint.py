@@ -7,14 +7,38 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from torchport.card import DTYPES, Card
-from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
+from torchport.errors import (
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    OutputError,
+    nearest,
+)
 from torchport.folder import expanded
+from torchport.foreign import brief, reading
 from torchport.progress import log
+
+WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
+"""What to do about a file that is missing, or broken."""
+
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes of weights that become any of each other, as safetensors and torch call them.
+
+The eight-bit floats are not among them: their values mean nothing without scales, of which no card knows.
+"""
+
+CODES = {name: code for code, name in FLOATS.items()} | {
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
+    "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""torch's dtypes as safetensors calls them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +165,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointMissingError: No such file.
-        CheckpointBrokenError: Not a JSON object.
+        CheckpointBrokenError: Not a JSON object, or one with a number of thousands of digits.
     """
     if not file.is_file():
-        raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointBrokenError(str(file), f"Not JSON: {error}", "Download the file again") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointBrokenError(str(file), f"Not JSON: {brief(error)}", AGAIN) from error
     if not isinstance(data, dict):
-        raise CheckpointBrokenError(str(file), "Not a JSON object", "Download the file again")
+        raise CheckpointBrokenError(str(file), "Not a JSON object", AGAIN)
     return data
 
 
@@ -246,17 +270,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointForeignError(
             str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
         )
-    if indices:
-        mapping = read_json(indices[0]).get("weight_map")
-        if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
-            raise CheckpointBrokenError(str(indices[0]), "It has no 'weight_map'", "Download the file again")
-        files = [folder / name for name in sorted(set(mapping.values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = _shards(indices[0]) if indices else sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointMissingError(
-            str(folder), "There is no *.safetensors in it", "Download the checkpoint again, whole"
-        )
+        raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
     found: dict[str, Path] = {}
     for file in files:
         for name in header(file):
@@ -265,6 +281,32 @@ def weight_files(folder: Path) -> dict[str, Path]:
                 raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
             found[name] = file
     return found
+
+
+def _shards(index: Path) -> list[Path]:
+    """Returns the files that an index names: all of them beside it."""
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+        raise CheckpointBrokenError(str(index), "It has no 'weight_map'", AGAIN)
+    names = sorted(set(mapping.values()))
+    for name in names:
+        if not re.fullmatch(r"(?!\.)[\w.-]{1,255}", name, re.ASCII):
+            fact = f"Its 'weight_map' names {name[:80]!r}, which is no file of this folder"
+            raise CheckpointForeignError(str(index), fact, "Name files beside the index, without folders", name=name)
+    return [index.parent / name for name in names]
+
+
+def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Returns the file, dtype and shape of every tensor that transformers reads: from safetensors, else from a pickle.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `weight_files` and `pickled` do.
+    """
+    file = folder / "pytorch_model.bin"
+    if file.is_file() and not any(folder.glob("*.safetensors*")):
+        return {name: (file, entry) for name, entry in pickled(file).items()}
+    files = sorted(set(weight_files(folder).values()))
+    return {name: (file, entry) for file in files for name, entry in header(file).items()}
 
 
 def parameters(folder: Path) -> int:
@@ -283,20 +325,18 @@ def header(file: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise CheckpointMissingError(str(file), "The file is missing", "Download the checkpoint again, whole")
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= size - 8:
-            raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", "Download the file again")
+            raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
         try:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointBrokenError(
-                str(file), "Its header is not safetensors'", "Download the file again"
-            ) from error
+            raise CheckpointBrokenError(str(file), "Its header is not safetensors'", AGAIN) from error
     if size != end:
         raise CheckpointBrokenError(
             str(file),
@@ -309,6 +349,26 @@ def header(file: Path) -> dict[str, Any]:
         with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
             return dict(entries)
     except SafetensorError as error:
-        raise CheckpointBrokenError(
-            str(file), f"Its header is not safetensors': {error}", "Download the file again"
-        ) from error
+        raise CheckpointBrokenError(str(file), f"Its header is not safetensors': {error}", AGAIN) from error
+
+
+def pickled(file: Path) -> dict[str, Any]:
+    """Returns the tensors of a file of `torch.save` as `header` does: name to dtype and shape.
+
+    Only tensors are unpickled: torch refuses whatever else such a file could run.
+
+    Args:
+        file: A state dict, or a dict with one as its `state_dict`.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Truncated, or not tensors by name.
+    """
+    import torch
+
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
+        state = torch.load(file, map_location="meta", weights_only=True)
+        state = state.get("state_dict", state)
+        return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}

@@ -272,7 +272,7 @@ class CheckpointBrokenError(LoadError):
 
 
 class CheckpointForeignError(LoadError):
-    """Keys, shapes or classes of another model than the card's."""
+    """Keys, shapes, dtypes or classes of another model than the card's."""
 
     id = "TP303"
 

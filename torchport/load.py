@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from torchport import checkpoint
+from torchport.card import Component
 from torchport.errors import (
     CheckpointBrokenError,
     CheckpointForeignError,
     CheckpointMissingError,
     UnfilledWeightError,
 )
+from torchport.foreign import reading
 from torchport.progress import log, track
+
+SAME = "Name a checkpoint of this model and version"
+"""What to do about files that are another model's."""
 
 
 def class_of(path: str) -> Any:
@@ -70,15 +78,35 @@ def published(class_path: str, config: Mapping[str, Any], place: str = "the card
 
 
 def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    try:
-        module: torch.nn.Module = class_of(class_path).from_config(dict(config))
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
-        raise CheckpointForeignError(
-            f"{place}/config.json",
-            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
-            "Name a checkpoint of this model and version",
-        ) from error
+    cls = class_of(class_path)
+    with _building(class_path, place):
+        module: torch.nn.Module = cls.from_config(dict(config))
     return module.eval().requires_grad_(False)
+
+
+MOST = 20_000
+"""Parameters of a module: a configuration that asks for more would be built until the memory ends."""
+
+
+@contextlib.contextmanager
+def _building(class_path: str, place: str) -> Iterator[None]:
+    """Refuses a configuration that a class cannot be built from, or never would be."""
+    count = itertools.count(1)
+
+    def counted(module: torch.nn.Module, name: str, parameter: object) -> None:
+        if next(count) > MOST:
+            raise ValueError(f"it asks for more than {MOST} parameters")
+
+    hook = register_module_parameter_registration_hook(counted)
+    fact, remedy = (
+        f"{class_path.partition(':')[2]} cannot be built from it",
+        SAME,
+    )
+    try:
+        with reading(CheckpointForeignError, f"{place}/config.json", fact, remedy):
+            yield
+    finally:
+        hook.remove()
 
 
 def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,11 +139,15 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
 
 
 def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
-    """Returns the file of every tensor of a module, all keys and shapes accounted for, either way round.
+    """Returns the file of every tensor of a module, all keys, shapes and dtypes accounted for, either way round.
+
+    Args:
+        module: Built without storage.
+        folder: The component's.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys or shapes that are not exactly the module's.
+        CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
     """
     wanted, files = module.state_dict(), checkpoint.weight_files(folder)
     missing = sorted(set(wanted) - set(files))
@@ -126,7 +158,7 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
         raise CheckpointForeignError(
             str(folder),
             f"It {' and '.join(parts)}",
-            "Name a checkpoint of this model and version",
+            SAME,
             missing=missing,
             foreign=foreign,
         )
@@ -139,7 +171,21 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
                     f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
                     name=name,
                 )
+            _check_dtype(file, name, entry["dtype"], wanted[name].dtype)
     return files
+
+
+def _check_dtype(file: Path, name: str, found: str, wanted: torch.dtype) -> None:
+    """Refuses a tensor whose values would be others, or mean something else, in the module's dtype."""
+    word = str(wanted).removeprefix("torch.")
+    taken = list(checkpoint.FLOATS) if wanted.is_floating_point else [checkpoint.CODES[word]]
+    if found not in taken:
+        raise CheckpointForeignError(
+            str(file),
+            f"'{name}' is of dtype {found}, and the model's is {word}",
+            f"Name a checkpoint whose '{name}' is of {' or '.join(taken)}",
+            name=name,
+        )
 
 
 def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
@@ -164,44 +210,115 @@ def fill(module: torch.nn.Module, folder: Path, what: str) -> torch.nn.Module:
     return module
 
 
-def text_encoder(class_path: str, folder: Path, dtype: str, what: str) -> torch.nn.Module:
-    """Returns a transformers model in host memory, loaded by its own `from_pretrained`, every key accounted for.
+def account_component(component: Component, folder: Path) -> None:
+    """Refuses a component that is not whole, or not the card's, before anything of it is read: the one door for all.
 
-    transformers renames keys, ties weights and computes buffers while it loads; that knowledge is its own.
+    Args:
+        component: As the card has it.
+        folder: Where it lies.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+    """
+    cls = class_of(component.class_)
+    if component.pickle is not None:
+        _account_pickle(component, folder / component.pickle)
+    elif not issubclass(cls, torch.nn.Module):
+        check_part(component.class_, folder)
+    elif hasattr(cls, "from_config"):
+        config = checkpoint.read_json(folder / "config.json")
+        account(published(component.class_, config, str(folder)), folder)
+    else:
+        _account_encoder(component, folder)
+
+
+def _account_encoder(component: Component, folder: Path) -> None:
+    """Refuses a transformers model whose files lack a tensor, or hold one that is not its, before any is read.
+
+    transformers renames keys and ties weights while it loads; that knowledge is its own, so it loads them here without
+    storage. A tensor that it lacks it would draw anew in every run.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys or shapes that are not the model's.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
     """
-    from huggingface_hub.errors import StrictDataclassError
+    module = _from_pretrained(component, folder, device_map="meta")
+    whole = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    for name, (file, entry) in checkpoint.weights(folder).items():
+        if not _is_unread(component, name):
+            _check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
 
-    checkpoint.weight_files(folder)
-    checkpoint.read_json(folder / "config.json")
-    log.info("load %s ...", what)
+
+def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn.Module:
+    """Returns a transformers model, every key and shape accounted for."""
+    checkpoint.weights(folder)
+    cls = class_of(component.class_)
+    _check_config(cls, folder)
     module: torch.nn.Module
-    try:
-        module, info = class_of(class_path).from_pretrained(
+    with _building(component.class_, str(folder)):
+        module, info = cls.from_pretrained(
             folder,
-            dtype=getattr(torch, dtype),
             output_loading_info=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
+            **how,
         )
-    except (TypeError, ValueError, RuntimeError, OSError, StrictDataclassError) as error:
-        raise CheckpointForeignError(
-            f"{folder}/config.json",
-            f"{class_path.partition(':')[2]} cannot be built from it: {_brief(error)}",
-            "Name a checkpoint of this model and version",
-        ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in info.get(kind) or ())
+        if kind == "unexpected_keys":
+            keys = [key for key in keys if not _is_unread(component, key)]
         if keys:
             raise CheckpointForeignError(
                 str(folder),
                 f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0]}')",
-                "Name a checkpoint of this model and version",
+                SAME,
                 keys=keys,
             )
+    return module
+
+
+def _is_unread(component: Component, name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in component.unread)
+
+
+def _check_config(cls: Any, folder: Path) -> None:
+    """Refuses a configuration of another class, and dtypes that weights would be rounded to in silence."""
+    file = folder / "config.json"
+    config = checkpoint.read_json(file)
+    wanted, found = cls.config_class.model_type, config.get("model_type")
+    if found != wanted:
+        fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
+        raise CheckpointForeignError(str(file), fact, remedy)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in part.items():
+            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
+                fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
+                raise CheckpointForeignError(str(file), fact, remedy)
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
+                fact, known = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
+                raise CheckpointForeignError(str(file), fact, f"It must be one of {known}")
+
+
+def _account_pickle(component: Component, file: Path) -> None:
+    """Refuses weights that are no floats; upstream loads the file strictly, so that it refuses keys and shapes."""
+    for name, entry in checkpoint.pickled(file).items():
+        if not _is_unread(component, name):
+            _check_dtype(file, name, entry["dtype"], torch.float32)
+
+
+def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
+    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+    """
+    checkpoint.weight_files(folder)
+    _account_encoder(component, folder)
+    log.info("load %s ...", what)
+    module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         _filled(name, tensor, folder)
     return module.eval().requires_grad_(False)
@@ -239,10 +356,11 @@ def part(class_path: str, folder: Path) -> Any:
         CheckpointBrokenError: Its files cannot be read.
     """
     check_part(class_path, folder)
-    try:
-        return class_of(class_path).from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointBrokenError(str(folder), f"It cannot be read: {_brief(error)}", "Download it again") from error
+    with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
+        made = class_of(class_path).from_pretrained(folder, local_files_only=True)
+        if getattr(made, "chat_template", None):
+            made.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
+        return made
 
 
 def check_part(class_path: str, folder: Path) -> None:
@@ -270,8 +388,3 @@ def _has_vocabulary(cls: Any, folder: Path) -> bool:
     if whole is not None and (folder / whole).is_file():
         return True
     return all((folder / name).is_file() for name in names.values()) and (bool(names) or whole is None)
-
-
-def _brief(error: Exception) -> str:
-    """Returns what an upstream's error says as one short phrase."""
-    return " ".join(str(error).split())[:200].rstrip(".")

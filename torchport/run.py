@@ -32,8 +32,9 @@ from torchport import (
     upstream,
 )
 from torchport.attention import bound, dispatch
-from torchport.errors import ArtefactForeignError, BadValueError, OutputError
+from torchport.errors import ArtefactForeignError, BadValueError, CheckpointBrokenError, OutputError
 from torchport.files import atomic
+from torchport.foreign import reading
 from torchport.machine import devices
 from torchport.progress import log, track
 from torchport.record import versions, write_manifest
@@ -178,14 +179,9 @@ def _check_parts(journey: Journey) -> None:
     """Refuses a checkpoint that lacks a part, or holds another model's, before the first stage spends hours."""
     task = journey.task
     for stage in task.stages:
-        for name in stage.parts:
-            component, folder = task.card.components[name], task.component_folder(journey.weights.folder, name)
-            if component.dtype is None:
-                load.check_part(component.class_, folder)
-            else:
-                checkpoint.weight_files(folder)
-        if stage.network is not None:
-            load.account(_built(journey, stage.network), task.component_folder(journey.weights.folder, stage.network))
+        network = [stage.network] if stage.network is not None else []
+        for name in (*stage.parts, *stage.loads(task.settings), *network):
+            load.account_component(task.card.components[name], task.component_folder(journey.weights.folder, name))
 
 
 def _built(journey: Journey, name: str) -> torch.nn.Module:
@@ -248,6 +244,7 @@ def _run(
     """Loads a stage, and runs it on its inputs."""
     task = journey.task
     parts = _load(journey, stage)  # load
+    pipelines.check_inputs(stage, parts, task.settings, inputs)
     clock.append(time.perf_counter())
     with compile.operators({op.target: op.function for op in ledger.ops()}):
         call = _network(journey, stage, parts, ledger)  # shard, compile
@@ -339,13 +336,15 @@ def _check_asked(task: Task, stage: pipelines.Stage, file: Path, manifest: save.
 def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
     """Returns the stage's parts: whole on the host, or, the network and what lends its configuration, on meta."""
     task = journey.task
-    parts = stage.load(journey.weights.folder, task.settings) if stage.load is not None else {}
+    root = journey.weights.folder
+    with reading(CheckpointBrokenError, str(root), "Upstream cannot load its encoders", checkpoint.WHOLE):
+        parts = stage.load(root, task.settings) if stage.load is not None else {}
     for name in stage.parts:
         component, folder = task.card.components[name], task.component_folder(journey.weights.folder, name)
         if component.dtype is None:
             parts[name] = load.part(component.class_, folder)
         else:
-            parts[name] = load.text_encoder(component.class_, folder, task.dtype(name), name)
+            parts[name] = load.text_encoder(component, folder, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name in parts:
             continue  # loaded whole already

@@ -15,6 +15,7 @@ from typing import Any
 import pydantic
 import torch
 
+from torchport import handwritten
 from torchport.card import StageName
 from torchport.errors import (
     ArtefactBrokenError,
@@ -31,14 +32,6 @@ _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
 VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
-
-SEED_FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
-"""Names of the stage files of the hand-written ports that torchport replaces; read, never written."""
-
-_SEED_SIZES = {"height": "height", "width": "width", "video_length": "frames"}
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
-}
 
 
 class Written(pydantic.BaseModel):
@@ -252,9 +245,9 @@ def read(
     """
     file = file_of(folder, name)
     if not file.is_file():
-        old = folder / SEED_FILES.get(name, "")
+        old = folder / handwritten.FILES.get(name, "")
         if old.is_file():
-            return read_seed(old, identity), None
+            return handwritten.read(old, identity), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:
@@ -422,42 +415,3 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
                 f"Run --stage {name} again",
                 stage=stage,
             )
-
-
-def read_seed(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
-
-    Those files carry no checksum and no patch ledger. The sizes that they name are checked, or, where they name none,
-    those of `generation_config.json` beside them.
-
-    Raises:
-        ArtefactBrokenError: It cannot be read.
-        ArtefactForeignError: It was made for another size.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
-    beside = file.parent / "generation_config.json"
-    try:
-        with safe_open(str(file), framework="pt") as stream:
-            metadata = stream.metadata() or {}
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
-        for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
-            if name in tensors:
-                tensors[name] = tensors[name].to(_DTYPES[str(dtype).removeprefix("torch.")])
-        config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
-        sizes = {key: (int(metadata[key]), file) for key in _SEED_SIZES if key in metadata}
-        sizes = {key: (int(config[key]), beside) for key in _SEED_SIZES if key in config} | sizes
-    except (SafetensorError, ValueError, TypeError, AttributeError, KeyError) as error:
-        reason = f"unknown dtype {error}" if isinstance(error, KeyError) else error
-        raise ArtefactBrokenError(str(file), f"It cannot be read: {reason}", "Copy or make it again") from error
-    for noted, (size, place) in sizes.items():
-        key = _SEED_SIZES[noted]
-        if identity.get(key, size) != size:
-            raise ArtefactForeignError(
-                str(place),
-                f"'{noted}' is {size}, and this run's {key} is {identity[key]}",
-                f"Run with --set {key}={size}",
-                key=key,
-            )
-    return tensors

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from torchport.card import StageName
-from torchport.errors import BadValueError, UnknownNameError
+from torchport.errors import ArtefactForeignError, BadValueError, UnknownNameError
 
 
 class Call(Protocol):
@@ -125,6 +125,7 @@ class Stage:
         prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
         like: Returns what its inputs are like, `like(parts, settings)`: shapes and dtypes, for planning.
         load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
+        loads: The components that `load` reads: their files are accounted for before upstream sees them.
         call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
     """
 
@@ -139,7 +140,21 @@ class Stage:
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
     like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
+    loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     call: Callable[..., Any] | None = None
+
+
+def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
+    """Refuses inputs of other shapes than the stage before makes them with these settings: its network would not run.
+
+    Raises:
+        ArtefactForeignError: A tensor of another shape.
+    """
+    for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
+        if name in inputs and inputs[name].shape != like.shape:
+            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this checkpoint takes {list(like.shape)}"
+            remedy = f"Run --stage {stage.needs[0]} with this model and checkpoint"
+            raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
 
 
 def latents_like(

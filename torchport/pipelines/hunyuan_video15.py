@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
+from torchport.foreign import tokenizing
 from torchport.pipelines import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
@@ -78,7 +79,7 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
     if batch(settings.guidance_scale) == 2:
         prompts["negative_"] = settings.negative_prompt
     outputs: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
+    with torch.no_grad(), tokenizing(parts["tokenizer"].name_or_path):
         for prefix, text in prompts.items():
             embedded = pipe.encode_prompt(prompt=text, device=torch.device("cpu"), dtype=settings.dtypes["transformer"])
             outputs |= {prefix + name: tensor for name, tensor in zip(EMBEDDINGS, embedded, strict=True)}
@@ -155,7 +156,7 @@ def denoise(
         embeddings.pop("noise", None),
     )
     check_noise(latents, (pipe.num_channels_latents, *_grid(pipe.vae, settings)))
-    _check_embeddings(pipe.transformer.config, settings, embeddings)
+    _check_embeddings(settings, embeddings)
     fixed = torch.cat(pipe.prepare_cond_latents_and_mask(latents, dtype, device), dim=1)
     size, step = pipe.transformer.config.patch_size, pipe.transformer.config.patch_size_t
     tokens = latents.shape[2] // step * (latents.shape[3] // size) * (latents.shape[4] // size)
@@ -179,8 +180,8 @@ def denoise(
     return {"latents": latents}
 
 
-def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a stage file that this transformer cannot take: of an image, or of encoders with other features."""
+def _check_embeddings(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a stage file that this transformer cannot take: without guidance, or of an image."""
     prefixes = ["", "negative_"][: batch(settings.guidance_scale)]
     missing = [prefix + name for prefix in prefixes for name in EMBEDDINGS if prefix + name not in embeddings]
     if missing:
@@ -190,17 +191,11 @@ def _check_embeddings(config: Any, settings: Settings, embeddings: Mapping[str, 
             "Run --stage encode with this model and guidance scale",
             name=missing[0],
         )
-    wanted = {"prompt_embeds": config.text_embed_dim, "prompt_embeds_2": config.text_embed_2_dim}
-    for name, tensor in embeddings.items():
-        if name.removeprefix("negative_") not in EMBEDDINGS:
-            fact = f"It holds '{name}', and this model makes videos from text alone"
-        elif tensor.shape[-1] != wanted.get(name, tensor.shape[-1]):
-            fact = f"'{name}' has {tensor.shape[-1]} features, and this transformer takes {wanted[name]}"
-        else:
-            continue
-        raise ArtefactForeignError(
-            "encode.safetensors", fact, "Run --stage encode with this model and checkpoint", name=name
-        )
+    foreign = [name for name in embeddings if name.removeprefix("negative_") not in EMBEDDINGS]
+    if foreign:
+        fact = f"It holds '{foreign[0]}', and this model makes videos from text alone"
+        remedy = "Run --stage encode with this model and checkpoint"
+        raise ArtefactForeignError("encode.safetensors", fact, remedy, name=foreign[0])
 
 
 def _inputs(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.foreign import tokenizing
 from torchport.pipelines import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 TAKES_IMAGE = True
@@ -79,6 +80,12 @@ def batch(guidance_scale: float) -> int:
     return 1 if guidance_scale == 1.0 else 2
 
 
+def encoders(settings: Settings) -> tuple[str, ...]:
+    """Returns the components of which upstream loads what `load_encoders` returns."""
+    text = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "glyph_encoder")
+    return text if settings.image is None else (*text, "vision_encoder", "image_processor", "vae")
+
+
 def load_encoders(folder: Path, settings: Settings) -> dict[str, Any]:
     """Returns the encoders, loaded by upstream's own functions; those of an image only if there is one.
 
@@ -118,7 +125,7 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
         `image_latents` [1, C, 1, H, W] and `image_embeds` [1, 729, 1152].
     """
     pipe, guided = pipeline(settings, parts), batch(settings.guidance_scale) == 2
-    with torch.no_grad():
+    with torch.no_grad(), tokenizing(pipe.text_encoder.tokenizer_path):
         embeds, negative, mask, negative_mask = pipe.encode_prompt(
             settings.prompt, CPU, 1, guided, settings.negative_prompt, data_type="video"
         )
@@ -173,7 +180,7 @@ def denoise(
         `latents` [1, C, T, H, W], float32.
 
     Raises:
-        ArtefactForeignError: Embeddings of another size than the transformer's.
+        ArtefactForeignError: Embeddings of the other task than the variant's.
     """
     pipe, transformer = pipeline(settings, parts), parts["transformer"]
     scheduler = pipe._create_scheduler(pipe.config.flow_shift)
@@ -184,7 +191,6 @@ def denoise(
         torch.Generator().manual_seed(settings.seed), embeddings.pop("noise", None),
     )  # fmt: skip
     check_noise(latents, (transformer.config.in_channels, *size))
-    _check_embeddings(transformer.config, embeddings)
     _check_kind(settings, embeddings)
     # The stage file says which task it is: the image itself need not be on this machine.
     kind = "i2v" if "image_latents" in embeddings else "t2v"
@@ -210,23 +216,6 @@ def denoise(
             latents = scheduler.step(noise, t, latents, return_dict=False)[0]
         steps.finished(i + 1, {"latents": latents})
     return {"latents": latents}
-
-
-def _check_embeddings(config: Any, embeddings: Mapping[str, torch.Tensor]) -> None:
-    """Refuses a stage file whose features are not the transformer's: of a card with other encoders."""
-    wanted = {
-        "prompt_embeds": config.text_states_dim,
-        "prompt_embeds_2": 1472,
-        "image_embeds": config.vision_states_dim,
-    }
-    for name, size in wanted.items():
-        if name in embeddings and embeddings[name].shape[-1] != size:
-            raise ArtefactForeignError(
-                "encode.safetensors",
-                f"'{name}' has {embeddings[name].shape[-1]} features, and this transformer takes {size}",
-                "Run --stage encode with this model and checkpoint",
-                name=name,
-            )
 
 
 def _check_kind(settings: Settings, embeddings: Mapping[str, torch.Tensor]) -> None:
@@ -386,7 +375,7 @@ DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", 
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 
 STAGES = (
-    Stage("encode", encode, ENCODE_USES, load=load_encoders, meta=("transformer", "vae")),
+    Stage("encode", encode, ENCODE_USES, load=load_encoders, loads=encoders, meta=("transformer", "vae")),
     Stage(
         "denoise", denoise, DENOISE_USES, needs=("encode",), network="transformer", meta=("vae",),
         call=call_transformer, like=embeddings_like,

@@ -1,0 +1,79 @@
+"""Upstream's own code over files from elsewhere: whatever it raises becomes one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+from collections.abc import Iterator
+
+from torchport.errors import CheckpointBrokenError, TorchportError
+
+
+@functools.cache
+def refusals() -> tuple[type[Exception], ...]:
+    """Returns what upstream raises over files that are not what it expects (tests/test_fuzzed_checkpoints.py).
+
+    A constructor that gets a word for a number fails wherever it first computes with it.
+    """
+    import jinja2
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (
+        ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OSError,
+        RuntimeError, TypeError, ValueError,
+        SafetensorError, StrictDataclassError, jinja2.TemplateError, pickle.UnpicklingError,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> Iterator[None]:
+    """Turns what upstream raises while it reads files of a checkpoint into one line.
+
+    Args:
+        kind: Of the error.
+        place: The file or folder that upstream reads.
+        fact: What failed; upstream's reason is put after it.
+        remedy: What to do.
+
+    Raises:
+        TorchportError: Of the kind given.
+    """
+    try:
+        yield
+    except refusals() as error:
+        raise kind(place, f"{fact}: {brief(error)}", remedy) from error
+    except BaseException as error:
+        if type(error) is Exception:  # tokenizers raises the bare class
+            raise kind(place, f"{fact}: {brief(error)}", remedy) from error
+        raise
+
+
+@contextlib.contextmanager
+def tokenizing(place: str) -> Iterator[None]:
+    """Turns what a tokenizer's chat template, or its tokens, make upstream raise over a prompt into one line.
+
+    Args:
+        place: The tokenizer's folder.
+
+    Raises:
+        CheckpointBrokenError: A template that fails, or leaves its sandbox; a token that the encoder does not have.
+    """
+    import jinja2
+
+    try:
+        yield
+    except (jinja2.TemplateError, IndexError) as error:
+        raise CheckpointBrokenError(
+            place, f"The prompt cannot be encoded with it: {brief(error)}", "Download the tokenizer again"
+        ) from error
+
+
+def brief(error: BaseException) -> str:
+    """Returns what went wrong at first, as one short phrase: upstream wraps errors in errors that say less."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())[:200].rstrip(".")
+    named = isinstance(error, KeyError | AssertionError) or not text
+    return f"{type(error).__name__}{text and ': ' + text}" if named else text

@@ -1,0 +1,91 @@
+"""Stage files of the hand-written ports that torchport replaces: read, never written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError
+from torchport.foreign import reading
+from torchport.progress import log
+
+FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
+"""Their names, by stage."""
+
+_EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+_IMAGES = ("image_latents", "image_embeds")
+_SIZES = {"height": "height", "width": "width", "video_length": "frames"}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
+}
+
+
+def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
+
+    Those files carry no checksum and no patch ledger. What they hold is checked by name and kind, and the sizes that
+    they name, or, where they name none, those of `generation_config.json` beside them.
+
+    Raises:
+        ArtefactBrokenError: It cannot be read.
+        ArtefactForeignError: It was made for another size, or holds something else.
+    """
+    from safetensors import safe_open
+
+    log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
+    beside = file.parent / "generation_config.json"
+    with reading(ArtefactBrokenError, str(file), "It cannot be read", "Copy or make it again"):
+        with safe_open(str(file), framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
+        for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
+            if name in tensors:
+                tensors[name] = _as_noted(name, tensors[name], str(dtype).removeprefix("torch."))
+        config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
+        sizes = {key: (int(metadata[key]), file) for key in _SIZES if key in metadata}
+        sizes = {key: (int(config[key]), beside) for key in _SIZES if key in config} | sizes
+    _check(file, tensors, bool(identity.get("guidance")))
+    for noted, (size, place) in sizes.items():
+        key = _SIZES[noted]
+        if identity.get(key, size) != size:
+            raise ArtefactForeignError(
+                str(place),
+                f"'{noted}' is {size}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={size}",
+                key=key,
+            )
+    return tensors
+
+
+def _as_noted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a tensor in the dtype that the metadata names; masks alone are numbers of any kind."""
+    noted = _DTYPES[dtype]
+    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != noted.is_floating_point):
+        raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
+    return tensor.to(noted)
+
+
+def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool) -> None:
+    """Refuses a hand-written port's file whose tensors are not those of its stage."""
+    embeddings = file.name == FILES["encode"]
+    wanted = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
+    needed = wanted if guided else wanted[: len(_EMBEDDINGS)]
+    for name in sorted({*tensors, *needed}):
+        tensor, fact = tensors.get(name), ""
+        if tensor is None:
+            fact = f"It lacks '{name}'"
+        elif name not in wanted and not (embeddings and name in _IMAGES):
+            fact = f"It holds '{name}'"
+        elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            fact = f"'{name}' is {str(tensor.dtype)[6:]}"
+        elif name == "latents" and tensor.ndim != 5:
+            fact = f"'{name}' has shape {list(tensor.shape)}"
+        if fact:
+            holds = f"tensors {', '.join(needed)}" if embeddings else "latents [B, C, T, H, W]"
+            raise ArtefactForeignError(
+                str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
+            )
