@@ -179,8 +179,8 @@ CHILD = """if True:
 
     def stopped(number):
         import ctypes, signal
-        from torchport import resume
-        with resume.Stopping().listening():
+        from torchport.stopping import Stopping
+        with Stopping().listening():
             if hosts.process() == number:
                 for delay in (1, 2):
                     threading.Timer(delay, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()

@@ -17,6 +17,7 @@ from torchport import resume, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError, TorchportError
 from torchport.files import atomic
 from torchport.run import run
+from torchport.stopping import Stopping
 from torchport.task import accept
 
 PARTIAL = {"denoise.partial.safetensors"}
@@ -201,7 +202,7 @@ def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
     seen = []
 
     def work():
-        with resume.Stopping().listening() as stopping:
+        with Stopping().listening() as stopping:
             seen.append((stopping.asked, signal.getsignal(signal.SIGINT) is before))
 
     thread = threading.Thread(target=work)
@@ -213,10 +214,10 @@ def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
 def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
     """Schedulers and preempted machines send it."""
     before, task = signal.getsignal(signal.SIGTERM), accept(request_for())
-    with resume.Stopping().listening() as stopping:
+    with Stopping().listening() as stopping:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(StoppedError, match=r"^SIGTERM: Stopped after step 2 of 3; what was finished is in "):
-            stopping.check(task, "after step 2 of 3")
+            stopping.check(task.folder, "after step 2 of 3")
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -225,11 +226,11 @@ def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
 def test_a_hangup_asks_for_a_stop_however_often_it_comes(request_for):
     """A shell sends it on, beside the terminal's own."""
     before, task = signal.getsignal(signal.SIGHUP), accept(request_for())
-    with resume.Stopping().listening() as stopping:
+    with Stopping().listening() as stopping:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
         with pytest.raises(StoppedError, match=r"^SIGHUP: Stopped after step 2 of 3; what was finished is in "):
-            stopping.check(task, "after step 2 of 3")
+            stopping.check(task.folder, "after step 2 of 3")
     assert signal.getsignal(signal.SIGHUP) is before
 
 
@@ -237,7 +238,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     """Started with nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with resume.Stopping().listening() as stopping:
+        with Stopping().listening() as stopping:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stopping.wanted()
     finally:
@@ -246,7 +247,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 LISTENING = """if True:
     import ctypes, fcntl, pathlib, signal, sys, termios, time
-    from torchport import resume
+    from torchport.stopping import Stopping
 
     class Swallowing:
         def __del__(self):
@@ -270,7 +271,7 @@ LISTENING = """if True:
         sys.stderr.write("saving\\n")
         pathlib.Path(sys.argv[1]).write_text(stopping.asked)
 
-    with resume.Stopping().listening() as stopping:
+    with Stopping().listening() as stopping:
         sys.stderr.write("listening\\n")
         CASE()
 """
@@ -340,15 +341,15 @@ def stopped_once(tmp_path_factory, encoded, root):
     small = ("height=64", "width=64", "frames=5", "steps=3")
     request = Request("hunyuan", "configs/demo.yaml", out=folder, inputs=encoded, stage="denoise", backend="original")
     with pytest.MonkeyPatch.context() as context, pytest.raises(StoppedError):
-        context.setattr(resume.Stopping, "__init__", lambda self: setattr(self, "asked", True))
-        context.setattr(resume.Stopping, "check", checked_after_a_step(resume.Stopping.check))
+        context.setattr(Stopping, "__init__", lambda self: setattr(self, "asked", True))
+        context.setattr(Stopping, "check", checked_after_a_step(Stopping.check))
         run(dataclasses.replace(request, overrides=small, path=str(root)))
     return folder
 
 
 def checked_after_a_step(check):
     """Returns a check that lets the beginning of a stage pass."""
-    return lambda self, task, when: check(self, task, when) if when.startswith("after") else None
+    return lambda self, folder, when: check(self, folder, when) if when.startswith("after") else None
 
 
 @pytest.fixture
@@ -498,7 +499,7 @@ def test_pictures_that_were_not_written_before_a_kill_are_written_after_it(reque
         raise MemoryError
 
     with monkeypatch.context() as context, pytest.raises(MemoryError):
-        context.setattr("torchport.run.write_video", killed)
+        context.setattr("torchport.journey.write_video", killed)
         run(request_for(overrides=ONE_STEP))
     assert "video.mp4" not in names(tmp_path / "out")
     made = save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns

@@ -1,24 +1,19 @@
-"""Stops a run cleanly, saves what it has done so far, and goes on from there to the same bits."""
+"""Saves what a run has done so far, and goes on from there to the same bits."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import select
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pydantic
 import torch
 
-from torchport import checkpoint, hosts, pipelines, save, watch
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError
+from torchport import checkpoint, hosts, pipelines, save
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError
 from torchport.files import atomic
 from torchport.progress import log, track
+from torchport.stopping import Stopping
 from torchport.task import Task
 
 PARTIAL = "denoise.partial"
@@ -27,110 +22,6 @@ UNFINISHED = ".unfinished.json"
 """Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
 AFTER_REMOVAL = "the same command, after removing it"
 """What makes an artefact of a stopped run again."""
-GRACE = 2.0
-"""Seconds that a second Ctrl-C leaves a run for tidying up; a busy machine needs half of one."""
-
-
-class Stopping:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks for a stop after the step in progress; the second stops at once.
-
-    A hangup stops nothing at once: shells and service managers send it after another signal, or twice.
-    """
-
-    def __init__(self) -> None:
-        self.asked = ""  # by what
-
-    def __call__(self, number: int, frame: object) -> None:
-        """Handles a signal, in the main thread and between two of Python's own steps."""
-        if self.asked and number != signal.SIGHUP:
-            raise KeyboardInterrupt
-        self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[Stopping]:
-        """Handles the signals while the context lasts; only a main thread can, and elsewhere nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        # nohup has the hangup ignored, and that is to stay so.
-        hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        thread = threading.Thread(target=_hear, args=(reading,), daemon=True)
-        thread.start()
-        waking = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(waking)
-            os.close(writing)
-            thread.join(GRACE)  # what it logs comes before what the run says last
-
-    def wanted(self) -> bool:
-        """Returns whether any process of the run was asked to stop; all of them must call this."""
-        if hosts.anywhere(bool(self.asked)):
-            self.asked = self.asked or "another process"
-        return bool(self.asked)
-
-    def check(self, task: Task, when: str) -> None:
-        """Stops here, in all processes of the run, if that was asked for in any.
-
-        Raises:
-            StoppedError: It was.
-        """
-        if self.wanted():
-            self.stop(task, when)
-
-    def stop(self, task: Task, when: str) -> NoReturn:
-        """Stops here, as all processes of the run do.
-
-        Raises:
-            StoppedError: Always.
-        """
-        raise StoppedError(
-            self.asked,
-            f"Stopped {when}; what was finished is in {task.folder}",
-            f"Go on with the same command and --out {task.folder}",
-            everywhere=True,
-        )
-
-
-def _hear(reading: int) -> None:
-    """Answers signals where the main thread cannot: it may be in a program or a compiler for minutes.
-
-    Where it can, the second signal raises a KeyboardInterrupt there, which leaves nothing half-written behind. That has
-    `GRACE` seconds to end the run: what calls Python from C may swallow it.
-
-    Args:
-        reading: Gives the number of each signal as a byte, and ends when the run does.
-    """
-    asked = False
-    with open(reading, "rb", buffering=0) as signals:
-        while byte := signals.read(1):
-            number = byte[0]
-            if number == signal.SIGHUP:
-                _leave_terminal()
-            if asked and number in (signal.SIGINT, signal.SIGTERM):
-                if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
-                    watch.end(StoppedError.exit_code, watch.AT_ONCE)
-                return
-            if not asked and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                asked = True
-                again = "press Ctrl-C again" if number == signal.SIGINT else "send SIGTERM"
-                log.warning("stopping after what is in progress; %s to stop at once", again)
-
-
-def _leave_terminal() -> None:
-    """Writes to nowhere from now on if the terminal is gone: a line that fails would end the run before it is saved."""
-    for stream in (1, 2):
-        try:
-            os.write(stream, b"")
-        except OSError:
-            with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), stream)
 
 
 class Unfinished:
@@ -194,14 +85,14 @@ def steps(
             if stop or number % task.job.save_every == 0:
                 unfinished.save(number, state, facts())
             if stop:
-                stopping.stop(task, f"after step {number} of {total}")
+                stopping.stop(task.folder, f"after step {number} of {total}")
 
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name != "denoise":
 
         def watched(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
             for item in bar(items, done=done, total=total):
-                stopping.check(task, f"in '{stage.name}'")
+                stopping.check(task.folder, f"in '{stage.name}'")
                 yield item
 
         return pipelines.Steps(watched)
@@ -298,23 +189,20 @@ def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, 
     return manifests
 
 
-def going_on(task: Task, error: OutputError, names: Sequence[str], step: int) -> OutputError:
-    """Returns the error with what the same command does next time.
+def going_on(task: Task, names: Sequence[str], step: int) -> str:
+    """Returns what the same command does next time, as a clause.
 
     Args:
         task: The run.
-        error: What could not be written.
         names: The stages that are finished.
         step: How many steps the unfinished latents on the disk have gone through.
     """
     again = f"the same command with --out {task.folder} then"
-    if step:
-        what = f"{again} goes on after step {step} of {task.settings.steps}"
-    elif names and task.request.stage == "all":
-        what = f"{again} goes on after '{names[-1]}'"
-    else:
-        what = f"{again} begins anew: nothing was finished"
-    return OutputError(error.place, error.fact, f"{error.remedy}; {what}")
+    if step and "denoise" not in names:
+        return f"{again} goes on after step {step} of {task.settings.steps}"
+    if names and task.request.stage == "all":
+        return f"{again} goes on after '{names[-1]}'"
+    return f"{again} begins anew: nothing was finished"
 
 
 def forget(task: Task) -> None:
