@@ -491,3 +491,16 @@ def test_a_run_denoises_what_a_hand_written_port_encoded(request_for, tmp_path):
     made = [save.read_manifest(tmp_path / folder / "denoise.safetensors").sha256 for folder in ("out", "other")]
     assert made[0] == made[1]
     assert json.loads((tmp_path / "other" / "denoise.json").read_text())["inputs"] == {}
+
+
+def test_latents_of_another_shape_than_the_checkpoint_takes_are_refused_before_anything_runs(request_for, tmp_path):
+    from torchport.run import run
+
+    seeds = tmp_path / "stage_outputs"
+    seeds.mkdir()
+    save_file({"latents": torch.ones(1, 16, 2, 4, 4)}, seeds / "stage2_latents.safetensors")
+    text = refusal(ArtefactForeignError, lambda: run(request_for(stage="decode", prompt=None, inputs=seeds)))
+    assert text == (
+        "denoise.safetensors: 'latents' has shape [1, 16, 2, 4, 4], and this checkpoint takes [1, 32, 2, 4, 4]. "
+        "Run --stage denoise with this model and checkpoint."
+    )

@@ -277,7 +277,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     for file in files:
         for name in header(file):
             if name in found:
-                fact = f"'{name}' is in {found[name].name} and in {file.name}"
+                fact = f"'{name[:120]}' is in {found[name].name} and in {file.name}"
                 raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
             found[name] = file
     return found

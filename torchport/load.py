@@ -153,8 +153,8 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
     missing = sorted(set(wanted) - set(files))
     foreign = sorted(set(files) - set(wanted))
     if missing or foreign:
-        parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0]}')"] if missing else []
-        parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0]}')"] if foreign else []
+        parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
+        parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
         raise CheckpointForeignError(
             str(folder),
             f"It {' and '.join(parts)}",
@@ -271,7 +271,7 @@ def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn
         if keys:
             raise CheckpointForeignError(
                 str(folder),
-                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0]}')",
+                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')",
                 SAME,
                 keys=keys,
             )
