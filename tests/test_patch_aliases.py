@@ -291,69 +291,6 @@ def test_a_class_is_replaced_where_it_is_held_and_its_super_still_works(world):
     assert up.m.TABLE["a"]().who() == "base a"
 
 
-def test_a_value_reaches_who_has_imported_it_by_name(world):
-    world.write("up/m.py", "SIZE = 4\n")
-    world.write("up/user.py", "from up.m import SIZE\nfrom .m import SIZE as OTHER\nFOUR = 4\n")
-    entries = world.one("value: 8", "up.m:SIZE")
-    import up.user
-
-    with patch.applied(entries) as ledger:
-        assert (up.user.SIZE, up.user.OTHER, up.user.FOUR) == (8, 8, 4)
-        detail = "rebound up.user.SIZE; rebound up.user.OTHER"
-        assert ledger.rows()[0]["detail"] == detail
-    assert (up.user.SIZE, up.user.OTHER) == (4, 4)
-    for name in ("up.m", "up.user"):
-        del sys.modules[name]
-    with patch.applied(entries):
-        import up.user as fresh
-
-        assert fresh.SIZE == 8
-    assert fresh.SIZE == 4
-
-
-def test_a_value_that_its_own_module_has_read_is_refused_with_the_line(world):
-    world.write("up/m.py", "SIZE = 4\n\ndef f(a=SIZE):\n    return a\n")
-    with pytest.raises(AliasError) as caught, patch.applied(world.one("value: 8", "up.m:SIZE")):
-        pass
-    assert str(caught.value) == (
-        "patches/up/p.yaml:1: up.m:SIZE is read at up/m.py:3, while its module executes and before a patch can come. "
-        "Patch what is made of it there, or write 'aliases: report'."
-    )
-    assert "up.m" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("text", "target", "line"),
-    [
-        ("class K: N = 3; M = N * 2\n", "K.N", 1),
-        ("class K:\n    N = 3\n    def f(self, a=N):\n        return a\n", "K.N", 3),
-        ("class K:\n    N = 3\nM = K.N * 2\n", "K.N", 3),
-        ("class K:\n    N = 3\ndef f(a=K.N.real):\n    return a\n", "K.N", 3),
-        ("class O:\n    class K:\n        N = 3\n    M = K.N\n", "O.K.N", 4),
-        ("class O:\n    class K:\n        N = 3\nM = O.K.N\n", "O.K.N", 4),
-    ],
-)
-def test_a_class_constant_that_its_class_or_module_has_read_is_refused_with_the_line(world, text, target, line):
-    world.write("up/m.py", text)
-    with pytest.raises(AliasError) as caught, patch.applied(world.one("value: 8", f"up.m:{target}")):
-        pass
-    assert str(caught.value) == (
-        f"patches/up/p.yaml:1: up.m:{target} is read at up/m.py:{line}, while its class or module executes and before "
-        "a patch can come. Patch what is made of it there, or write 'aliases: report'."
-    )
-    assert "up.m" not in sys.modules
-
-
-def test_a_class_constant_that_is_read_when_it_is_asked_for_is_patched(world):
-    text = "N = 1\nM = N\nclass K:\n    N = 3\n    def f(self):\n        return K.N + self.N\n"
-    world.write("up/m.py", text + "def g(a=N):\n    return K.N\n")
-    with patch.applied(world.one("value: 8", "up.m:K.N")):
-        import up.m
-
-        assert (up.m.K().f(), up.m.g(), up.m.N) == (16, 8, 1)
-    assert up.m.K().f() == 6
-
-
 def test_an_undone_set_leaves_nothing_of_it_alive(world):
     import gc
     import weakref

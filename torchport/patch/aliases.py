@@ -73,8 +73,6 @@ def give_back(changes: Sequence[Placed]) -> None:
 
 
 def _returning(change: Placed) -> list[_Pair]:
-    if change.literal:  # a literal may be anybody's: it is given back by name, not by identity
-        return []
     old, new = change.value, change.slot.raw
     pairs = [_Pair(None, old, new)]
     return pairs if function_in(old) is old else [*pairs, _Pair(None, function_in(old), function_in(new))]
@@ -87,7 +85,7 @@ def _is_held(pair: _Pair) -> bool:
 
 def _pairs(record: Record) -> list[_Pair]:
     change = record.change
-    if not isinstance(change, Placed) or not change.held or not change.slot.own or record.entry.kind == "value":
+    if not isinstance(change, Placed) or not change.held or not change.slot.own:
         return []
     imported = record.imported
     if imported is None:

@@ -33,7 +33,6 @@ class Placed:
         value: What was put there.
         retire: Makes a function that was put there fall through to the original.
         stop: Ends the counting of a class's instances.
-        literal: Whether it is a constant's value.
         held: Whether somebody besides its namespace held the original.
     """
 
@@ -41,7 +40,6 @@ class Placed:
     value: Any
     retire: Retire | None = None
     stop: Callable[[], None] | None = None
-    literal: bool = False
     held: bool = True
 
     def stands(self) -> bool:
@@ -93,7 +91,7 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
     Args:
         entry: The entry.
         module: The target's module.
-        loaded: What the entry's `file.py:name` named, or None for a value.
+        loaded: What the entry's `file.py:name` named, or None.
         calls: Counts the calls.
 
     Raises:
@@ -115,12 +113,10 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
 
 
 def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
-    if entry.kind == "value":
-        return Placed(slot, _literal(entry, slot.raw), literal=True)
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
-        raise TargetError(entry.place, fact, "Use value", patch=entry.id)
+        raise TargetError(entry.place, fact, "Patch the function that reads it", patch=entry.id)
     if entry.kind == "wrap":
         return _wrap(entry, slot, original, loaded, calls)
     if isinstance(original, type) is not isinstance(loaded, type):
@@ -151,25 +147,6 @@ def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> No
 
 def _word(thing: Any) -> str:
     return "class" if isinstance(thing, type) else "function"
-
-
-def _literal(entry: Entry, original: Any) -> Any:
-    """Returns the value in the type of the constant that it takes the place of."""
-    value = _fresh(entry.value)
-    if isinstance(original, (tuple, set, frozenset)) and isinstance(value, list):
-        return type(original)(value) if type(original) in (tuple, set, frozenset) else value
-    if isinstance(original, float) and type(value) is int:
-        return float(value)
-    if value is None or original is None or type(value) is type(original):
-        return value
-    fact = f"{entry.target} is a {type(original).__name__}, and 'value' a {type(value).__name__}"
-    raise SignatureError(entry.place, fact, f"Write a {type(original).__name__}", patch=entry.id)
-
-
-def _fresh(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
-    return [_fresh(item) for item in value] if isinstance(value, list) else value
 
 
 def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
-from torchport.patch import aliases, drift, hook, literals, stub
+from torchport.patch import aliases, drift, hook, stub
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
 from torchport.patch.entry import STAGES, Entry
@@ -111,7 +111,6 @@ class _Group:
         for record in due:
             self._make(record, module)
             self.done.append(record)
-        self.rebound += literals.repair(due)
         self.rebound += aliases.repair(due)
 
     def _make(self, record: Record, module: types.ModuleType) -> None:
@@ -146,7 +145,6 @@ class _Group:
         for change in reversed(changes):
             change.undo()
         placed = [change for change in changes if isinstance(change, Placed)]
-        literals.give_back(placed)
         aliases.give_back(placed)
         self.gone.clear()
         self.done.clear()

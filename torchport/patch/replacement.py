@@ -92,7 +92,7 @@ def _module(path: Path, name: str) -> types.ModuleType:
 
 
 def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that an entry's function stands in; empty for a value."""
+    """Returns the hash of the file that an entry's function stands in; empty for a stub."""
     if entry.reference is None:
         return ""
     return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
