@@ -152,7 +152,7 @@ def test_a_holder_that_cannot_be_rebound_refuses_and_leaves_everything_as_it_was
     import up.user
 
     before = namespace(up.user), namespace(sys.modules["up.m"])
-    with pytest.raises(TooLateError, match=r"up.m:f is still held by a map"):
+    with pytest.raises(TooLateError, match=r"up.m:f is still held by up.user.PENDING, a map"):
         patch.applied(world.one("replace: p.py:new", "up.m:f")).__enter__()
     assert (namespace(up.user), namespace(sys.modules["up.m"])) == before
     assert up.user.LIST[0] is up.user.f
@@ -160,6 +160,7 @@ def test_a_holder_that_cannot_be_rebound_refuses_and_leaves_everything_as_it_was
 
 C_FIELDS = """
     import collections
+    import dataclasses
     import functools
     def f(a):
         return "old"
@@ -171,8 +172,16 @@ C_FIELDS = """
     ("line", "holder"),
     [
         ("fast = functools.lru_cache(f)", "up.m.fast, a _lru_cache_wrapper"),
-        ("made = collections.defaultdict(f, a=f)", "up.m.made, a defaultdict of up.m"),
+        ("made = collections.defaultdict(f, a=f)", "up.m.made, a defaultdict"),
         ("class S:\n        __slots__ = ('f', '__dict__')\n    s = S(); s.f = f; s.g = f", "up.m.s, a S"),
+        ("line = collections.deque([1, f])", "up.m.line, a deque"),
+        (
+            "class D:\n        a: object = dataclasses.field(default_factory=f)\n    dataclasses.dataclass(D)",
+            "up.m.D.__dataclass_fields__['a'], a Field",
+        ),
+        ("class K: table = {'a': [1, functools.lru_cache(f)]}", "up.m.K.table['a'][1], a _lru_cache_wrapper"),
+        ("class K: pass\n    k = K(); k.made = collections.defaultdict(f)", "up.m.k.made, a defaultdict"),
+        ("pairs = [(1, map(f, [1]))]", "up.m.pairs[0][1], a map"),
     ],
 )
 def test_a_reference_that_no_name_or_item_explains_is_refused_by_name(world, line, holder):
@@ -184,6 +193,67 @@ def test_a_reference_that_no_name_or_item_explains_is_refused_by_name(world, lin
         import up.m  # noqa: F401
 
         assert f"still held by {holder}" in ledger.rows()[0]["detail"]
+
+
+WEAK = """
+    import weakref
+    from up.m import f
+
+    REF = weakref.ref(f)
+    REFS = [weakref.ref(f), 1]
+    CALLED = []
+    WATCHED = weakref.ref(f, CALLED.append)
+    BY_NAME = weakref.WeakValueDictionary({"f": f})
+    BY_FUNCTION = weakref.WeakKeyDictionary({f: 1})
+    MEMBERS = weakref.WeakSet([f])
+
+    class Holder:
+        def __init__(self):
+            self.ref = weakref.ref(f)
+
+    holder = Holder()
+
+    def results():
+        refs = [REF(), REFS[0](), WATCHED(), BY_NAME["f"], *BY_FUNCTION, *MEMBERS, holder.ref()]
+        return [f(1), *(function and function(1) for function in refs)]
+"""
+
+
+def test_who_holds_a_function_weakly_is_repaired_and_given_back(world):
+    world.write("up/user.py", WEAK)
+    import up.user
+
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
+        assert up.user.results() == ["new"] * 8
+        assert "rebound up.user.REF" in ledger.rows()[0]["detail"]
+    assert up.user.results() == ["old"] * 8
+    assert up.user.CALLED == []
+
+
+def test_who_holds_a_replacement_weakly_has_the_original_afterwards(world):
+    world.write("up/user.py", WEAK)
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.user
+
+        assert up.user.results() == ["new"] * 8
+    assert up.user.results() == ["old"] * 8
+
+
+def test_a_weak_reference_that_cannot_be_made_anew_is_refused_by_name(world):
+    world.write(
+        "up/m.py", "import weakref\nclass Own(weakref.ref): pass\ndef f(a):\n    return 'old'\nkept = [Own(f)]\n"
+    )
+    with pytest.raises(AliasError) as caught, patch.applied(world.one("replace: p.py:new", "up.m:f")):
+        import up.m  # noqa: F401
+    assert "up.m:f is still held by up.m.kept[0], a Own. Patch that holder instead" in str(caught.value)
+
+
+def test_a_holder_that_shall_not_be_rebound_is_refused_by_name(world):
+    world.write("up/user.py", "from up.m import f\nTABLE = {'a': [1, f]}\ndel f\n")
+    import up.user  # noqa: F401
+
+    with pytest.raises(TooLateError, match=r"up.m:f is still held by up.user.TABLE\['a'\], a list. Import it"):
+        patch.applied(world.one("replace: p.py:new", "up.m:f", "aliases: fail")).__enter__()
 
 
 def test_a_bound_method_that_somebody_keeps_is_rebuilt(world):

@@ -98,7 +98,7 @@ class _Group:
             if record.change is not None:  # imported again: the old functions may still be held by somebody
                 self.done.remove(record)
                 self.gone.append(record.change)
-                record.change = None
+                record.change, record.detail = None, ""
         try:
             self._apply(module, due)
         except TorchportError as error:

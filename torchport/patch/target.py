@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 import types
+import weakref
 from typing import Any
 
 from torchport.errors import TargetError, nearest
@@ -137,6 +138,8 @@ def held_elsewhere(slot: Slot) -> bool:
         return True
     inner = function_in(slot.raw)
     nested = inner is not slot.raw
+    if weakref.getweakrefcount(inner):
+        return True
     del inner
     # namespace, slot, argument; a descriptor, argument
     return sys.getrefcount(slot.raw) > 3 or (nested and sys.getrefcount(function_in(slot.raw)) > 2)
