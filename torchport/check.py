@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +23,9 @@ from typing import Any
 
 from torchport import patch
 from torchport.card import Pack
-from torchport.errors import DriftError, PatchError, TorchportError, UnknownNameError, nearest
+from torchport.errors import DriftError, PatchError, TargetError, TorchportError, UnknownNameError, nearest
 from torchport.patch import checks, drift, replacement, versions
+from torchport.patch.source import shown
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
 _CODES = {"TP207": 3, "TP203": 4, "TP204": 4, "TP206": 5}
@@ -253,7 +256,19 @@ def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]
 
 def _import_all(modules: Sequence[str]) -> None:
     for module in modules:
-        importlib.import_module(module)
+        with replacement.Explained(functools.partial(_not_importable, module)):
+            importlib.import_module(module)
+
+
+def _not_importable(module: str, error: BaseException) -> TargetError:
+    """Returns the refusal of an upstream that fails while it is imported, at the line that fails."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    place = f"{shown(frames[-1].filename)}:{frames[-1].lineno}"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{shown(error.filename)}:{error.lineno}"
+    what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    fact = f"Importing {module} fails: {type(error).__name__}: {what}".rstrip(". ")
+    return TargetError(place, fact, "Install what it needs, or patch what fails")
 
 
 def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:

@@ -35,7 +35,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     source = source_of(entry)
     if source is None:
         return
-    where = _where(entry, source)
+    where = source.where(entry.path)
     if where.node is None and not where.open:
         raise _no_such_name(entry, source, where)
     scope.check_written(entry, where)
@@ -46,14 +46,6 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     else:
         _check_defined(entry, source, where.node)
         _check_shape(entry, source, where.node, loaded)
-
-
-def _where(entry: Entry, source: Source) -> Found:
-    try:
-        return source.where(entry.path)
-    except (SyntaxError, ValueError) as error:
-        fact = f"{entry.module} is not the Python of this interpreter: {error}"
-        raise TargetError(entry.place, fact, "Install an upstream for it", patch=entry.id) from error
 
 
 def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
