@@ -11,7 +11,8 @@ from torchport.errors import ConflictError, RewriteError, SignatureError, Target
 from torchport.patch import recompile, rewrite, scope, signature
 from torchport.patch.counted import Calls, Retire, counted, counted_class, wrapped
 from torchport.patch.entry import Entry
-from torchport.patch.target import Slot, function_in, held_elsewhere, innermost, locate, shaped_as
+from torchport.patch.source import source_of
+from torchport.patch.target import Slot, function_in, held_elsewhere, layers, locate, shaped_as, written
 
 
 class Change(Protocol):
@@ -60,7 +61,7 @@ class Recompiled:
 
     Attributes:
         slot: The slot that the function was found in.
-        function: The innermost function.
+        function: The function, from under its decorators.
         old: Its code before.
         new: Its code now.
         name: The global name that the new code calls.
@@ -77,7 +78,7 @@ class Recompiled:
     def stands(self) -> bool:
         calls = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
         there = calls and self.function.__globals__.get(self.name) is self.put
-        return there and innermost(self.slot.now()) is self.function
+        return there and any(function is self.function for function in layers(self.slot.now()))
 
     def undo(self) -> None:
         if self.function.__code__ is self.new:
@@ -151,7 +152,9 @@ def _word(thing: Any) -> str:
 
 def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     slot = locate(entry, module)
-    function = innermost(slot.raw)
+    source = source_of(entry)
+    node = source.where(entry.path).node if source else None
+    function = written(slot.raw, entry.module, node)
     if function is None or not slot.own:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
