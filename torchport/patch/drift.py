@@ -65,9 +65,16 @@ def read_lock(folder: Path) -> dict[str, Locked]:
             Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
             for index, data in enumerate(document.data)
         ]
-        locked = [validated(Locked, part) for part in parts]
+        locked = [_completed(validated(Locked, part)) for part in parts]
         _read[key] = {one.target: one for one in locked}
     return _read[key]
+
+
+def _completed(locked: Locked) -> Locked:
+    """Returns a target with the statements that `_yaml` writes once where several rows differ in callees alone."""
+    known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
+    rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
+    return locked.model_copy(update={"rows": rows})
 
 
 def under(entry: Entry) -> ast.stmt | None:
@@ -126,6 +133,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     own = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, callee in callees([*own, *sorted(entry.relies_on)]).items():
         result[name] = _described(callee.source, callee.node, f"{callee.through} uses")
+    result.pop(entry.target, None)  # it has a hash of its own
     return result
 
 
@@ -253,11 +261,14 @@ def _yaml(locked: Iterable[Locked]) -> str:
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
     for one in sorted(locked, key=lambda one: one.target):
         out += [f"- target: {one.target}", "  rows:"]
+        written: set[str] = set()
         for row in one.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             out.append(f"    - versions: {{{versions}}}")
             out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
-            out += [f'      tree: "{row.tree}"', f'      statements: "{row.statements}"']
+            out.append(f'      tree: "{row.tree}"')
+            out += [f'      statements: "{row.statements}"'] if row.tree not in written else []
+            written.add(row.tree)
             if row.relies_on:
                 out.append("      relies_on:")
                 out += [f'        {module}: "{keys}"' for module, keys in sorted(row.relies_on.items())]
