@@ -9,7 +9,7 @@ from fakes.patch_world import World
 
 from torchport import check, patches_command
 from torchport.check import Finding
-from torchport.errors import UnknownNameError
+from torchport.errors import UnknownNameError, UnsupportedError
 
 
 @pytest.fixture
@@ -107,6 +107,26 @@ def test_an_upstream_that_ends_the_process_is_a_finding(world):
     _entries(world, "f")
     findings = _check(world)
     assert [finding.text for finding in findings] == ["The process that checks 'up' ended with 7: no output."]
+
+
+def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
+    _entries(world, "f", "h")
+
+    def tried(names):
+        check.require_applied(world.patches, names, world.site)
+
+    with pytest.raises(UnsupportedError) as caught:
+        patches_command.locked(world.patches, ["up"], tried=tried)
+    assert str(caught.value) == (
+        "patches/up/p.yaml:9: Nothing is locked, as TP204 is found: up.m:h is still held by up.m.PENDING, a map. Patch "
+        "that holder instead, or write 'aliases: report'. See all findings with: torchport check up."
+    )
+    assert not (world.patches / "up" / "lock.yaml").exists()
+    _entries(world, "f")
+    assert patches_command.locked(world.patches, ["up"], tried=tried) == ["up.m:f: new"]
+    world.write("up/m.py", "def f(a):\n    return 10\n")
+    assert patches_command.locked(world.patches, ["up"], tried=tried) == ["up.m:f: changed"]
 
 
 def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):

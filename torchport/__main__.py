@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import shlex
 import sys
@@ -123,7 +125,7 @@ def explain(id: str | None, everything: bool) -> None:
         raise errors.UnknownNameError(f"torchport explain {id}", f"There is no error {id}", remedy, name=id)
     else:
         kind = known[id.upper()]
-        click.echo(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
+        click.echo(f"{kind.id} {kind.__name__}\n\n{inspect.cleandoc(kind.__doc__ or '')}")
 
 
 @cli.command()
@@ -235,11 +237,14 @@ def show_patch(id: str, path: str | None) -> None:
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
     """Records the sources under the targets as reviewed; of all upstreams if none is named."""
     from torchport.card import find_pack
+    from torchport.check import require_applied
     from torchport.patches_command import locked
 
     if upstream_path:
         sys.path.insert(0, upstream_path)
-    lines = locked(find_pack(path).patches, names, check=only_check)
+    folder = find_pack(path).patches
+    tried = functools.partial(require_applied, folder, upstream_path=Path(upstream_path) if upstream_path else None)
+    lines = locked(folder, names, only_check, tried)
     for line in lines:
         click.echo(line)
     click.echo(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")

@@ -23,7 +23,15 @@ from typing import Any
 
 from torchport import patch
 from torchport.card import Pack
-from torchport.errors import DriftError, PatchError, TargetError, TorchportError, UnknownNameError, nearest
+from torchport.errors import (
+    DriftError,
+    PatchError,
+    TargetError,
+    TorchportError,
+    UnknownNameError,
+    UnsupportedError,
+    nearest,
+)
 from torchport.patch import checks, drift, replacement, versions
 from torchport.patch.source import shown
 
@@ -74,6 +82,24 @@ def check(
             found = _in_fresh_process(folder, name, mode, upstream_path)
             findings += [finding for finding in found if finding not in findings]
     return findings + list(called() if called else ())
+
+
+def require_applied(folder: Path, names: Sequence[str], upstream_path: Path | None = None) -> None:
+    """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
+
+    Args:
+        folder: The folder of patches.
+        names: The upstreams.
+        upstream_path: Where the upstream stands, if it is not installed.
+
+    Raises:
+        UnsupportedError: The first patch that cannot be applied, and why.
+    """
+    for finding in check(folder, names, upstream_path):
+        if finding.step != "drift":
+            fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
+            remedy = f"See all findings with: torchport check {' '.join(names)}"
+            raise UnsupportedError(finding.place, fact, remedy, patch=finding.patch)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

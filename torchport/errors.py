@@ -11,8 +11,8 @@ TorchportError
 │   ├── BadValueError          TP107  a value that the model or the machine cannot use
 │   ├── DataFolderError        TP108  no folder with patches/ and configs/ where one was named
 │   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another one
-├── PatchError             a patch that could not do what it declares
-│   ├── TargetError            TP201  the target does not exist upstream
+├── PatchError             TP200  a patch that could not do what it declares
+│   ├── TargetError            TP201  the target does not exist upstream, or cannot be imported
 │   ├── ConflictError          TP202  two patches claim one target
 │   ├── TooLateError           TP203  the target's module was imported before the patch
 │   ├── AliasError             TP204  somebody else still holds the original
@@ -118,7 +118,7 @@ def page() -> str:
     ]
     for kind in kinds():
         group = kind.__bases__[0]
-        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {_plain(group)}"
+        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {_plain(group).splitlines()[0]}"
         parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
     return "\n\n".join(parts) + "\n"
 
@@ -186,11 +186,17 @@ class UpstreamError(ConfigError):
 
 
 class PatchError(TorchportError):
-    """A patch that could not do what it declares."""
+    """A patch that could not do what it declares.
+
+    Under this id `torchport check` reports what no other id names: a process or a demo that ended, a patch that does
+    not stand after the import of its module, a namespace that the patches did not leave as it was.
+    """
+
+    id = "TP200"
 
 
 class TargetError(PatchError):
-    """The target's module or attribute does not exist in the upstream that is installed."""
+    """The target's module or attribute does not exist in the upstream that is installed, or cannot be imported."""
 
     id = "TP201"
 
