@@ -7,7 +7,7 @@ from fakes.patch_world import World
 
 from torchport import patch
 from torchport.errors import DriftError
-from torchport.patch import drift
+from torchport.patch import drift, versions
 from torchport.patch.callees import callees
 
 ROTARY = """\
@@ -24,6 +24,7 @@ def block(x):
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
+    versions.installed.cache_clear()  # another test may have installed an `up`
     world = World(tmp_path, monkeypatch)
     world.python("def new(x): return x\ndef put(x): return x\n")
     yield world
