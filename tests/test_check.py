@@ -9,7 +9,7 @@ from fakes.patch_world import World
 
 from torchport import check, patches_command
 from torchport.check import Finding
-from torchport.errors import UnknownNameError
+from torchport.errors import UnknownNameError, UnsupportedError
 
 
 @pytest.fixture
@@ -72,6 +72,36 @@ def test_a_file_that_cannot_be_read_is_one_finding(world):
     assert (finding.id, finding.step) == ("TP101", "schema")
 
 
+@pytest.mark.parametrize(
+    ("more", "place", "text"),
+    [
+        ("def broken(:\n", "up/m.py:10", "Importing up.m fails: SyntaxError: invalid syntax"),
+        (
+            "\nimport up.x\n",
+            "up/m.py:11",
+            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'",
+        ),
+    ],
+)
+def test_an_upstream_that_does_not_import_is_one_finding_with_its_line(world, more, place, text):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef g(a):\n    return 2\n\ndef h(a):\n    return 3\n\n" + more)
+    _entries(world, "f")
+    findings = [finding for finding in _check(world) if finding.id != "TP207"]
+    assert [(finding.id, finding.place) for finding in findings] == [("TP201", place)]
+    assert findings[0].text == f"{text}. Install what it needs, or patch what fails."
+
+
+def test_a_callee_that_is_no_python_is_one_finding_with_its_line(world):
+    world.write("up/other.py", "def helper(x):\n    return x\n")
+    world.write("up/m.py", "from up.other import helper\ndef f(a):\n    return helper(a)\n")
+    _entries(world, "f")
+    patches_command.locked(world.patches)
+    world.write("up/other.py", "def helper(x):\n    return x +\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.place) == ("TP201", "up/other.py:2")
+    assert finding.text.endswith("read it: invalid syntax. Mend the file, or install an upstream for this Python.")
+
+
 def test_an_upstream_that_ends_the_process_is_a_finding(world):
     world.write("up/m.py", "import os\ndef f(a):\n    return 1\nos._exit(7)\n")
     _entries(world, "f")
@@ -79,6 +109,26 @@ def test_an_upstream_that_ends_the_process_is_a_finding(world):
     assert [finding.text for finding in findings] == [
         "The process that checks 'up' ended with exit code 7 and said: nothing. Mend what ends it while it is imported."
     ]
+
+
+def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
+    _entries(world, "f", "h")
+
+    def tried(names):
+        check.require_applied(world.patches, names, world.site)
+
+    with pytest.raises(UnsupportedError) as caught:
+        patches_command.locked(world.patches, ["up"], tried=tried)
+    assert str(caught.value) == (
+        "patches/up/p.yaml:9: Nothing is locked, as TP204 is found: up.m:h is still held by up.m.PENDING, a map. Patch "
+        "that holder instead, or write 'aliases: report'. See all findings with: torchport check up."
+    )
+    assert not (world.patches / "up" / "lock.yaml").exists()
+    _entries(world, "f")
+    assert patches_command.locked(world.patches, ["up"], tried=tried) == ["up.m:f: new"]
+    world.write("up/m.py", "def f(a):\n    return 10\n")
+    assert patches_command.locked(world.patches, ["up"], tried=tried) == ["up.m:f: changed"]
 
 
 def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):

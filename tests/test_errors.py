@@ -75,6 +75,12 @@ def test_the_page_of_errors_is_current(root):
     assert written == explain.page(), "write it again: torchport explain --all > docs/errors.md"
 
 
+def test_every_id_that_the_code_names_is_explained(root):
+    texts = [path.read_text(encoding="utf-8") for path in sorted((root / "torchport").rglob("*.py"))]
+    named = {key for text in texts for key in re.findall(r"\bTP\d{3}\b", text)}
+    assert named - {"TP100"} == {kind.id for kind in kinds()}, "TP100 is the root's, and never raised"
+
+
 def test_the_page_has_one_section_for_each_id():
     sections = re.findall(r"^## (TP\d+) (\w+)$", explain.page(), re.MULTILINE)
     assert sections == [(kind.id, kind.__name__) for kind in kinds()]

@@ -15,7 +15,6 @@ import itertools
 import os
 import sys
 import types
-import weakref
 from pathlib import Path
 
 import jax
@@ -224,9 +223,9 @@ HOLDERS = {
 def holders(things):
     """Returns, for each object by its key, every name of a module or of a class in one that stands for it.
 
-    The objects are referred to weakly: a dict of this test would be a holder too, and be given the replacements.
+    The objects are known by their ids: whatever refers to them, and be it weakly, would be given the replacements.
     """
-    keys, found = {id(thing()): key for key, thing in things.items()}, {key: set() for key in things}
+    keys, found = {thing: key for key, thing in things.items()}, {key: set() for key in things}
     spaces = [(key, vars(module)) for key, module in list(sys.modules.items()) if type(module) is types.ModuleType]
     types_ = {id(value): value for _, names in spaces for value in names.values() if issubclass(type(value), type)}
     spaces += [(f"{cls.__module__}.{cls.__qualname__}", vars(cls)) for cls in types_.values()]
@@ -238,11 +237,11 @@ def holders(things):
 
 
 def target_of(world, entry):
-    """Returns a weak reference to what a target is now."""
+    """Returns the id of what a target is now; upstream, or the engine that puts it back, keeps it alive."""
     thing = world[entry.module]
     for name in entry.path:
         thing = vars(thing)[name]
-    return weakref.ref(thing)
+    return id(thing)
 
 
 def test_every_holder_of_every_target_sees_the_patch(world):

@@ -201,7 +201,7 @@ def test_a_late_module_whose_holder_cannot_be_rebound_names_importer_and_fix(wor
         pass
     assert str(caught.value) == (
         "patches/up/p.yaml:1: up.m was imported before its patch (up/user.py:1), and up.m:f is still held by "
-        "a map. Import it inside 'with patch.applied(...)'."
+        "up.user.PENDING, a map. Import it inside 'with patch.applied(...)'."
     )
     assert up.user.f(1) == "old"
 

@@ -25,7 +25,6 @@ _FUNCTIONS = {
 }
 _CLASS = """\
 class {name}(Root):
-    SIZE = 3
 
     def method(self, x, y=1):
         z = x + y
@@ -98,7 +97,7 @@ def upstreams(draw):
             own[name] = kind
             holders = draw(st.lists(st.sampled_from(_HOLDERS), max_size=2, unique=True))
             text += "".join(h.format(i=f"_own{index}", it=name) for h in holders)
-        text += _CLASS.format(name=f"Class{module}") + f"CONSTANT_{module} = 11\n"
+        text += _CLASS.format(name=f"Class{module}")
         texts[module], functions[module] = text, own
         known += [(name, module) for name in own]
     return texts, functions
@@ -119,8 +118,6 @@ def plans(draw):
         ):  # fmt: skip
             kind = draw(st.sampled_from(["none", fitting, "wrap: p.py:wrapped"]))
             entries.append((f"up.{module}:Class{module}.{path}", kind))
-        entries.append((f"up.{module}:CONSTANT_{module}", draw(st.sampled_from(["none", "value: 22"]))))
-        entries.append((f"up.{module}:Class{module}.SIZE", draw(st.sampled_from(["none", "value: 33"]))))
     steps = draw(st.lists(st.sampled_from([*MODULES, "enter", "enter", "leave"]), min_size=2, max_size=9))
     return texts, [entry for entry in entries if entry[1] != "none"], steps
 

@@ -457,6 +457,32 @@ def test_a_function_that_another_module_of_the_package_made_is_named_there(world
     assert "up.m:f is a function of up.deco. Write up.deco:made.<locals>.inner" in text
 
 
+@pytest.mark.parametrize("home", ["up/deco.py", "up/m.py"])
+def test_a_function_under_a_decorator_that_leaves_no_mark_is_rewritten(world, home):
+    """As hyvideo's `torch_compile_wrapper`: no `functools.wraps`, and another module's function in the slot."""
+    deco = """
+        def hiding(scale):
+            def decorate(function):
+                def wrapper(*args):
+                    b = scale * function(*args)
+                    return b
+                return wrapper
+            return decorate
+    """
+    world.write("up/deco.py", deco)
+    text = "" if home == "up/m.py" else "from up.deco import hiding\n"
+    text = (textwrap.dedent(deco) if home == "up/m.py" else "") + text
+    text += "class C:\n    @hiding(2)\n    def f(self, a):\n        b = a\n        return b\n"
+    world.write("up/m.py", text)
+    world.python("def new(a): return 10\n")
+    with patch.applied(_rewrite(world, "up.m:C.f", "b = a")) as ledger:
+        import up.m
+
+        assert up.m.C().f(1) == 20
+        assert ledger.rows()[0]["state"] == "used"
+    assert up.m.C().f(1) == 2
+
+
 def test_captured_functions_run_the_rewrite_too(world):
     world.write("up/user.py", "from up.m import added\nTABLE = [added]\n")
     import up.user

@@ -128,7 +128,7 @@ def test_a_module_that_is_no_python_is_refused(world):
 
     world.write("up/m.py", "def f(:\n")
     world.python("def new(): pass\n")
-    with pytest.raises(TargetError, match=r"up.m is not the Python of this interpreter: .*Install an upstream for it"):
+    with pytest.raises(TargetError, match=r"^up/m.py:1: Python 3.\d+ cannot read it: invalid syntax. Mend the"):
         patch.applied(world.one("replace: p.py:new", "up.m:f")).__enter__()
 
 

@@ -8,6 +8,8 @@ from torchport.processes import path as importable
 if (entries := importable.trusted(sys.path, started=__name__ == "__main__")) != sys.path:
     sys.path[:] = entries
 
+import functools
+import inspect
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +129,7 @@ def explain(id: str | None, everything: bool) -> None:
         raise errors.UnknownNameError(f"torchport explain {id}", f"There is no error {id}", remedy, name=id)
     else:
         kind = known[id.upper()]
-        terminal.say(f"{kind.id} {kind.__name__}\n\n{kind.__doc__}")
+        terminal.say(f"{kind.id} {kind.__name__}\n\n{inspect.getdoc(kind)}")
 
 
 @cli.command()
@@ -244,12 +246,16 @@ def show_patch(id: str, path: str | None) -> None:
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
     """Records the sources under the targets as reviewed; of all upstreams if none is named."""
     from torchport.card import find_pack
+    from torchport.check import require_applied
     from torchport.patches_command import locked
     from torchport.upstream import existing
 
-    if upstream_path is not None:
-        sys.path.insert(0, str(existing(upstream_path)))
-    lines = locked(find_pack(path).patches, names, check=only_check)
+    checkout = None if upstream_path is None else existing(upstream_path)
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+    folder = find_pack(path).patches
+    tried = functools.partial(require_applied, folder, upstream_path=checkout)
+    lines = locked(folder, names, only_check, tried)
     for line in lines:
         terminal.say(line)
     terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")

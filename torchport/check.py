@@ -6,10 +6,12 @@ It needs no accelerator and no weights, goes on after a finding, and gathers all
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +19,18 @@ from typing import Any
 
 from torchport import patch
 from torchport.card import Card, Pack
-from torchport.errors import DriftError, PatchError, TorchportError, UnknownNameError, nearest, printable
+from torchport.errors import (
+    DriftError,
+    PatchError,
+    TargetError,
+    TorchportError,
+    UnknownNameError,
+    UnsupportedError,
+    nearest,
+    printable,
+)
 from torchport.patch import checks, drift, replacement, versions
+from torchport.patch.source import shown
 from torchport.processes import child
 
 # Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
@@ -68,6 +80,24 @@ def check(
             found = _in_fresh_process(folder, name, mode, upstream_path)
             findings += [finding for finding in found if finding not in findings]
     return findings + list(called() if called else ())
+
+
+def require_applied(folder: Path, names: Sequence[str], upstream_path: Path | None = None) -> None:
+    """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
+
+    Args:
+        folder: The folder of patches.
+        names: The upstreams.
+        upstream_path: Where the upstream stands, if it is not installed.
+
+    Raises:
+        UnsupportedError: The first patch that cannot be applied, and why.
+    """
+    for finding in check(folder, names, upstream_path):
+        if finding.step != "drift":
+            fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
+            remedy = f"See all findings with: torchport check {' '.join(names)}"
+            raise UnsupportedError(finding.place, fact, remedy, patch=finding.patch)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -255,7 +285,19 @@ def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]
 
 def _import_all(modules: Sequence[str]) -> None:
     for module in modules:
-        importlib.import_module(module)
+        with replacement.Explained(functools.partial(_not_importable, module)):
+            importlib.import_module(module)
+
+
+def _not_importable(module: str, error: BaseException) -> TargetError:
+    """Returns the refusal of an upstream that fails while it is imported, at the line that fails."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    place = f"{shown(frames[-1].filename)}:{frames[-1].lineno}"
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{shown(error.filename)}:{error.lineno}"
+    what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    fact = f"Importing {module} fails: {type(error).__name__}: {what}".rstrip(". ")
+    return TargetError(place, fact, "Install what it needs, or patch what fails")
 
 
 def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:

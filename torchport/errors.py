@@ -11,8 +11,8 @@ TorchportError
 │   ├── BadValueError          TP107  a value that the model or the machine cannot use
 │   ├── DataFolderError        TP108  no folder with patches/ and configs/ where one was named
 │   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another one
-├── PatchError             a patch that could not do what it declares
-│   ├── TargetError            TP201  the target does not exist upstream
+├── PatchError             TP200  a patch that could not do what it declares
+│   ├── TargetError            TP201  the target does not exist upstream, or cannot be imported
 │   ├── ConflictError          TP202  two patches claim one target
 │   ├── TooLateError           TP203  the target's module was imported before the patch
 │   ├── AliasError             TP204  somebody else still holds the original
@@ -168,11 +168,17 @@ class UpstreamError(ConfigError):
 
 
 class PatchError(TorchportError):
-    """A patch that could not do what it declares."""
+    """A patch that could not do what it declares.
+
+    Under this id `torchport check` reports what no other id names: a process or a demo that ended, a patch that does
+    not stand after the import of its module, a namespace that the patches did not leave as it was.
+    """
+
+    id = "TP200"
 
 
 class TargetError(PatchError):
-    """The target's module or attribute does not exist in the upstream that is installed."""
+    """The target's module or attribute does not exist in the upstream that is installed, or cannot be imported."""
 
     id = "TP201"
 

@@ -16,7 +16,7 @@ def page() -> str:
     ]
     for kind in errors.kinds():
         group = kind.__bases__[0]
-        above = "" if group is errors.TorchportError else f"\n\nA `{group.__name__}`: {_plain(group)}"
+        above = "" if group is errors.TorchportError else f"\n\nA `{group.__name__}`: {_plain(group).splitlines()[0]}"
         parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
     return "\n\n".join(parts) + "\n"
 

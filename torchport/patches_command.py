@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,29 @@ def shown(folder: Path, key: str) -> dict[str, Any]:
     return {**fields, **written, "place": entry.place}
 
 
-def locked(folder: Path, names: Sequence[str] = (), check: bool = False) -> list[str]:
+def locked(
+    folder: Path, names: Sequence[str] = (), check: bool = False, tried: Callable[[Sequence[str]], None] | None = None
+) -> list[str]:
     """Locks the targets of whole upstreams as reviewed; returns one line per target that is new, changed or dropped.
 
     Args:
         folder: The folder of patches.
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
         check: Only tell what would change.
+        tried: Refuses upstreams, by name, on which their patches cannot be applied; asked before anything is written.
 
     Raises:
         TargetError: An upstream is not installed.
     """
     versions.installed.cache_clear()  # asked now, not when this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
-    return drift.lock(folder, entries_of(folder, upstreams), write=not check)
+    entries = entries_of(folder, upstreams)
+    lines = drift.lock(folder, entries, write=False)
+    if lines and not check:
+        if tried is not None:
+            tried(upstreams or patch.upstreams(folder))
+        drift.lock(folder, entries)
+    return lines
 
 
 def schema() -> dict[str, Any]:

@@ -8,7 +8,7 @@
 The modules, from the first step to the last: `entry` and `reading` (YAML); `versions`, `replacement`, `slice`,
 `source`, `signature`, `scope`, `checks`, `fingerprint`, `drift` (what is checked before anything changes); `hook` (the
 import system); `target`, `change`, `counted` (one change of live code); `pattern`, `flow`, `rewrite`, `recompile` (the
-edit of a function); `holders`, `capture`, `aliases`, `literals` (who holds the original); `ledger`, `trace`; and
+edit of a function); `holders`, `naming`, `capture`, `aliases` (who holds the original); `ledger`, `trace`; and
 `group`, where they meet. None of them imports torch, jax or an upstream.
 """
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torchport.errors import AliasError, PatchError, TooLateError
 from torchport.patch import capture, holders
 from torchport.patch.change import Placed
-from torchport.patch.counted import own_parts
+from torchport.patch.counted import is_ours, own_parts
 from torchport.patch.entry import Entry
 from torchport.patch.holders import Holder, Undo
 from torchport.patch.ledger import Op, Record
+from torchport.patch.naming import expression
 from torchport.patch.target import Slot, function_in
 
 
@@ -65,7 +67,7 @@ def give_back(changes: Sequence[Placed]) -> None:
 
     Who cannot be rebound (a local variable, say) holds a function that falls through to the original.
     """
-    held = [pair for change in changes for pair in _returning(change) if _is_held(pair)]
+    held = [pair for change in changes for pair in _returning(change)]
     for pair, found, _ in _found(held):
         for holder in found:
             if holder.rebind is not None:
@@ -73,11 +75,9 @@ def give_back(changes: Sequence[Placed]) -> None:
 
 
 def _returning(change: Placed) -> list[_Pair]:
-    if change.literal:  # a literal may be anybody's: it is given back by name, not by identity
-        return []
-    old, new = change.value, change.slot.raw
-    pairs = [_Pair(None, old, new)]
-    return pairs if function_in(old) is old else [*pairs, _Pair(None, function_in(old), function_in(new))]
+    pairs = _both(None, change.value, change.slot.raw)
+    held = [pair for pair in pairs if _is_held(pair)]
+    return held + [weak for pair in pairs if _is_held_weakly(pair) for weak in _weak(pair)]
 
 
 def _is_held(pair: _Pair) -> bool:
@@ -85,9 +85,31 @@ def _is_held(pair: _Pair) -> bool:
     return sys.getrefcount(pair.old) > 3
 
 
+def _is_held_weakly(pair: _Pair) -> bool:
+    return weakref.getweakrefcount(pair.old) > is_ours(pair.old)  # of ours, `counted` has one itself
+
+
+def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
+    """Returns the pair of two objects, and that of the functions in them if they are descriptors."""
+    inner = function_in(old)
+    pairs = [_Pair(record, old, new)]
+    return pairs if inner is old else [*pairs, _Pair(record, inner, function_in(new))]
+
+
+def _weak(pair: _Pair) -> list[_Pair]:
+    """Returns a pair for each weak reference to a function: they stand in names and containers like anything else."""
+    if isinstance(pair.old, type):  # its bases, and the caches of `isinstance`, refer to it weakly
+        return []
+    made = [(ref, holders.referring(ref, pair.new)) for ref in weakref.getweakrefs(pair.old)]
+    for ref, new in made:
+        if new is None and pair.record is not None and pair.record.entry.aliases != "report":
+            raise _refused(pair.record, f"{expression(ref) or 'an unknown holder'}, a {type(ref).__name__}")
+    return [_Pair(pair.record, ref, new) for ref, new in made if new is not None]
+
+
 def _pairs(record: Record) -> list[_Pair]:
     change = record.change
-    if not isinstance(change, Placed) or not change.held or not change.slot.own or record.entry.kind == "value":
+    if not isinstance(change, Placed) or not change.held or not change.slot.own:
         return []
     imported = record.imported
     if imported is None:
@@ -95,10 +117,8 @@ def _pairs(record: Record) -> list[_Pair]:
         imported = len(record.entry.path) == 1 and home not in (None, record.entry.module)
     if imported and record.entry.aliases != "report":
         return []
-    old, new = change.slot.raw, change.value
-    if function_in(old) is old:
-        return [_Pair(record, old, new)]
-    return [_Pair(record, old, new), _Pair(record, function_in(old), function_in(new))]
+    pairs = _both(record, change.slot.raw, change.value)
+    return pairs + [weak for pair in pairs for weak in _weak(pair)]
 
 
 _Finding = tuple[_Pair, list[Holder], int]
@@ -136,7 +156,7 @@ def _treated(pair: _Pair, found: list[Holder], unseen: int) -> list[Undo]:
     entry = record.entry
     fixed = [holder for holder in found if holder.rebind is None]
     if entry.aliases == "report":
-        record.detail = "; ".join([f"still held by {_shown(holder, entry)}" for holder in found])
+        _note(record, [f"still held by {_shown(holder, entry)}" for holder in found])
         return []
     if entry.aliases == "fail" and found:
         raise _refused(record, _shown(found[0], entry))
@@ -144,13 +164,20 @@ def _treated(pair: _Pair, found: list[Holder], unseen: int) -> list[Undo]:
         raise _refused(record, _shown(fixed[0], entry))
     if unseen > 0:
         raise _refused(record, capture.local_variable(pair.old) or f"{unseen} unknown (a local variable, or C)")
-    record.detail = "; ".join(f"rebound {holder.where}" for holder in found)
+    _note(record, [f"rebound {holder.where}" for holder in found])
     return [holder.rebind(pair.new) for holder in found if holder.rebind is not None]
+
+
+def _note(record: Record, lines: list[str]) -> None:
+    """Adds to a record's detail what became of the holders of one of its objects."""
+    record.detail = "; ".join([*filter(None, [record.detail]), *lines])
 
 
 def _shown(holder: Holder, entry: Entry) -> str:
     line = capture.line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
-    return f"{holder.where} ({line})" if line else holder.where
+    name = None if holder.container is None else expression(holder.container)
+    where = holder.where if name is None else f"{name}, a {type(holder.container).__name__}"
+    return f"{where} ({line})" if line else where
 
 
 def _refused(record: Record, holder: str) -> PatchError:

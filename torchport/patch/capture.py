@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchport.errors import TargetError
 from torchport.patch.source import Source, read_source, shown
 
 
@@ -71,7 +72,7 @@ def source_of_module(module: str, needle: str | None = None) -> Source | None:
             return None
         source = Source(module, file, text) if module == "__main__" else read_source(module)
         return source if source is None or source.tree else None
-    except (OSError, ImportError, SyntaxError, ValueError):
+    except (OSError, ImportError, TargetError):
         return None  # only a message is poorer for it
 
 

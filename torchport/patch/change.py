@@ -11,7 +11,8 @@ from torchport.errors import ConflictError, RewriteError, SignatureError, Target
 from torchport.patch import recompile, rewrite, scope, signature
 from torchport.patch.counted import Calls, Retire, counted, counted_class, wrapped
 from torchport.patch.entry import Entry
-from torchport.patch.target import Slot, function_in, held_elsewhere, innermost, locate, shaped_as
+from torchport.patch.source import source_of
+from torchport.patch.target import Slot, function_in, held_elsewhere, layers, locate, shaped_as, written
 
 
 class Change(Protocol):
@@ -33,7 +34,6 @@ class Placed:
         value: What was put there.
         retire: Makes a function that was put there fall through to the original.
         stop: Ends the counting of a class's instances.
-        literal: Whether it is a constant's value.
         held: Whether somebody besides its namespace held the original.
     """
 
@@ -41,7 +41,6 @@ class Placed:
     value: Any
     retire: Retire | None = None
     stop: Callable[[], None] | None = None
-    literal: bool = False
     held: bool = True
 
     def stands(self) -> bool:
@@ -62,7 +61,7 @@ class Recompiled:
 
     Attributes:
         slot: The slot that the function was found in.
-        function: The innermost function.
+        function: The function, from under its decorators.
         old: Its code before.
         new: Its code now.
         name: The global name that the new code calls.
@@ -79,7 +78,7 @@ class Recompiled:
     def stands(self) -> bool:
         calls = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
         there = calls and self.function.__globals__.get(self.name) is self.put
-        return there and innermost(self.slot.now()) is self.function
+        return there and any(function is self.function for function in layers(self.slot.now()))
 
     def undo(self) -> None:
         if self.function.__code__ is self.new:
@@ -93,7 +92,7 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
     Args:
         entry: The entry.
         module: The target's module.
-        loaded: What the entry's `file.py:name` named, or None for a value.
+        loaded: What the entry's `file.py:name` named, or None.
         calls: Counts the calls.
 
     Raises:
@@ -115,12 +114,10 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
 
 
 def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
-    if entry.kind == "value":
-        return Placed(slot, _literal(entry, slot.raw), literal=True)
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
-        raise TargetError(entry.place, fact, "Use value", patch=entry.id)
+        raise TargetError(entry.place, fact, "Patch the function that reads it", patch=entry.id)
     if entry.kind == "wrap":
         return _wrap(entry, slot, original, loaded, calls)
     if isinstance(original, type) is not isinstance(loaded, type):
@@ -153,28 +150,11 @@ def _word(thing: Any) -> str:
     return "class" if isinstance(thing, type) else "function"
 
 
-def _literal(entry: Entry, original: Any) -> Any:
-    """Returns the value in the type of the constant that it takes the place of."""
-    value = _fresh(entry.value)
-    if isinstance(original, (tuple, set, frozenset)) and isinstance(value, list):
-        return type(original)(value) if type(original) in (tuple, set, frozenset) else value
-    if isinstance(original, float) and type(value) is int:
-        return float(value)
-    if value is None or original is None or type(value) is type(original):
-        return value
-    fact = f"{entry.target} is a {type(original).__name__}, and 'value' a {type(value).__name__}"
-    raise SignatureError(entry.place, fact, f"Write a {type(original).__name__}", patch=entry.id)
-
-
-def _fresh(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
-    return [_fresh(item) for item in value] if isinstance(value, list) else value
-
-
 def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     slot = locate(entry, module)
-    function = innermost(slot.raw)
+    source = source_of(entry)
+    node = source.where(entry.path).node if source else None
+    function = written(slot.raw, entry.module, node)
     if function is None or not slot.own:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
         fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"

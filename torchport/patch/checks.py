@@ -35,7 +35,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
     source = source_of(entry)
     if source is None:
         return
-    where = _where(entry, source)
+    where = source.where(entry.path)
     if where.node is None and not where.open:
         raise _no_such_name(entry, source, where)
     scope.check_written(entry, where)
@@ -43,19 +43,9 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         return
     if entry.rewrite:
         _check_rewrite(entry, source, where.node, loaded, {} if texts is None else texts)
-    elif entry.kind == "value":
-        _check_not_read(entry, source, where.node)
     else:
         _check_defined(entry, source, where.node)
         _check_shape(entry, source, where.node, loaded)
-
-
-def _where(entry: Entry, source: Source) -> Found:
-    try:
-        return source.where(entry.path)
-    except (SyntaxError, ValueError) as error:
-        fact = f"{entry.module} is not the Python of this interpreter: {error}"
-        raise TargetError(entry.place, fact, "Install an upstream for it", patch=entry.id) from error
 
 
 def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
@@ -130,54 +120,3 @@ def _finder(node: Function) -> Callable[[ast.Module], Function]:
         return next(other for other in same if (other.name, other.lineno) == (node.name, node.lineno))
 
     return find
-
-
-def _check_not_read(entry: Entry, source: Source, node: ast.stmt) -> None:
-    """Refuses a constant that its own module or class reads while it executes: the value would come after that."""
-    if entry.aliases == "report":
-        return
-    end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
-    for read in _reads(entry, source):
-        if (read.lineno, read.col_offset) >= end:
-            what = "module" if len(entry.path) == 1 else "class or module"
-            line = f"{shown(source.file)}:{read.lineno}"
-            fact = f"{entry.target} is read at {line}, while its {what} executes and before a patch can come"
-            remedy = "Patch what is made of it there, or write 'aliases: report'"
-            raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
-
-
-def _reads(entry: Entry, source: Source) -> list[ast.expr]:
-    """Returns what reads a constant at import: its plain name in its own body, and the path to it anywhere."""
-    owner = source.where(entry.path[:-1]).node if len(entry.path) > 1 else source.tree
-    own = _evaluated_at_import(getattr(owner, "body", []))
-    reads: list[ast.expr] = [n for n in own if isinstance(n, ast.Name) and n.id == entry.path[-1]]
-    if len(entry.path) > 1:
-        every = _evaluated_at_import(source.tree.body)
-        reads += [n for n in every if isinstance(n, ast.Attribute) and _leads_to(n, entry.path)]
-    loads = [read for read in reads if isinstance(getattr(read, "ctx", None), ast.Load)]
-    return sorted(loads, key=lambda read: (read.lineno, read.col_offset))
-
-
-def _leads_to(node: ast.Attribute, path: Sequence[str]) -> bool:
-    """Returns whether `a.b` is a path, the end of it (as in an outer class's body), or ends in it."""
-    if node.attr != path[-1]:
-        return False
-    steps = tuple(ast.unparse(node).split("."))
-    shared = min(len(steps), len(path))
-    return steps[-shared:] == tuple(path[-shared:])
-
-
-def _evaluated_at_import(body: Sequence[ast.stmt]) -> list[ast.AST]:
-    """Returns the nodes of a body that run with it: all but the insides of functions."""
-    result: list[ast.AST] = []
-    pending: list[ast.AST] = list(body)
-    while pending:
-        node = pending.pop()
-        result.append(node)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            pending += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
-        elif isinstance(node, ast.Lambda):
-            pending += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-        else:
-            pending += ast.iter_child_nodes(node)
-    return result

@@ -27,12 +27,17 @@ _made: weakref.WeakSet[types.FunctionType] = weakref.WeakSet()
 
 
 def own_parts() -> set[int]:
-    """Returns the ids of the cells and dicts of all functions made here: what these hold is no alias."""
-    parts: set[int] = set()
+    """Returns the ids of the cells and dicts of all functions made here, and of their set: none of them is an alias."""
+    parts: set[int] = {id(vars(_made)["data"])}
     for function in list(_made):
         parts.update(id(cell) for cell in function.__closure__ or ())
         parts.add(id(vars(function)))
     return parts
+
+
+def is_ours(function: Any) -> bool:
+    """Returns whether a function was made here."""
+    return isinstance(function, types.FunctionType) and function in _made
 
 
 def _ours(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:

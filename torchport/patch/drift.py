@@ -12,11 +12,12 @@ import pydantic
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import DriftError, OutputError, WrongTypeError
 from torchport.folder import inside
+from torchport.patch.callees import callees, definition, home_of
 from torchport.patch.entry import Entry, TargetName
-from torchport.patch.fingerprint import changes, statement_hashes, tree_hash
+from torchport.patch.fingerprint import changes, parts, tree_hash
 from torchport.patch.reading import LOCK, upstreams
 from torchport.patch.signature import written_signature
-from torchport.patch.source import Source, read_source, source_of
+from torchport.patch.source import Source, shown, source_of
 from torchport.patch.versions import installed
 
 
@@ -27,8 +28,9 @@ class Row(Frozen):
         versions: The distributions of `fits` that it was seen in.
         signature: Its signature, where it is a function.
         tree: The hash of its normalised syntax tree.
-        statements: The short hashes of its statements, which tell what changed without a copy of upstream's code.
-        relies_on: The hash of each callee that the patch relies on.
+        statements: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
+        relies_on: What the patch relies on, and all that this uses of its package: by module, each name in it
+            with its short hash, as `rotate_half:0c41d2aa`.
     """
 
     versions: dict[str, str]
@@ -45,6 +47,7 @@ class Locked(Frozen):
     rows: list[Row] = pydantic.Field(min_length=1)
 
 
+_GONE = "gone"
 _read: dict[tuple[str, int, int], dict[str, Locked]] = {}
 
 
@@ -66,9 +69,16 @@ def read_lock(folder: Path) -> dict[str, Locked]:
             Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
             for index, data in enumerate(document.data)
         ]
-        locked = [validated(Locked, part) for part in parts]
+        locked = [_completed(validated(Locked, part)) for part in parts]
         _read[key] = {one.target: one for one in locked}
     return _read[key]
+
+
+def _completed(locked: Locked) -> Locked:
+    """Returns a target with the statements that `_yaml` writes once where several rows differ in callees alone."""
+    known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
+    rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
+    return locked.model_copy(update={"rows": rows})
 
 
 def under(entry: Entry) -> ast.stmt | None:
@@ -87,9 +97,24 @@ def seen(entry: Entry) -> Row | None:
         versions=versions,
         signature=_signature(node),
         tree=tree_hash(node),
-        statements=" ".join(key for key, _ in statement_hashes(node)),
-        relies_on={target: _callee(entry, target) for target in sorted(entry.relies_on)},
+        statements=" ".join(part.key for part in parts(node)),
+        relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
     )
+
+
+def _by_module(keys: dict[str, str]) -> dict[str, str]:
+    """Returns hashes by `module:path` in the form of a lock."""
+    result: dict[str, str] = {}
+    for name, key in sorted(keys.items()):
+        module, _, path = name.partition(":")
+        result[module] = f"{result[module]} {path}:{key}" if module in result else f"{path}:{key}"
+    return result
+
+
+def _flat(row: Row) -> dict[str, str]:
+    """Returns a row's hashes by `module:path`."""
+    parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
+    return {f"{module}:{path}": key for module, (path, _, key) in parts}
 
 
 def _signature(node: ast.stmt) -> str | None:
@@ -100,14 +125,24 @@ def _signature(node: ast.stmt) -> str | None:
     return None if written is None else str(written).replace("=Ellipsis", "=...")
 
 
-def _callee(entry: Entry, target: str) -> str:
-    module, _, path = target.partition(":")
-    try:
-        source = read_source(module)
-    except (ModuleNotFoundError, SyntaxError, ValueError):
-        return "gone"
-    node = source.where(path.split(".")).node if source else None
-    return "gone" if node is None else tree_hash(node)
+def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
+    """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
+
+    A replacement does its target's work itself: it relies on what the target uses, unless no tensor passes through it.
+    """
+    result = {}
+    for target in sorted(entry.relies_on):
+        found = definition(home_of(target))
+        result[target] = _described(*found, "it relies on") if found else (_GONE, ", which it relies on,")
+    own = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    for name, callee in callees([*own, *sorted(entry.relies_on)]).items():
+        result[name] = _described(callee.source, callee.node, f"{callee.through} uses")
+    result.pop(entry.target, None)  # it has a hash of its own
+    return result
+
+
+def _described(source: Source, node: ast.stmt, why: str) -> tuple[str, str]:
+    return tree_hash(node)[:8], f" ({shown(source.file)}:{node.lineno}), which {why},"
 
 
 def check(entry: Entry) -> str:
@@ -130,28 +165,40 @@ def check(entry: Entry) -> str:
 
 def _same(row: Row, now: Row) -> bool:
     """Returns whether a row is what is there now; it may have callees of other patches of the target."""
-    callees = now.relies_on.items() <= row.relies_on.items()
-    return callees and (row.signature, row.tree) == (now.signature, now.tree)
+    relied = _flat(now).items() <= _flat(row).items()
+    return relied and (row.signature, row.tree) == (now.signature, now.tree)
 
 
-def _likeness(row: Row, now: Row) -> float:
-    return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio()
+def _likeness(row: Row, now: Row) -> tuple[float, int]:
+    same = _flat(row).items() & _flat(now).items()
+    return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
 
 
 def _told(entry: Entry, row: Row, now: Row) -> list[str]:
     told = []
     if row.signature != now.signature:
         told.append(f"its signature was {row.signature}, is {now.signature}")
-    for target, key in now.relies_on.items():
-        if row.relies_on.get(target) != key:
-            what = "is gone" if key == "gone" else "changed" if target in row.relies_on else "is not locked"
-            told.append(f"{target}, which it relies on, {what}")
+    told += _shortened(_changed_callees(entry, _flat(row)))
     source = source_of(entry)
     if row.tree != now.tree and isinstance(source, Source):
         node = source.where(entry.path).node
-        lines = changes(row.statements.split(), node, source.text) if node is not None else []
-        told += lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+        told += _shortened(changes(row.statements.split(), node, source.text) if node is not None else [])
     return told
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+
+
+def _changed_callees(entry: Entry, before: dict[str, str]) -> list[str]:
+    """Returns in words which callees are not what they were, those that are new last: their users changed as well."""
+    changed, new = [], []
+    for name, (key, words) in _callees(entry).items():
+        if name not in before:
+            new.append(f"{name}{words} is new")
+        elif before[name] != key:
+            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
+    return changed + new
 
 
 def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
@@ -206,8 +253,9 @@ def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
         now = _with_callees_of(now, after.get(entry.target))
         old = before[entry.target].rows if entry.target in before else []
         kept = [row for row in old if row.versions != now.versions and not _same(row, now)]
-        same = next((row for row in old if _same(row, now)), None)
-        after[entry.target] = Locked(target=entry.target, rows=[*kept, same or now])
+        same = next((row.versions for row in old if _same(row, now)), now.versions)
+        row = now.model_copy(update={"versions": same})
+        after[entry.target] = Locked(target=entry.target, rows=[*kept, row])
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
@@ -217,20 +265,23 @@ def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
 
 def _with_callees_of(now: Row, earlier: Locked | None) -> Row:
     """Returns a row that has the callees of all the entries of one target."""
-    callees = earlier.rows[-1].relies_on if earlier else {}
-    return now.model_copy(update={"relies_on": {**callees, **now.relies_on}})
+    relied = {**(_flat(earlier.rows[-1]) if earlier else {}), **_flat(now)}
+    return now.model_copy(update={"relies_on": _by_module(relied)})
 
 
 def _yaml(locked: Iterable[Locked]) -> str:
     out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
     for one in sorted(locked, key=lambda one: one.target):
         out += [f"- target: {one.target}", "  rows:"]
+        written: set[str] = set()
         for row in one.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
             out.append(f"    - versions: {{{versions}}}")
             out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
-            out += [f'      tree: "{row.tree}"', f'      statements: "{row.statements}"']
+            out.append(f'      tree: "{row.tree}"')
+            out += [f'      statements: "{row.statements}"'] if row.tree not in written else []
+            written.add(row.tree)
             if row.relies_on:
                 out.append("      relies_on:")
-                out += [f'        "{target}": "{key}"' for target, key in sorted(row.relies_on.items())]
+                out += [f'        {module}: "{keys}"' for module, keys in sorted(row.relies_on.items())]
     return "\n".join(out) + "\n"

@@ -10,7 +10,7 @@ import pydantic
 
 from torchport.config import Frozen
 
-KINDS = ("replace", "wrap", "value", "rewrite", "op", "stub")
+KINDS = ("replace", "wrap", "rewrite", "op", "stub")
 STAGES = ("encode", "denoise", "decode")
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -122,14 +122,13 @@ class StandIn(Frozen):
 
 
 class Entry(Frozen):
-    """One patch. Exactly one of `replace`, `wrap`, `value`, `rewrite`, `op` and `stub` is given.
+    """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op` and `stub` is given.
 
     Attributes:
         id: Unique among all entries that are read together.
         target: `module:attribute.path` in upstream.
         replace: `file.py:name` of what takes the target's place.
         wrap: `file.py:function` that receives the original as its first argument.
-        value: The literal that takes the place of a constant.
         rewrite: The edit of a run of statements.
         op: `file.py:function`, a torchax lowering for a torch function or ATen overload.
         stub: A stand-in for a package that is absent; every call of it raises. Not needed where it is installed.
@@ -155,7 +154,6 @@ class Entry(Frozen):
     target: TargetName
     replace: Reference | None = None
     wrap: Reference | None = None
-    value: Any = None
     rewrite: Rewrite | None = None
     op: Reference | None = None
     stub: StandIn | None = None
@@ -215,7 +213,7 @@ class Entry(Frozen):
 
     @property
     def reference(self) -> str | None:
-        """`file.py:name` of what is loaded for it; None for a value."""
+        """`file.py:name` of what is loaded for it; None for a stub."""
         return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 
@@ -228,9 +226,9 @@ def mistake(entry: Entry) -> Mistake | None:
     if len(given) != 1:
         found = ", ".join(given) or "none"
         return (), f"'{entry.id}' has {len(given)} kinds ({found})", f"Give exactly one of {', '.join(KINDS)}"
-    if given[0] != "value" and getattr(entry, given[0]) is None:
+    if getattr(entry, given[0]) is None:
         return (given[0],), f"'{given[0]}' is empty", "Name a function as file.py:name"
-    return _scope_mistake(entry) or _counting_mistake(entry) or _value_mistake(entry)
+    return _scope_mistake(entry) or _counting_mistake(entry) or _stub_mistake(entry) or _gives_mistake(entry)
 
 
 def _scope_mistake(entry: Entry) -> Mistake | None:
@@ -246,13 +244,11 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
     if entry.lifetime.while_importing and entry.scope != "global":
         return ("lifetime",), "'while_importing' is for targets shared by everybody", "Add 'scope: global'"
     if entry.lifetime.while_importing and entry.kind in ("rewrite", "op", "stub"):
-        return ("lifetime",), f"'while_importing' does not go with '{entry.kind}'", "Use replace, wrap or value"
+        return ("lifetime",), f"'while_importing' does not go with '{entry.kind}'", "Use replace or wrap"
     return None
 
 
 def _counting_mistake(entry: Entry) -> Mistake | None:
-    if entry.must_be_called and entry.kind == "value":
-        return ("must_be_called",), "A value is never called", "Remove 'must_be_called'"
     if entry.must_be_called and not entry.counted:
         return ("counted",), "'counted' is false beside 'must_be_called'", "Remove one of the two"
     if not entry.counted and entry.kind not in ("replace", "wrap"):
@@ -260,11 +256,13 @@ def _counting_mistake(entry: Entry) -> Mistake | None:
     return None
 
 
-def _value_mistake(entry: Entry) -> Mistake | None:
+def _stub_mistake(entry: Entry) -> Mistake | None:
     if entry.stub is not None and entry.module.partition(".")[0] != entry.stub.package:
         return ("target",), f"'{entry.target}' is not in {entry.stub.package}", "Name what the importers take from it"
-    if entry.kind not in ("value", "stub") and entry.reference is None:
-        return (entry.kind,), f"'{entry.kind}' is empty", "Name a function as file.py:name"
+    return None
+
+
+def _gives_mistake(entry: Entry) -> Mistake | None:
     if entry.rewrite and entry.rewrite.gives and len(set(entry.rewrite.gives)) != len(entry.rewrite.gives):
         return ("rewrite", "gives"), "'rewrite.gives' repeats a name", "Name each once"
     return None

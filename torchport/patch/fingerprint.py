@@ -6,9 +6,11 @@ The hashes do not depend on the interpreter: empty fields, which Python versions
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 _SKIPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "type_params", "type_ignores"}
 _BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
@@ -20,15 +22,65 @@ def tree_hash(node: ast.AST) -> str:
     return hashlib.sha256("".join(_written(node)).encode()).hexdigest()[:16]
 
 
-def statement_hashes(node: ast.stmt) -> list[tuple[str, int]]:
-    """Returns a short hash and the line of every statement in a definition, the insides of blocks apart."""
-    return [(hashlib.sha256("".join(text).encode()).hexdigest()[:6], line) for text, line in _statements(node)]
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A statement without the blocks in it; or a decorator, argument or base of a definition.
+
+    Attributes:
+        key: Its short hash.
+        first: The node that it begins with.
+        last: The node that it ends with: an argument's default, or the first one.
+        mark: `@` for a decorator, which begins before its node.
+    """
+
+    key: str
+    first: Any
+    last: Any
+    mark: str = ""
+
+    def shown(self, text: str) -> str:
+        """Returns it on one line, as it stands in its file's text."""
+        line, column = self.last.end_lineno, self.last.end_col_offset
+        if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):
+            line, column = self.last.body[0].lineno, self.last.body[0].col_offset  # type: ignore[attr-defined]
+        rows = text.encode().split(b"\n")[self.first.lineno - 1 : line]
+        rows[-1] = rows[-1][:column]
+        rows[0] = rows[0][self.first.col_offset :]
+        words = self.mark + " ".join(b"\n".join(rows).decode(errors="replace").split())
+        return words if len(words) <= 160 else f"{words[:157]}..."
 
 
-def _statements(node: ast.stmt) -> Iterator[tuple[list[str], int]]:
-    yield list(_written(node, blocks=False)), node.lineno
+def parts(node: ast.stmt) -> list[Part]:
+    """Returns the parts of a definition, from its decorators to its last statement."""
+    return [Part(hashlib.sha256(text.encode()).hexdigest()[:6], *rest) for text, *rest in _parts(node)]
+
+
+def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
+    if isinstance(node, _DEFINITIONS):
+        for decorator in node.decorator_list:
+            yield f"@{''.join(_written(decorator))}", decorator, decorator, "@"
+        yield f"{type(node).__name__} {node.name}", node, node
+        yield from _header(node)
+    else:
+        yield "".join(_written(node, blocks=False)), node, node
     for statement in _inner(node):
-        yield from _statements(statement)
+        yield from _parts(statement)
+
+
+def _header(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[Any, ...]]:
+    if isinstance(node, ast.ClassDef):
+        yield from (("".join(_written(base)), base, base) for base in (*node.bases, *node.keywords))
+        return
+    spec = node.args
+    positional = [*spec.posonlyargs, *spec.args]
+    defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
+    marks = ["/"] * len(spec.posonlyargs) + [""] * len(spec.args)
+    arguments = [*zip(marks, positional, defaults, strict=True)]
+    arguments += [("*", spec.vararg, None)] if spec.vararg else []
+    arguments += [("*,", *pair) for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
+    arguments += [("**", spec.kwarg, None)] if spec.kwarg else []
+    for mark, argument, default in arguments:
+        yield f"{mark}{argument.arg}={''.join(_written(default))}", argument, default or argument
 
 
 def _inner(node: ast.AST) -> Iterator[ast.stmt]:
@@ -71,19 +123,17 @@ def _written(node: object, blocks: bool = True) -> Iterator[str]:
 
 
 def changes(old: list[str], node: ast.stmt, text: str) -> list[str]:
-    """Returns in words how a definition differs from the statement hashes of an earlier one."""
-    new = statement_hashes(node)
-    lines = text.split("\n")
+    """Returns in words how a definition differs from the hashes of the parts of an earlier one."""
+    new = parts(node)
     result: list[str] = []
     for tag, old_from, old_to, new_from, new_to in difflib.SequenceMatcher(
-        None, old, [key for key, _ in new], autojunk=False
+        None, old, [part.key for part in new], autojunk=False
     ).get_opcodes():
         if tag == "equal":
             continue
         gone = old_to - old_from
-        for _, line in new[new_from:new_to]:
-            result.append(f"line {line} is new: {lines[line - 1].strip()[:80]}")
+        result += [f"line {part.first.lineno} is new: {part.shown(text)}" for part in new[new_from:new_to]]
         if gone and new_to == new_from:
-            at = new[new_from][1] if new_from < len(new) else (node.end_lineno or node.lineno)
-            result.append(f"{gone} statement{'s' if gone > 1 else ''} before line {at} gone")
+            at = new[new_from].first.lineno if new_from < len(new) else (node.end_lineno or node.lineno)
+            result.append(f"{gone} {'parts' if gone > 1 else 'part'} before line {at} gone")
     return result

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 
 from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
-from torchport.patch import aliases, drift, hook, literals, stub
+from torchport.patch import aliases, drift, hook, stub
 from torchport.patch.change import Change, Placed, made
 from torchport.patch.checks import check_sources
 from torchport.patch.entry import STAGES, Entry
@@ -98,7 +98,7 @@ class _Group:
             if record.change is not None:  # imported again: the old functions may still be held by somebody
                 self.done.remove(record)
                 self.gone.append(record.change)
-                record.change = None
+                record.change, record.detail = None, ""
         try:
             self._apply(module, due)
         except TorchportError as error:
@@ -111,7 +111,6 @@ class _Group:
         for record in due:
             self._make(record, module)
             self.done.append(record)
-        self.rebound += literals.repair(due)
         self.rebound += aliases.repair(due)
 
     def _make(self, record: Record, module: types.ModuleType) -> None:
@@ -146,7 +145,6 @@ class _Group:
         for change in reversed(changes):
             change.undo()
         placed = [change for change in changes if isinstance(change, Placed)]
-        literals.give_back(placed)
         aliases.give_back(placed)
         self.gone.clear()
         self.done.clear()

@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,12 +38,14 @@ class Holder:
         module: The module whose file has it, if it is known.
         name: The name that it has there, if it has one.
         rebind: Makes it hold another object and returns what undoes that; None if it cannot be done.
+        container: The object that holds it, for a refusal to name; None for a namespace, which `where` names.
     """
 
     where: str
     module: str | None
     name: str | None
     rebind: Rebind | None
+    container: Any = None
 
 
 def swept(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder]]:
@@ -188,6 +191,13 @@ def _rebuilt(holder: Any, old: Any, new: Any) -> Any:
     return type(holder)(map(swap, holder))
 
 
+def referring(reference: weakref.ref[Any], thing: Any) -> weakref.ref[Any] | None:
+    """Returns a weak reference like another one, to another object; None for a kind that cannot be made anew."""
+    if isinstance(reference, weakref.KeyedRef):
+        return weakref.KeyedRef(thing, reference.__callback__, reference.key)
+    return weakref.ref(thing, reference.__callback__) if type(reference) is weakref.ref else None
+
+
 class Deep:
     """What the garbage collector knows about the holders of objects.
 
@@ -258,17 +268,7 @@ class Deep:
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
         rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)] or [None]
-        if None in rebinds and isinstance(getattr(referrer, "__dict__", referrer), dict):
-            where = self._names_of(referrer) + where  # an object with attributes: its type alone says little
-        return [Holder(where, module, None, rebind) for rebind in rebinds]
-
-    def _names_of(self, thing: Any) -> str:
-        """Returns the name under which a module has an object, for an error to show it; or nothing."""
-        for module in self._modules.values():
-            for name, value in list(_namespace(module).items()):
-                if value is thing:
-                    return f"{module.__name__}.{name}, "
-        return ""
+        return [Holder(where, module, None, rebind, referrer) for rebind in rebinds]
 
     def _module_of(self, referrer: Any, height: int = 3) -> str | None:
         if id(referrer) in self._modules:

@@ -115,7 +115,7 @@ class Ledger:
             "kind": entry.kind,
             "equivalence": entry.equivalence.written(),
             "state": self._state(record),
-            "calls": None if entry.kind == "value" or not entry.counted else self.calls(record),
+            "calls": self.calls(record) if entry.counted else None,
             "plumbing": entry.plumbing,
             "late": record.late,
             "drift": record.drift,

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torchport.errors import ReplacementError, nearest
+from torchport.errors import ReplacementError, TorchportError, nearest
 from torchport.patch.entry import Entry
 
 _loaded: dict[Path, tuple[str, types.ModuleType]] = {}
 
 
 class Explained:
-    """Turns whatever foreign code raises into one of our errors, chained to it."""
+    """Turns whatever foreign code raises into one of our errors, chained to it; our own errors stay what they are."""
 
     def __init__(self, error: Callable[[BaseException], Exception]) -> None:
         self._error = error
@@ -25,7 +25,7 @@ class Explained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if isinstance(value, Exception):
+        if isinstance(value, Exception) and not isinstance(value, TorchportError):
             raise self._error(value) from value
 
 
@@ -92,7 +92,7 @@ def _module(path: Path, name: str) -> types.ModuleType:
 
 
 def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that an entry's function stands in; empty for a value."""
+    """Returns the hash of the file that an entry's function stands in; empty for a stub."""
     if entry.reference is None:
         return ""
     return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()

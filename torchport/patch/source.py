@@ -40,9 +40,21 @@ class Source:
         """Its syntax tree. It is shared: never change it.
 
         Raises:
-            SyntaxError, ValueError: The text is not Python.
+            TargetError: The text is not Python, or not that of this interpreter.
         """
-        return ast.parse(self.text)
+        try:
+            return ast.parse(self.text)
+        except (SyntaxError, ValueError) as error:
+            raise _not_python(self.file, error) from error
+
+    @functools.cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        """The last statement of the module that binds each name.
+
+        Raises:
+            TargetError: The text is not Python.
+        """
+        return {name: s for s in at_import(self.tree.body) for name in _bound_by(s) if not _is_accessor(s, name)}
 
     @functools.cached_property
     def _definitions(self) -> dict[str, ast.Module]:
@@ -92,6 +104,7 @@ def read_source(module: str) -> Source | None:
 
     Raises:
         ModuleNotFoundError: No such module.
+        TargetError: Its bytes are no text.
     """
     spec = spec_of(module)
     origin = spec.origin
@@ -104,11 +117,21 @@ def read_source(module: str) -> Source | None:
     except OSError:
         key = (origin, 0, 0)
     if key not in _read:
-        text = spec.loader.get_source(module) if hasattr(spec.loader, "get_source") else None  # type: ignore[union-attr]
+        try:
+            text = spec.loader.get_source(module) if hasattr(spec.loader, "get_source") else None  # type: ignore[union-attr]
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise _not_python(origin, error) from error
         if text is None:
             return None
         _read[key] = Source(module, origin, text)
     return _read[key]
+
+
+def _not_python(file: str, error: Exception) -> TargetError:
+    line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+    what = (error.msg if isinstance(error, SyntaxError) else str(error)).rstrip(".")
+    fact = f"Python {sys.version_info[0]}.{sys.version_info[1]} cannot read it: {what}"
+    return TargetError(f"{shown(file)}{line}", fact, "Mend the file, or install an upstream for this Python")
 
 
 def spec_of(module: str) -> ModuleSpec:
@@ -160,7 +183,7 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
     body: list[ast.stmt] = tree.body
     loose = False
     for depth, name in enumerate(path, 1):
-        node = _binding(body, name)
+        node = binding(body, name)
         loose = loose or _is_loose(body)
         if node is None:
             return Found(None, depth - 1, loose)
@@ -190,7 +213,7 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from at_import(handler.body)
 
 
-def _binding(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
+def binding(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
     """Returns the last statement that binds a name; a property's setter does not count as another binding."""
     last: ast.stmt | None = None
     for statement in at_import(body):
@@ -209,7 +232,8 @@ def _bound_by(statement: ast.stmt) -> set[str]:
         targets = statement.targets
     elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
         targets = [statement.target]
-    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    names = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}  # `a.b = 1` binds no `a`
 
 
 def _is_accessor(statement: ast.stmt, name: str) -> bool:

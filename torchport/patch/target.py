@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import sys
 import types
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torchport.errors import TargetError, nearest
 from torchport.patch.entry import Entry
+from torchport.patch.recompile import first_line
 
 _ABSENT = object()
 
@@ -106,16 +110,49 @@ def function_in(raw: Any) -> Any:
     return raw
 
 
-def innermost(raw: Any) -> types.FunctionType | None:
-    """Returns the plain function under a descriptor and any decorators that keep `__wrapped__`; None if none."""
-    current, seen = function_in(raw), set()
-    while id(current) not in seen:
+def layers(raw: Any) -> Iterator[types.FunctionType]:
+    """Yields the plain functions under a descriptor and its decorators, the outermost first.
+
+    A decorator leads on by the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
+    """
+    pending, seen = [function_in(raw)], set()
+    while pending:
+        current = pending.pop(0)
+        current = current.__func__ if isinstance(current, types.MethodType) else current
+        if id(current) in seen:
+            continue
         seen.add(id(current))
-        if isinstance(current, types.MethodType):
-            current = current.__func__
-        inner = getattr(current, "__dict__", {}).get("__wrapped__")
-        current = current if inner is None else function_in(inner)
-    return current if isinstance(current, types.FunctionType) else None
+        wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
+        pending += [] if wrapped is None else [function_in(wrapped)]
+        if isinstance(current, types.FunctionType):
+            yield current
+            pending += [function for function in map(_content, current.__closure__ or ()) if callable(function)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return function_in(cell.cell_contents)
+    except ValueError:  # the cell is empty
+        return None
+
+
+def written(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
+    """Returns the function that a `def` made, from under the decorators that it got; None if it is not there.
+
+    Args:
+        raw: What stands in the slot.
+        module: The module of the `def`.
+        node: The `def`; if the source shows none, the innermost function by `__wrapped__` is returned.
+    """
+    functions = list(layers(raw))
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return next((f for f in functions if "__wrapped__" not in vars(f)), None)
+    line = first_line(node)
+    for function in functions:
+        code, home = function.__code__, function.__globals__.get("__name__")
+        if (code.co_name, code.co_firstlineno, home) == (node.name, line, module):
+            return function
+    return functions[0] if functions else None
 
 
 def shaped_as(raw: Any, function: Any) -> Any:
@@ -137,6 +174,8 @@ def held_elsewhere(slot: Slot) -> bool:
         return True
     inner = function_in(slot.raw)
     nested = inner is not slot.raw
+    if weakref.getweakrefcount(inner):
+        return True
     del inner
     # namespace, slot, argument; a descriptor, argument
     return sys.getrefcount(slot.raw) > 3 or (nested and sys.getrefcount(function_in(slot.raw)) > 2)
