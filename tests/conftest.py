@@ -44,7 +44,7 @@ def root():
 @pytest.fixture(scope="session")
 def pack():
     """torchport's own pack of patches and configs."""
-    from torchport.card import find_pack
+    from torchport.pack import find_pack
 
     return find_pack(str(ROOT))
 

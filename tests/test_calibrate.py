@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 from torchport import calibrate, calibration, sketch
-from torchport.card import find_pack
 from torchport.errors import (
     BadValueError,
     DataFolderError,
@@ -14,6 +13,7 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
+from torchport.pack import find_pack
 
 KERNELS = """\
 kernels:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport import card as cards
-from torchport.card import check_job, find_pack
+from torchport.card import check_job
 from torchport.config import overridden, parse_document, validated
 from torchport.errors import (
     BadValueError,
@@ -21,6 +21,7 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
+from torchport.pack import find_pack
 
 
 @pytest.fixture

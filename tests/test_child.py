@@ -184,7 +184,7 @@ BAD_FLAG = ("LIBTPU_INIT_ARGS", "--no_such_flag=1")
 """With it, a process that compiles starts, imports all that it needs, and ends at once."""
 SKETCH = """
 from torchport import sketch
-from torchport.card import find_pack
+from torchport.pack import find_pack
 from torchport.errors import TopologyError
 file = sorted((find_pack(None).root / 'benchmarks' / 'outlines').glob('*.yaml'))[0]
 strategy = next(iter(sketch.read(file).strategies))

@@ -24,7 +24,7 @@ def test_every_floor_of_the_design_is_inhabited_or_to_come(root):
 def test_the_paths_that_matter_are_the_ones_checked(root):
     found = {name: tree for name, _, _, tree in layers.modules(root / "torchport")}
     run = {layers.own(target, set(found)) for _, target in layers.imports(found["run"])}
-    assert {"compile", "load", "patch", "save", "shard", "task", "errors"} <= run
+    assert {"compile", "load", "patch", "journey", "shard", "task", "errors"} <= run
     assert "torchport.run.Summary" in {target for _, target in layers.imports(found["__main__"])}
 
 
@@ -65,8 +65,8 @@ def test_an_import_of_a_floor_above_is_found_wherever_it_stands(fake, text):
 
 
 def test_an_import_beside_is_found(fake):
-    assert fake(save="x = 1\n", shard="from torchport.save import x\n") == [
-        "shard.py:2: floor 3 imports 'save' of floor 3"
+    assert fake(tiny="x = 1\n", shard="from torchport.tiny import x\n") == [
+        "shard.py:2: floor 3 imports 'tiny' of floor 3"
     ]
 
 

@@ -16,8 +16,8 @@ from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file
 
 from torchport import load, tiny
-from torchport.card import find_pack
 from torchport.errors import AttentionError
+from torchport.pack import find_pack
 from torchport.pipelines.hunyuan_video15 import STAGES
 from torchport.run import run
 from torchport.task import Request

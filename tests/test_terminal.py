@@ -12,8 +12,8 @@ import pytest
 
 from torchport import run, terminal
 from torchport.__main__ import cli
-from torchport.card import find_pack
 from torchport.errors import DataFolderError, TopologyError
+from torchport.pack import find_pack
 from torchport.processes import child
 from torchport.task import Request, accept
 

@@ -88,7 +88,7 @@ def run(
 @path_option
 def models(path: str | None) -> None:
     """Lists the model cards."""
-    from torchport.card import find_pack
+    from torchport.pack import find_pack
 
     pack = find_pack(path)
     for name in pack.models():
@@ -209,7 +209,7 @@ def patches() -> None:
 @path_option
 def list_patches(names: tuple[str, ...], path: str | None) -> None:
     """Lists the patches of some upstreams or files; all of them if none is named."""
-    from torchport.card import find_pack
+    from torchport.pack import find_pack
     from torchport.patches_command import listed
 
     for row in listed(find_pack(path).patches, names):
@@ -228,7 +228,7 @@ def show_patch(id: str, path: str | None) -> None:
 
     from ruamel.yaml import YAML
 
-    from torchport.card import find_pack
+    from torchport.pack import find_pack
     from torchport.patches_command import shown
 
     yaml = YAML(typ="safe", pure=True)
@@ -245,8 +245,8 @@ def show_patch(id: str, path: str | None) -> None:
 @path_option
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
     """Records the sources under the targets as reviewed; of all upstreams if none is named."""
-    from torchport.card import find_pack
     from torchport.check import require_applied
+    from torchport.pack import find_pack
     from torchport.patches_command import locked
     from torchport.upstream import existing
 
@@ -293,7 +293,7 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     finding.
     """
     from torchport import check as command
-    from torchport.card import find_pack
+    from torchport.pack import find_pack
     from torchport.upstream import existing
 
     pack, called = find_pack(path), None

@@ -19,10 +19,11 @@ import pydantic
 from torchport import calibration, sketch, workers
 from torchport.attention import tiles
 from torchport.calibration import Calibration
-from torchport.card import Axis, find_pack
+from torchport.card import Axis
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
 from torchport.folder import inside
+from torchport.pack import find_pack
 from torchport.plan import plan
 from torchport.record import versions
 from torchport.task import Request

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
-from torchport.card import Card, Pack
+from torchport.card import Card
 from torchport.errors import (
     DriftError,
     PatchError,
@@ -29,6 +29,7 @@ from torchport.errors import (
     nearest,
     printable,
 )
+from torchport.pack import Pack
 from torchport.patch import checks, drift, replacement, versions
 from torchport.patch.source import shown
 from torchport.processes import child

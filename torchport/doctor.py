@@ -13,6 +13,7 @@ from typing import Literal
 
 from torchport import cache, card, machine, record, tiny
 from torchport.errors import BadValueError
+from torchport.pack import Pack, find_pack
 
 State = Literal["ok", "note", "bad"]
 
@@ -38,7 +39,7 @@ def examine(path: str | None) -> list[Finding]:
     Args:
         path: The pack, as `--path` names it.
     """
-    pack = card.find_pack(path)
+    pack = find_pack(path)
     return [
         Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         *_versions(),
@@ -120,7 +121,7 @@ def _programs() -> list[Finding]:
     return [Finding("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
 
 
-def _checkpoints(pack: card.Pack) -> list[Finding]:
+def _checkpoints(pack: Pack) -> list[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     findings = []
@@ -177,5 +178,5 @@ def advice(findings: list[Finding], path: str | None) -> str:
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    model = next(iter(card.find_pack(path).models()), "NAME")
+    model = next(iter(find_pack(path).models()), "NAME")
     return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'

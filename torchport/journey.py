@@ -14,6 +14,7 @@ import torch
 
 from torchport import checkpoint, hosts, patch, pipelines, programs, resume, save
 from torchport.errors import ArtefactForeignError
+from torchport.manifest import Manifest
 from torchport.progress import log, track
 from torchport.record import versions, write_manifest
 from torchport.stopping import Stopping
@@ -46,7 +47,7 @@ class Journey:
         self.unfinished = resume.Unfinished(task)
         self.seconds: dict[str, float] = {}
         self.steps = 0
-        self._manifests: dict[str, save.Manifest] = {}  # of the stages that this run has finished, now or before a stop
+        self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # with which everything so far was made, here or elsewhere
 
@@ -66,7 +67,7 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.told(functools.partial(self._complete, stage, finished[stage.name]))
 
-    def _finished(self) -> dict[str, save.Manifest]:
+    def _finished(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
 
         def before() -> tuple[str, dict[str, Any]]:
@@ -77,9 +78,9 @@ class Journey:
             return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
 
         self.run, finished = hosts.told(before)
-        return {stage: save.Manifest.model_validate(manifest) for stage, manifest in finished.items()}
+        return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
 
-    def _complete(self, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+    def _complete(self, stage: pipelines.Stage, manifest: Manifest) -> None:
         """Writes what goes beside a stage's artefact, which a kill may have prevented."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
         outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
@@ -143,7 +144,7 @@ class Journey:
             resume.begin(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
-        manifest = save.Manifest.model_validate(hosts.told(written))
+        manifest = Manifest.model_validate(hosts.told(written))
         self._note(stage, manifest)
         hosts.told(lambda: self._tidy(stage, outputs, manifest))
 
@@ -167,13 +168,13 @@ class Journey:
             "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
         }
 
-    def _note(self, stage: pipelines.Stage, manifest: save.Manifest) -> None:
+    def _note(self, stage: pipelines.Stage, manifest: Manifest) -> None:
         """Notes what later stages need of a finished one."""
         self._manifests[stage.name] = manifest
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
 
-    def _tidy(self, stage: pipelines.Stage, outputs: Mapping[str, torch.Tensor], manifest: save.Manifest) -> None:
+    def _tidy(self, stage: pipelines.Stage, outputs: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
         """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
         task = self.task
         save.write_copy(task.folder, stage.name, manifest)
@@ -213,7 +214,7 @@ class Journey:
         return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
 
 
-def _check_asked(task: Task, stage: pipelines.Stage, file: Path, manifest: save.Manifest) -> None:
+def _check_asked(task: Task, stage: pipelines.Stage, file: Path, manifest: Manifest) -> None:
     """Refuses a flag for what an earlier stage has settled otherwise: it would have no effect."""
     for key, asked in task.asked().items():
         settled = manifest.settings.get(key, asked)

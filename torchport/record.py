@@ -11,6 +11,7 @@ from pathlib import Path
 from torchport import save
 from torchport.card import STAGES
 from torchport.files import atomic
+from torchport.manifest import SCHEMA, Manifest
 from torchport.task import Task
 
 
@@ -24,7 +25,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_manifest(task: Task, made: Path | None, own: Mapping[str, save.Manifest]) -> None:
+def write_manifest(task: Task, made: Path | None, own: Mapping[str, Manifest]) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
     Args:
@@ -36,7 +37,7 @@ def write_manifest(task: Task, made: Path | None, own: Mapping[str, save.Manifes
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     rows = [row for stage in stages.values() for row in stage["patches"]]
     manifest = {
-        "schema_version": save.SCHEMA,
+        "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": made.name if made else None,

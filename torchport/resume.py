@@ -12,6 +12,7 @@ import torch
 from torchport import checkpoint, hosts, pipelines, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError
 from torchport.files import atomic
+from torchport.manifest import Manifest
 from torchport.progress import log, track
 from torchport.stopping import Stopping
 from torchport.task import Task
@@ -123,7 +124,7 @@ def _unfinished(
     return done, tensors
 
 
-def _difference(task: Task, stage: pipelines.Stage, manifest: save.Manifest) -> tuple[str, Any, Any] | None:
+def _difference(task: Task, stage: pipelines.Stage, manifest: Manifest) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
     written = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config.get("mesh")}
     asked = {**task.shown(stage), "backend": task.request.backend, "mesh": dict(task.job.mesh)}
@@ -164,7 +165,7 @@ def begin(task: Task, run: str) -> None:
         atomic.write_json(task.folder / UNFINISHED, {"run": run})
 
 
-def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, save.Manifest]:
+def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, Manifest]:
     """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
 
     Args:
@@ -175,7 +176,7 @@ def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, 
     Raises:
         ArtefactBrokenError: One of them is damaged.
     """
-    manifests: dict[str, save.Manifest] = {}
+    manifests: dict[str, Manifest] = {}
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
         if not file.is_file():

@@ -24,87 +24,13 @@ from torchport.errors import (
     NotFiniteError,
 )
 from torchport.files import atomic
+from torchport.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 from torchport.progress import log
 
-SCHEMA = 2
-"""Version of the manifest's schema; a reader refuses any other."""
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
 VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
-
-
-class Written(pydantic.BaseModel):
-    """A part of a manifest: nothing else in it, nothing coerced."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-
-class Tensor(Written):
-    """A tensor as a manifest describes it."""
-
-    dtype: str
-    shape: list[int]
-
-
-class PatchRow(Written):
-    """A patch as a manifest lists it; see `torchport.patch.ledger`."""
-
-    id: str
-    target: str
-    kind: str
-    equivalence: str | dict[str, Any]
-    state: str
-    calls: int | None
-    plumbing: bool
-    late: bool
-    drift: str
-    detail: str
-    why: str
-    place: str
-
-
-class ProgramRow(Written):
-    """A program as a manifest lists it; see `torchport.programs.store`."""
-
-    program: str
-    traced: str | None
-    jax_cache: bool | None
-    key: str | None
-
-
-class Manifest(Written):
-    """What made an artefact.
-
-    Attributes:
-        run: The run that made it; one that is stopped or killed keeps its name when it goes on.
-        identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
-        components: Digest of each component of the checkpoint that was at hand.
-        inputs: sha256 of the artefacts that this one was made from, by stage.
-        patches: The ledger: every patch, what it promises, what became of it.
-        programs: One row for each program of the stage: whether it was "compiled" or "cached", and when it was traced.
-        done: Of unfinished latents: how many steps they have gone through.
-        sha256: Of the tensors: names, dtypes, shapes and values.
-    """
-
-    schema_version: int
-    stage: StageName
-    run: str
-    created: str
-    identity: dict[str, Any]
-    checkpoint: str
-    components: dict[str, str]
-    inputs: dict[StageName, str]
-    settings: dict[str, Any]
-    config: dict[str, Any]
-    backend: str
-    patches: list[PatchRow]
-    programs: list[ProgramRow] = []
-    versions: dict[str, str]
-    seconds: dict[str, float]
-    done: int | None = pydantic.Field(default=None, ge=1)
-    tensors: dict[str, Tensor]
-    sha256: str
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -136,7 +62,7 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         sha256=_sha256(tensors),
         **facts,
     )
-    text = _text(manifest)
+    text = text_of(manifest)
     data = save(tensors, {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
@@ -151,15 +77,11 @@ def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
     Raises:
         OutputError: It cannot be written.
     """
-    atomic.write_text(_copy(folder, name), _text(manifest))
+    atomic.write_text(_copy(folder, name), text_of(manifest))
 
 
 def _copy(folder: Path, name: str) -> Path:
     return folder / f"{name}.json"
-
-
-def _text(manifest: Manifest) -> str:
-    return json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -271,7 +193,7 @@ def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
     copy = _copy(folder, name)
     if not copy.is_file():
         return
-    if _bytes(copy) != _text(manifest).encode():
+    if _bytes(copy) != text_of(manifest).encode():
         raise ArtefactBrokenError(
             str(copy),
             f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts",
@@ -319,7 +241,7 @@ def read_manifest(file: Path, made_by: str = "the command that made it") -> Mani
     """
     text = _manifest_text(file, made_by)
     try:
-        version = _Version.model_validate_json(text).schema_version
+        version = Version.model_validate_json(text).schema_version
         if version == SCHEMA:
             return Manifest.model_validate_json(text)
     except pydantic.ValidationError as error:
@@ -342,12 +264,6 @@ def readable_manifest(file: Path) -> Manifest | None:
     except (ArtefactBrokenError, ArtefactForeignError) as error:
         log.warning("left as it is: %s", error)
         return None
-
-
-class _Version(pydantic.BaseModel):
-    """The one field that manifests of all versions have."""
-
-    schema_version: Any
 
 
 def _other_schema(file: Path, version: Any) -> ArtefactForeignError:

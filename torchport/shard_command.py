@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchport import activations, load, patch, pipelines, preflight, shard, upstream
-from torchport.card import Rule, Spec, dims_of, find_pack
+from torchport.card import Rule, Spec, dims_of
+from torchport.pack import find_pack
 from torchport.shard import RuleT
 from torchport.task import Request, Task, accept, check_heads
 

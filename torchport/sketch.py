@@ -20,11 +20,12 @@ import torch
 
 from torchport import compile, grid, hlo, load, patch, shard, topology
 from torchport.attention import dispatch, tiles
-from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack, find_pack
+from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack
 from torchport.config import Frozen, read_document, validated
 from torchport.errors import BadValueError, TopologyError, UnknownNameError, nearest
 from torchport.exchange import exchanges
 from torchport.machine import chip, parse_machine
+from torchport.pack import find_pack
 from torchport.processes import child
 
 NETWORK = "network"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from torchport import load, patch, upstream, workers
-from torchport.card import Axis, Card, Rule, Strategy, find_pack
+from torchport.card import Axis, Card, Rule, Strategy
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.machine import Machine, parse_machine
+from torchport.pack import find_pack
 from torchport.plan import plan
 from torchport.record import versions
 from torchport.shard import AXES

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 
 from torchport import checkpoint, load, machine, patch, pipelines, shard, upstream
-from torchport.card import STAGES, Card, Job, Pack, StageName, check_job, find_pack
+from torchport.card import STAGES, Card, Job, StageName, check_job
 from torchport.config import Document
 from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.pack import Pack, find_pack
 
 Backend = Literal["torchax", "original"]
 DEFAULT_SEED = 42
