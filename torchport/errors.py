@@ -59,8 +59,7 @@ import inspect
 from collections.abc import Iterable
 from typing import ClassVar
 
-DRIFT_EXIT_CODE = 3
-"""Of the commands that look for drift: an upstream changed under a patch."""
+DRIFT_EXIT_CODE = 3  # of the commands that look for drift: an upstream changed under a patch
 
 
 class TorchportError(Exception):
@@ -118,13 +117,11 @@ def page() -> str:
     ]
     for kind in kinds():
         group = kind.__bases__[0]
-        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {_plain(group).splitlines()[0]}"
-        parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
+        above = (
+            "" if group is TorchportError else f"\n\nA `{group.__name__}`: {str(inspect.getdoc(group)).splitlines()[0]}"
+        )
+        parts.append(f"## {kind.id} {kind.__name__}\n\n{inspect.getdoc(kind)}{above}")
     return "\n\n".join(parts) + "\n"
-
-
-def _plain(kind: type[TorchportError]) -> str:
-    return inspect.getdoc(kind) or ""
 
 
 class ConfigError(TorchportError):
@@ -188,8 +185,7 @@ class UpstreamError(ConfigError):
 class PatchError(TorchportError):
     """A patch that could not do what it declares.
 
-    Under this id `torchport check` reports what no other id names: a process or a demo that ended, a patch that does
-    not stand after the import of its module, a namespace that the patches did not leave as it was.
+    `torchport check` reports under this id what has no other: a process that ended, a namespace that was not restored.
     """
 
     id = "TP200"
