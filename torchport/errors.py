@@ -117,9 +117,8 @@ def page() -> str:
     ]
     for kind in kinds():
         group = kind.__bases__[0]
-        above = (
-            "" if group is TorchportError else f"\n\nA `{group.__name__}`: {str(inspect.getdoc(group)).splitlines()[0]}"
-        )
+        lead = str(inspect.getdoc(group)).partition("\n")[0]
+        above = "" if group is TorchportError else f"\n\nA `{group.__name__}`: {lead}"
         parts.append(f"## {kind.id} {kind.__name__}\n\n{inspect.getdoc(kind)}{above}")
     return "\n\n".join(parts) + "\n"
 
