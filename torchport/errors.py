@@ -91,9 +91,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns `known` as a remedy: the closest name first if one is close, else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean '{close[0]}'? Known: {', '.join(names)}"
-    return f"Known: {', '.join(names)}" if names else "None are known"
+    guess = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{guess}Known: {', '.join(names)}" if names else "None are known"
 
 
 def kinds() -> list[type[TorchportError]]:
