@@ -59,8 +59,7 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
-DRIFT_EXIT_CODE = 3
-"""Of the commands that look for drift: an upstream changed under a patch."""
+DRIFT_EXIT_CODE = 3  # of the commands that look for drift: an upstream changed under a patch
 
 
 class TorchportError(Exception):
@@ -96,9 +95,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns `known` as a remedy: the closest name first if one is close, else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"Did you mean '{close[0]}'? Known: {', '.join(names)}"
-    return f"Known: {', '.join(names)}" if names else "None are known"
+    guess = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{guess}Known: {', '.join(names)}" if names else "None are known"
 
 
 def kinds() -> list[type[TorchportError]]:
@@ -170,8 +168,7 @@ class UpstreamError(ConfigError):
 class PatchError(TorchportError):
     """A patch that could not do what it declares.
 
-    Under this id `torchport check` reports what no other id names: a process or a demo that ended, a patch that does
-    not stand after the import of its module, a namespace that the patches did not leave as it was.
+    `torchport check` reports under this id what has no other: a process that ended, a namespace that was not restored.
     """
 
     id = "TP200"
