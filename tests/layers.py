@@ -83,7 +83,7 @@ COMMANDS = {
 }
 LIGHT = {"errors", "config", "files", "progress", "processes", "terminal", "patch", "scan", "__main__"}
 HEAVY = {"torch", "jax", "jaxlib", "torchax"}
-AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "ruamel", "click", "packaging", "torchport"}
+AT_MODULE_LEVEL = {"torch", "jax", "numpy", "ml_dtypes", "pydantic", "yaml", "click", "packaging", "torchport"}
 """What may be imported at module level beside the standard library: torchport's own foundations, no upstream."""
 NAMES = {"utils", "util", "core", "common", "helpers", "helper", "base", "manager", "misc"}
 MODELS = re.compile(r"hunyuan|hyvideo|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)

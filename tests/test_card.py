@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport import card as cards
+from torchport import pack as packs
 from torchport.card import check_job
 from torchport.config import overridden, parse_document, validated
 from torchport.errors import (
@@ -29,7 +30,7 @@ def copied(tmp_path, root):
     """A copy of the configs, with an empty folder of patches: a pack that a test may change."""
     shutil.copytree(root / "configs", tmp_path / "pack" / "configs")
     (tmp_path / "pack" / "patches").mkdir()
-    return cards.Pack((tmp_path / "pack").resolve())
+    return packs.Pack((tmp_path / "pack").resolve())
 
 
 def edit(pack, name, old, new):
@@ -312,7 +313,7 @@ def test_a_folder_without_a_pack_is_refused(source, monkeypatch, tmp_path):
 def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tmp_path, copied):
     package = tmp_path / "site-packages" / "torchport"
     package.mkdir(parents=True)
-    monkeypatch.setattr(cards, "__file__", str(package / "card.py"))
+    monkeypatch.setattr(packs, "__file__", str(package / "pack.py"))
     text = refused(DataFolderError, lambda: find_pack(None))
     assert text == (
         f"{package}: Neither a checkout nor the wheel's copy of patches/ and configs/ is here. "

@@ -149,7 +149,7 @@ def test_a_folder_that_was_removed_is_none(tmp_path, monkeypatch):
     assert path.current() is None and path.trusted(["", "/a"], started=True) == ["/a"]
 
 
-NAMES = ("pydantic", "torch", "jax", "json", "pickle", "numpy", "click", "ruamel", "diffusers", "torchax", "tempfile")
+NAMES = ("pydantic", "torch", "jax", "json", "pickle", "numpy", "click", "yaml", "diffusers", "torchax", "tempfile")
 """Modules that every command imports sooner or later."""
 
 

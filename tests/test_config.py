@@ -150,7 +150,7 @@ def test_what_is_written_wrongly_comes_before_what_is_missing():
     [
         ("a: [1\n", "a.yaml:2: Not YAML: "),
         ("a: b: c\n", "a.yaml:1: Not YAML: "),
-        ("a: 1\n---\nb: 2\n", "a.yaml:3: A second document starts here. Keep one document to a file."),
+        ("a: 1\n---\nb: 2\n", "a.yaml:2: A second document starts here. Keep one document to a file."),
         ("a: !!python/object:os.system x\n", "a.yaml:1: The tag tag:yaml.org,2002:python/object:os.system is not"),
         ("a: !mine x\n", "a.yaml:1: The tag !mine is not plain data. Remove the tag."),
         ("a: &x [1]\nb: *x\n", "a.yaml:1: The anchor &x is not plain data. Write the value out."),
@@ -160,7 +160,8 @@ def test_what_is_written_wrongly_comes_before_what_is_missing():
         ("a: &x [*x]\n", "a.yaml:1: The anchor &x is not plain data. Write the value out."),
         ("[a]: 1\n", "a.yaml:1: A key is not a plain word. Use a string as the key."),
         ("[" * 3000, "a.yaml:1: Not YAML: maximum recursion depth exceeded"),
-        ("a: !!int x\n", "a.yaml:1: 'x' cannot be read. Quote it."),
+        ("a: !!int 1\n", "a.yaml:1: The tag tag:yaml.org,2002:int is not plain data. Remove the tag."),
+        (f"a: {'1' * 5000}\n", "a.yaml:1: '1111"),
         ("a: \x00\n", "a.yaml:1: Not YAML: "),
     ],
 )

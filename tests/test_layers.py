@@ -208,7 +208,7 @@ try:
     __main__.main()
 except SystemExit as stop:
     assert not stop.code
-print([name for name in ("torch", "jax", "pydantic", "ruamel", "numpy", "diffusers") if name in sys.modules])
+print([name for name in ("torch", "jax", "pydantic", "yaml", "numpy", "diffusers") if name in sys.modules])
 """
     lines = python(root, code).splitlines()
     assert lines[0].startswith("Usage: torchport") and lines[-1] == "[]"

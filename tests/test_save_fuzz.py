@@ -1,15 +1,16 @@
 """Artefacts, manifests, unfinished latents and stage files that were changed: refused by name, or read as they were."""
 
+import dataclasses
 import json
 import random
 import shutil
 
 import pytest
 import torch
+from fakes import fuzz_checkpoints as fuzz
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.fakes import fuzz_checkpoints as fuzz
 from torchport import resume, save
 from torchport.errors import SaveError
 from torchport.task import accept
@@ -128,8 +129,6 @@ def test_1500_changed_artefacts_are_refused_by_name_or_read_as_they_were(runs, t
 @pytest.mark.slow
 def test_500_changed_unfinished_latents_are_refused_by_name_or_read_as_they_were(runs, tmp_path, forged, monkeypatch):
     task, source = runs
-    import dataclasses
-
     draw, refused, right = random.Random(SEED + 1), 0, 0
     whole = sums(load_file(save.file_of(source, resume.PARTIAL)))
     inputs = save.read_manifest(save.file_of(source, "denoise")).inputs

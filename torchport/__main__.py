@@ -224,18 +224,13 @@ def list_patches(names: tuple[str, ...], path: str | None) -> None:
 @path_option
 def show_patch(id: str, path: str | None) -> None:
     """Shows everything about one patch, as YAML."""
-    import io
-
-    from ruamel.yaml import YAML
+    import yaml
 
     from torchport.pack import find_pack
     from torchport.patches_command import shown
 
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    text = io.StringIO()
-    yaml.dump(shown(find_pack(path).patches, id), text)
-    click.echo(text.getvalue(), nl=False)  # YAML escapes control characters itself
+    text = yaml.safe_dump(shown(find_pack(path).patches, id), sort_keys=False)
+    click.echo(text, nl=False)  # YAML escapes control characters itself
 
 
 @patches.command("lock")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 import pydantic
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+import yaml
 
 from torchport import folder
 from torchport.errors import (
@@ -86,80 +86,105 @@ def read_document(file: Path, shown: str | None = None) -> Document:
         raise SyntaxYamlError(f"{name}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
 
 
+# libyaml's parser, where PyYAML was built with it: the same events, many times as fast.
+_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    # The plain scalars of YAML 1.2's core schema: `1e-5` is a number, and `no` is a word. Beside it, digits in groups.
+    (re.compile(r"null|Null|NULL|~|"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]+(_[0-9]+)*"), int),
+    (re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+"), lambda text: int(text, 0)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
+)
+
+
 def parse_document(text: str, file: str) -> Document:
     """Returns YAML text as data with its lines; see `read_document`."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.composer.warn_double_anchors = False  # an anchor is refused anyhow, and a warning is no answer
     try:
-        nodes = list(yaml.compose_all(text))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        return _Reader(yaml.parse(text, Loader=_LOADER), file).document()
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         problem = " ".join(str(error.problem or error.context).split())
         raise SyntaxYamlError(f"{file}:{line}", f"Not YAML: {problem}", "Mend the syntax") from error
-    except (YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split()).rstrip(".")[:200]
         raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
-    if len(nodes) > 1:
-        line = nodes[1].start_mark.line + 1
-        raise SyntaxYamlError(f"{file}:{line}", "A second document starts here", "Keep one document to a file")
-    lines: dict[Location, int] = {(): 1}
-    data = _plain(nodes[0], (), lines, file) if nodes and nodes[0] is not None else None
-    return Document(file, data, lines)
 
 
-_SCALARS = {"tag:yaml.org,2002:" + kind for kind in ("str", "int", "float", "bool", "null", "timestamp")}
+class _Reader:
+    """Makes plain data of a parser's events. Nothing is constructed from a tag, so nothing is executed."""
+
+    def __init__(self, events: Iterator[Any], file: str) -> None:
+        self.events = events
+        self.file = file
+        self.lines: dict[Location, int] = {(): 1}
+
+    def document(self) -> Document:
+        """Returns the one document of a stream."""
+        data, count = None, 0
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                count += 1
+                if count > 1:
+                    raise self._refusal(event, "A second document starts here", "Keep one document to a file")
+                data = self._value(next(self.events), ())
+        return Document(self.file, data, self.lines)
+
+    def _value(self, event: Any, path: Location) -> Any:
+        self._check_plain(event)
+        self.lines.setdefault(path, _line(event))
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = iter(lambda: next(self.events), None)
+            inner = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), items)
+            return [self._value(item, (*path, number)) for number, item in enumerate(inner)]
+        return self._scalar(event)
+
+    def _mapping(self, path: Location) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            self._check_plain(event)
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self._refusal(event, "A key is not a plain word", "Use a string as the key")
+            key, place = str(event.value), (*path, str(event.value))
+            if key in result:
+                fact = f"'{key}' stands here and on line {self.lines[place]}"
+                line = f"{self.file}:{_line(event)}"
+                raise DuplicateKeyError(line, fact, "Keep one of the two", key=key)
+            self.lines[place] = _line(event)
+            result[key] = self._value(next(self.events), place)
+        return result
+
+    def _scalar(self, event: Any) -> Any:
+        text = str(event.value)
+        if event.style:
+            return text  # quoted, or a block
+        for pattern, read in _CORE:
+            if pattern.fullmatch(text):
+                try:
+                    return read(text)
+                except ValueError as error:  # thousands of digits
+                    raise self._refusal(event, f"'{text}' cannot be read", "Quote it") from error
+        return text
+
+    def _check_plain(self, event: Any) -> None:
+        """Refuses anchors, and with them every alias, which is read only after its anchor; and tags."""
+        if isinstance(event, yaml.AliasEvent):
+            raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
+        if event.anchor is not None:
+            raise self._refusal(event, f"The anchor &{event.anchor} is not plain data", "Write the value out")
+        if event.tag is not None:
+            raise self._refusal(event, f"The tag {event.tag} is not plain data", "Remove the tag")
+
+    def _refusal(self, event: Any, fact: str, remedy: str) -> SyntaxYamlError:
+        return SyntaxYamlError(f"{self.file}:{_line(event)}", fact, remedy)
 
 
-def _plain(node: Node, path: Location, lines: dict[Location, int], file: str) -> Any:
-    """Returns a composed node as plain data; composing has constructed nothing, so nothing was executed."""
-    line = node.start_mark.line + 1
-    lines.setdefault(path, line)
-    _check_no_anchor(node, file)
-    if isinstance(node, MappingNode) and node.tag == "tag:yaml.org,2002:map":
-        return _plain_mapping(node, path, lines, file)
-    if isinstance(node, SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
-        return [_plain(item, (*path, i), lines, file) for i, item in enumerate(node.value)]
-    if isinstance(node, ScalarNode) and node.tag in _SCALARS:
-        return _plain_scalar(node, file)
-    raise SyntaxYamlError(f"{file}:{line}", f"The tag {node.tag} is not plain data", "Remove the tag")
-
-
-def _check_no_anchor(node: Node, file: str) -> None:
-    """Refuses an anchor, and with it every alias: an alias is read only after its anchor."""
-    if node.anchor:
-        line = node.start_mark.line + 1
-        raise SyntaxYamlError(f"{file}:{line}", f"The anchor &{node.anchor} is not plain data", "Write the value out")
-
-
-def _plain_mapping(node: MappingNode, path: Location, lines: dict[Location, int], file: str) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, ScalarNode) or key_node.tag not in _SCALARS:
-            raise SyntaxYamlError(f"{file}:{line}", "A key is not a plain word", "Use a string as the key")
-        _check_no_anchor(key_node, file)
-        key = str(key_node.value)
-        if key in result:
-            first = lines[(*path, key)]
-            raise DuplicateKeyError(
-                f"{file}:{line}", f"'{key}' stands here and on line {first}", "Keep one of the two", key=key
-            )
-        lines[(*path, key)] = line
-        result[key] = _plain(value_node, (*path, key), lines, file)
-    return result
-
-
-def _plain_scalar(node: ScalarNode, file: str) -> Any:
-    from ruamel.yaml.constructor import SafeConstructor
-
-    if node.tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:timestamp"):
-        return node.value  # a date stays what was written: no field here is one
-    try:
-        return SafeConstructor(loader=YAML(typ="safe", pure=True)).construct_object(node)
-    except (YAMLError, ValueError, OverflowError, ArithmeticError, LookupError) as error:
-        line = node.start_mark.line + 1
-        raise SyntaxYamlError(f"{file}:{line}", f"'{node.value}' cannot be read", "Quote it") from error
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
 
 
 def overridden(document: Document, override: str) -> Document:
