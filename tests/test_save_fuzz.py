@@ -75,7 +75,7 @@ def mutate(folder, name, draw, forged):
     elif kind == "tensors":
         retensored(file, draw)
     elif kind == "swap":
-        shutil.copy(save.file_of(folder, draw.choice(("encode", "decode"))), file)
+        shutil.copy(save.file_of(folder, "decode" if name == "encode" else "encode"), file)
     elif copy.is_file():
         damaged(copy, draw)
 
