@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from torchport import hosts, machine
+from torchport import hosts, machine, save
 from torchport.errors import BadValueError, MachineError
 from torchport.hosts import Cluster, asked
 from torchport.run import run
@@ -117,7 +116,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path, root, told):
         codes = [process.wait(PATIENCE) for process in running]
     assert codes == [130, 130]
     said = [log.read_text() for log in logs]
-    done = json.loads((out / "denoise.partial.json").read_text())["settings"]["done"]
+    done = save.read_manifest(out / "denoise.partial.safetensors").done
     assert f"error[TP701] SIGTERM: Stopped after step {done} of 500" in said[told]
     assert f"error[TP701] another process: Stopped after step {done} of 500" in said[1 - told]
 
@@ -215,7 +214,8 @@ CHILD = """if True:
 
 def children(folder, root, case):
     """Runs a case in two processes, through the command line's own way of reporting errors."""
-    code = CHILD.replace("CASE", case) + "\n    from torchport import __main__\n    __main__.cli = lambda **_: main()"
+    code = CHILD.replace("CASE", case) + "\n    import types\n    from torchport import __main__"
+    code += "\n    __main__.cli = types.SimpleNamespace(main=lambda **_: main())"
     return finished(folder, root, *[["-c", code + "\n    __main__.main()"]] * 2)
 
 
