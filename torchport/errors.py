@@ -43,7 +43,7 @@ TorchportError
 │   └── LostProcessError       TP504  another process of the run was killed, or its host is lost
 ├── SaveError              artefacts
 │   ├── ArtefactMissingError   TP601  a stage's input is not there
-│   ├── ArtefactBrokenError    TP602  an artefact that differs from its manifest
+│   ├── ArtefactBrokenError    TP602  an artefact that is damaged
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
@@ -361,7 +361,7 @@ class ArtefactMissingError(SaveError):
 
 
 class ArtefactBrokenError(SaveError):
-    """An artefact whose bytes, shapes or dtypes differ from what its manifest says."""
+    """An artefact that is damaged or cannot be read, or the copy of whose manifest was changed."""
 
     id = "TP602"
 
