@@ -122,7 +122,7 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
     found = task.accept(task.Request(model, demo, stage=name, overrides=(*SMALL, dtypes), upstream_path=checkout))
     [stage] = found.stages
     component = str(stage.network)
-    with upstream.on_path(found.upstream), patch.applied(found.patches([stage])), load.hushed(True):
+    with upstream.on_path(found.upstream), patch.applied(found.patches([stage])), upstream.hushed(True):
         parts = preflight.parts(found, stage)
         settings = found.card.components[component].class_
         values = {**found.card.tiny.components[component], **config}

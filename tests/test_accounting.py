@@ -11,7 +11,7 @@ from fakes import native_checkpoint
 from fakes.native_checkpoint import ENCODERS, glyphs
 from safetensors.torch import load_file, save_file
 
-from torchport import load, pipelines
+from torchport import load, pipelines, upstream
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
 from torchport.pipelines import hyvideo15
 
@@ -38,7 +38,7 @@ def native_copy(native_folder, tmp_path):
 
 def accounted(card, root, name):
     """Sends a component through the door, as a run does."""
-    with load.hushed(True):
+    with upstream.hushed(True):
         load.account_component(card.components[name], root / card.folder(name, None))
 
 
@@ -227,7 +227,7 @@ def test_two_loadings_of_one_checkpoint_are_the_same_to_the_bit(native, native_f
         for seed in (1, 2):
             torch.manual_seed(seed)
             cls = load.class_of(native.components[name].class_)
-            with load.hushed(True):
+            with upstream.hushed(True):
                 found.append(cls.from_pretrained(native_folder / native.folder(name, None)))
         one, two = (dict(module.state_dict()) | dict(module.named_buffers()) for module in found)
         assert set(one) == set(two) and all(torch.equal(one[key], two[key]) for key in one)

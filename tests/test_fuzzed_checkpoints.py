@@ -8,7 +8,7 @@ import torch
 from fakes import fuzz_checkpoints, native_checkpoint
 from safetensors.torch import load_file
 
-from torchport import checkpoint, load, save
+from torchport import checkpoint, load, save, upstream
 from torchport.errors import CheckpointBrokenError, TorchportError
 from torchport.foreign import reading
 
@@ -74,7 +74,7 @@ def test_a_mutated_component_is_refused_in_one_line_or_loaded_right(cases, block
         folder = shutil.copytree(root / card.folder(name, None), tmp_path / f"{number}")
         what = fuzz_checkpoints.mutate(folder, draw)
         try:
-            with load.hushed(True):
+            with upstream.hushed(True):
                 torch.manual_seed(1)
                 made = loaded(card.components[name], folder, name)
                 torch.manual_seed(2)

@@ -8,7 +8,7 @@ import torch
 from fakes.modules import Forgetful, Mixed
 from safetensors.torch import load_file, save_file
 
-from torchport import checkpoint, load
+from torchport import checkpoint, load, upstream
 from torchport.errors import (
     CheckpointBrokenError,
     CheckpointForeignError,
@@ -185,7 +185,7 @@ def encoder(tmp_path, tiny_folder, card):
     folder = shutil.copytree(tiny_folder / "text_encoder_2", tmp_path / "text_encoder_2")
 
     def call():
-        with load.hushed(True):
+        with upstream.hushed(True):
             return load.text_encoder(card.components["text_encoder_2"], folder, "float32", "text_encoder_2")
 
     return folder, call
@@ -343,12 +343,27 @@ def test_upstreams_notes_are_hushed_and_then_as_loud_as_before():
 
     libraries = (diffusers.utils.logging, transformers.utils.logging)
     before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
-    with load.hushed(True):
+    with upstream.hushed(True):
         assert [library.is_progress_bar_enabled() for library in libraries] == [False, False]
     assert [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries] == before
-    with load.hushed(False):
+    with upstream.hushed(False):
         assert [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries] == before
 
 
 def test_the_index_in_the_file_is_json_that_upstream_wrote(tiny_folder):
     assert json.loads((tiny_folder / "model_index.json").read_text())["_class_name"] == "HunyuanVideo15Pipeline"
+
+
+WAN = {
+    "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+    "freq_dim": 16, "ffn_dim": 32, "num_layers": 1, "rope_max_seq_len": 32,
+}  # fmt: skip
+
+
+def test_a_plan_has_the_dtypes_that_a_run_loads():
+    """Wan's class keeps norms, scales and the timestep's embedding in float32: as bfloat16 it is another network."""
+    built = load.build("diffusers:WanTransformer3DModel", WAN, "bfloat16", "x")
+    planned = load.published("diffusers:WanTransformer3DModel", WAN, "x", "bfloat16")
+    dtypes = {name: tensor.dtype for name, tensor in built.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in planned.state_dict().items()} == dtypes
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}

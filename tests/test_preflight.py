@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from torchport import checkpoint, load, machine, patch, preflight, shard, shard_command
+from torchport import checkpoint, machine, patch, preflight, shard, shard_command, upstream
 from torchport.card import ActivationRule, Rule, WeightRule
 from torchport.errors import (
     AttentionError,
@@ -29,7 +29,7 @@ GIB = 2**30
 def patched():
     """The card's patches, applied once: that takes longer than all else here."""
     task = accept(Request("hunyuan", "configs/demo.yaml", prompt="A cat"))
-    with patch.applied(task.patches(task.stages)), load.hushed(True):
+    with patch.applied(task.patches(task.stages)), upstream.hushed(True):
         yield
 
 

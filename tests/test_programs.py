@@ -381,10 +381,10 @@ def test_a_request_for_another_picture_has_the_same_key(of_stage):
 
 
 def test_settings_that_are_not_in_the_key_are_blank_for_what_is_traced(task, tmp_path):
-    settings = programs.fixed(task("steps=7", prompt="A dog", negative_prompt="red", seed=7).settings)
+    settings = task("steps=7", prompt="A dog", negative_prompt="red", seed=7).settings.traced()
     assert [getattr(settings, name) for name in key.FREE] == ["", "", 0, 0]
     image = dataclasses.replace(settings, image=tmp_path / "cat.png")
-    assert str(programs.fixed(image).image) == "image"
+    assert str(image.traced().image) == "image"
 
 
 def test_another_card_or_bound_of_scores_has_another_key(of_stage, card):

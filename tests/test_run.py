@@ -15,7 +15,7 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file
 
-from torchport import load, tiny
+from torchport import tiny
 from torchport.errors import AttentionError
 from torchport.pack import find_pack
 from torchport.pipelines.hunyuan_video15 import STAGES
@@ -53,7 +53,7 @@ def upstream(noise):
 
 
 def _upstream(folder, noise, dtype=torch.float32, steps=3, **kwargs):
-    with load.hushed(True):
+    with upstream.hushed(True):
         pipe = HunyuanVideo15Pipeline.from_pretrained(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         pipe.guider = pipe.guider.new(guidance_scale=6.0)

@@ -53,10 +53,15 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
 
     with default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
         module = _constructed(class_path, config, place)
+    return _cast(module, getattr(torch, dtype))
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Gives floating-point weights a dtype, but for what the class keeps in float32, as upstream's own loading does."""
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else getattr(torch, dtype))
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
     return module
 
 
@@ -71,10 +76,20 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def published(class_path: str, config: Mapping[str, Any], place: str = "the card") -> Any:
-    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand; see `build`."""
+def published(class_path: str, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None) -> Any:
+    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand; see `build`.
+
+    Args:
+        class_path: `package.module:Class`.
+        config: As the checkpoint's `config.json` has it.
+        place: The component's folder, for errors.
+        dtype: Of weights, as `build` gives it to them; by default PyTorch's own.
+    """
     with torch.device("meta"):
-        return _constructed(class_path, config, place)
+        if dtype is None:
+            return _constructed(class_path, config, place)
+        with default_dtype(getattr(torch, dtype)):
+            return _cast(_constructed(class_path, config, place), getattr(torch, dtype))
 
 
 def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
@@ -322,30 +337,6 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         _filled(name, tensor, folder)
     return module.eval().requires_grad_(False)
-
-
-@contextlib.contextmanager
-def hushed(hush: bool) -> Iterator[None]:
-    """Keeps upstream's own bars and notes from between torchport's while the context lasts."""
-    if not hush:
-        yield
-        return
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    libraries = (diffusers.utils.logging, transformers.utils.logging)
-    levels = [library.get_verbosity() for library in libraries]
-    bars = [library.is_progress_bar_enabled() for library in libraries]
-    try:
-        for library in libraries:
-            library.set_verbosity_error()
-            library.disable_progress_bar()
-        yield
-    finally:
-        for library, level, bar in zip(libraries, levels, bars, strict=True):
-            library.set_verbosity(level)
-            if bar:
-                library.enable_progress_bar()
 
 
 def part(class_path: str, folder: Path) -> Any:

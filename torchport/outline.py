@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from torchport import calls, compile, grid, load, patch, pipelines, preflight, schedule, shard, topology, upstream
+from torchport import calls, compile, grid, patch, pipelines, preflight, schedule, shard, topology, upstream
 from torchport.attention import dispatch
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
@@ -60,7 +60,7 @@ def outlined(task: Task, stage: pipelines.Stage, devices: Any, bounded: bool = T
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
     with upstream.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-        with compile.operators({op.target: op.function for op in ledger.ops()}), load.hushed(True):
+        with compile.operators({op.target: op.function for op in ledger.ops()}), upstream.hushed(True):
             check_heads(task)
             outline = _outline(task, stage, devices)
             if not bounded:

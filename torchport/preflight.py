@@ -179,16 +179,15 @@ def parts(task: Task, stage: pipelines.Stage) -> dict[str, Any]:
         component = task.card.components[name]
         found[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
     for name in (*stage.meta, str(stage.network)):
-        found[name] = published(task, name)
-    found[str(stage.network)].to(task.settings.dtypes[str(stage.network)])
+        found[name] = published(task, name, task.dtype(name))
     if stage.prepare is not None:
         stage.prepare(found, task.settings)
     return found
 
 
 def how(stage: pipelines.Stage, task: Task) -> compile.How:
-    """Returns how the stage's network is called."""
-    return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
+    """Returns how the stage's network is called while it is traced."""
+    return compile.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
 def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[str, WeightRule]:

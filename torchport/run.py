@@ -90,7 +90,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
     with (
         upstream.on_path(task.upstream),
         patch.applied(entries),
-        load.hushed(hush),
+        upstream.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
         _folder(task.folder),
         programs.Programs.opened(task) as kept,
@@ -220,10 +220,9 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         return None
     task, name = journey.task, stage.network
     module, folder = parts[name].get_submodule(stage.submodule), task.component_folder(journey.weights.folder, name)
-    settings = task.settings if task.original else programs.fixed(task.settings)
-    how = functools.partial(stage.call, settings=settings) if stage.call is not None else compile.plainly
     if task.original:
         load.fill(parts[name], folder, name)
+        how = functools.partial(stage.call, settings=task.settings) if stage.call is not None else compile.plainly
         return compile.Eager(module, how)
     mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
     strategy = task.card.strategies[task.job.strategy]
@@ -248,7 +247,7 @@ def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any],
         stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
         gathered=shard.gathered(rules),
         rules_place=functools.partial(task.program_place, name),
-        how=how,
+        how=preflight.how(stage, task),
         kept=journey.programs.of(stage, module, journey.weights.folder, bounds, mesh, ledger),
     )
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchport import activations, load, patch, pipelines, preflight, shard, upstream
+from torchport import activations, patch, pipelines, preflight, shard, upstream
 from torchport.card import Rule, Spec, dims_of
 from torchport.pack import find_pack
 from torchport.shard import RuleT
@@ -62,7 +62,7 @@ def shown(request: Request) -> list[Row]:
         ConfigError: The model or the config.
     """
     task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
-    with upstream.on_path(task.upstream), patch.applied(task.patches(task.stages)), load.hushed(True):
+    with upstream.on_path(task.upstream), patch.applied(task.patches(task.stages)), upstream.hushed(True):
         check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 

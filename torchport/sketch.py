@@ -18,7 +18,7 @@ import jax
 import pydantic
 import torch
 
-from torchport import compile, grid, hlo, load, patch, shard, topology
+from torchport import compile, grid, hlo, load, patch, shard, topology, upstream
 from torchport.attention import dispatch, tiles
 from torchport.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack
 from torchport.config import Frozen, read_document, validated
@@ -180,7 +180,7 @@ def compiled(asked: Asked) -> dict[str, Any]:
     strategy, calls = drawn.strategies[asked.strategy], list[dispatch.Traced]()
     with patch.applied(entries, stage="denoise") as ledger:
         found = {op.target: _around(op.target, op.function, strategy, mesh) for op in ledger.ops()}
-        with compile.operators(found), load.hushed(True):
+        with compile.operators(found), upstream.hushed(True):
             program = _program(drawn, strategy, mesh, asked, calls)
             inputs = {
                 name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")

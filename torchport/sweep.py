@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport import load, patch, upstream, workers
+from torchport import patch, upstream, workers
 from torchport.card import Axis, Card, Rule, Strategy
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.machine import Machine, parse_machine
@@ -144,7 +144,7 @@ def _refusal(request: Request, choice: Choice) -> TorchportError | None:
     try:
         task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)))
         # Heads are counted by the network's configuration, which its class has.
-        with upstream.on_path(task.upstream), patch.applied(task.patches(task.stages)), load.hushed(True):
+        with upstream.on_path(task.upstream), patch.applied(task.patches(task.stages)), upstream.hushed(True):
             check_heads(task)
     except MeshError as error:
         return error

@@ -324,15 +324,21 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
     )
 
 
-def published(task: Task, component: str) -> Any:
-    """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default."""
+def published(task: Task, component: str, dtype: str | None = None) -> Any:
+    """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default.
+
+    Args:
+        task: The task.
+        component: Its name in the card.
+        dtype: Of its weights, as a run loads them; by default PyTorch's own, where only shapes count.
+    """
     config, place = dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
     if task.checkpoint != "tiny":
         folder = checkpoint.local(task.checkpoint)
         place = str(task.component_folder(folder, component)) if folder else component
         published = dict(task.card.components[component].published)
         config = checkpoint.read_json(Path(place) / "config.json") if folder else published
-    return load.published(task.card.components[component].class_, config, place)
+    return load.published(task.card.components[component].class_, config, place, dtype)
 
 
 def check_heads(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Finds an upstream that is a checkout rather than an installed package, and puts it on the path for a run."""
+"""Finds an upstream that is a checkout and not an installed package, puts it on the path, and keeps it quiet."""
 
 from __future__ import annotations
 
@@ -84,3 +84,27 @@ def on_path(folder: Path | None) -> Iterator[None]:
         sys.path[:] = path
         os.environ.clear()
         os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def hushed(hush: bool) -> Iterator[None]:
+    """Keeps upstream's own bars and notes from between torchport's while the context lasts."""
+    if not hush:
+        yield
+        return
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()

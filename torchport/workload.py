@@ -131,7 +131,7 @@ def _configurations(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the published configuration of the network that denoises, and of the VAE (empty where there is none)."""
     [stage] = task.stages
     names = [str(stage.network), "vae"]
-    with upstream.on_path(task.upstream), patch.applied(task.patches([stage])), load.hushed(True):
+    with upstream.on_path(task.upstream), patch.applied(task.patches([stage])), upstream.hushed(True):
         found = {name: task.card.components[name] for name in names if name in task.card.components}
         read = {name: dict(load.published(c.class_, dict(c.published), name).config) for name, c in found.items()}
     return read[names[0]], read.get("vae", {})

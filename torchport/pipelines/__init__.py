@@ -64,6 +64,14 @@ class Settings:
     image: Path | None = None
     text_bucket: int | None = None
 
+    def traced(self) -> Settings:
+        """Returns the settings that a network is called with while it is traced: those its program may depend on.
+
+        The others are blank, so that no program can depend on them unseen.
+        """
+        image = None if self.image is None else Path("image")
+        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, image=image)
+
 
 PIECE = 256
 """Attention kernels read keys in pieces of this many: a sequence of whole pieces need not be padded in every block."""

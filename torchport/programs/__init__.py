@@ -3,5 +3,4 @@
 `key` says what a program is determined by, `entry` is one program on disk, `store` looks programs up and keeps them.
 """
 
-from torchport.programs.key import fixed as fixed
 from torchport.programs.store import Programs as Programs

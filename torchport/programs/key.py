@@ -44,15 +44,6 @@ def digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 
-def fixed(settings: pipelines.Settings) -> pipelines.Settings:
-    """Returns the settings that a network is called with while it is traced: those that its program may depend on.
-
-    The others are blank, so that no program can depend on them unseen.
-    """
-    image = None if settings.image is None else Path("image")
-    return dataclasses.replace(settings, prompt="", negative_prompt="", seed=0, steps=0, image=image)
-
-
 def of_process(upstreams: Iterable[str]) -> dict[str, Any]:
     """Returns the parts that are the same for all programs of a run.
 
@@ -140,7 +131,7 @@ def of_stage(task: Task, stage: pipelines.Stage, weights: Path, bounds: Mapping[
         weights: The checkpoint's folder.
         bounds: The bounds of attention scores, which choose the kernel.
     """
-    settings = dataclasses.asdict(fixed(task.settings))
+    settings = dataclasses.asdict(task.settings.traced())
     card = task.card.model_dump(mode="json")
     configs = {name: task.component_folder(weights, name) / "config.json" for name in task.card.components}
     assert stage.network is not None
