@@ -21,6 +21,7 @@ from torchport.pack import find_pack
 from torchport.pipelines.hunyuan_video15 import STAGES
 from torchport.run import run
 from torchport.task import Request
+from torchport.upstream import hushed
 
 PROMPT, NEGATIVE = 'A cat walks past a red sign with the word "torchport" on it', "blurry"
 SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
@@ -53,7 +54,7 @@ def upstream(noise):
 
 
 def _upstream(folder, noise, dtype=torch.float32, steps=3, **kwargs):
-    with upstream.hushed(True):
+    with hushed(True):
         pipe = HunyuanVideo15Pipeline.from_pretrained(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         pipe.guider = pipe.guider.new(guidance_scale=6.0)
