@@ -69,3 +69,21 @@ def test_what_is_no_refusal_is_not_hidden():
 def test_there_is_room_for_one_at_least(monkeypatch):
     monkeypatch.setattr(workers, "COMPILATION", 2**60)
     assert workers.default() == 1
+
+
+def test_after_an_interrupt_nothing_more_is_begun(monkeypatch):
+    begun, go = [], threading.Event()
+
+    def work(item):
+        begun.append(item)
+        assert go.wait(10)
+
+    def interrupted(items, *rest, **named):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(workers, "track", interrupted)
+    threading.Timer(0.2, go.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        workers.each(work, range(20), 2, "test", str)
+    assert len(begun) <= 2

@@ -39,12 +39,16 @@ def each(
     found: dict[int, FoundT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
-        for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
-            number = waiting[done]
-            try:
-                found[number] = done.result()
-            except TorchportError as error:
-                found[number] = error
-            end = "refused" if isinstance(found[number], TorchportError) else "done"
-            note(f"{what}: {name(items[number])}: {end} ({len(found)} of {len(items)})")
+        try:
+            for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
+                number = waiting[done]
+                try:
+                    found[number] = done.result()
+                except TorchportError as error:
+                    found[number] = error
+                end = "refused" if isinstance(found[number], TorchportError) else "done"
+                note(f"{what}: {name(items[number])}: {end} ({len(found)} of {len(items)})")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # or what has not begun would still be begun
+            raise
     return [found[number] for number in range(len(items))]
