@@ -283,13 +283,16 @@ def _is_unread(component: Component, name: str) -> bool:
 
 
 def _check_config(cls: Any, folder: Path) -> None:
-    """Refuses a configuration of another class, and dtypes that weights would be rounded to in silence."""
+    """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
     wanted, found = cls.config_class.model_type, config.get("model_type")
     if found != wanted:
         fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
+    if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
+        fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
+        raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in part.items():
             if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
