@@ -266,3 +266,20 @@ def test_an_import_turned_elsewhere_and_every_statement_that_binds_a_name_are_dr
 )
 def test_edits_that_change_nothing_are_no_drift(world, old, new):
     assert _edited(world, old, new) == ""
+
+
+def test_super_is_followed_in_a_class_as_a_whole_and_ends_outside_of_classes(world):
+    world.write(
+        "up/m.py",
+        """
+        class A:
+            def g(self): return 1
+        class B(A):
+            def g(self): return super().g()
+        def f():
+            class Inner(A):
+                def g(self): return super().g()
+            return B(), Inner()
+        """,
+    )
+    assert _used() == {"up.m:A": "f", "up.m:B": "f", "up.m:A.g": "B"}

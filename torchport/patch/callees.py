@@ -126,8 +126,10 @@ def _used(user: Home) -> Iterator[tuple[Chain, Home]]:
     if source is None:
         return
     chains, own = _names(source, user[1])
-    owner = user[1][:-1]
+    owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
+        if chain[0] == _SUPER and not owner:  # of a class inside a function
+            continue
         lookup = _Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
             found = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
