@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchport import card as cards
+from torchport import pack as packs
 from torchport.card import check_job
 from torchport.config import overridden, parse_document, validated
 from torchport.errors import (
@@ -21,7 +22,7 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
-from torchport.pack import find_pack
+from torchport.pack import Pack, find_pack
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def copied(tmp_path, root):
     """A copy of the configs, with an empty folder of patches: a pack that a test may change."""
     shutil.copytree(root / "configs", tmp_path / "pack" / "configs")
     (tmp_path / "pack" / "patches").mkdir()
-    return cards.Pack((tmp_path / "pack").resolve())
+    return Pack((tmp_path / "pack").resolve())
 
 
 def edit(pack, name, old, new):
@@ -312,7 +313,7 @@ def test_a_folder_without_a_pack_is_refused(source, monkeypatch, tmp_path):
 def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tmp_path, copied):
     package = tmp_path / "site-packages" / "torchport"
     package.mkdir(parents=True)
-    monkeypatch.setattr(cards, "__file__", str(package / "card.py"))
+    monkeypatch.setattr(packs, "__file__", str(package / "pack.py"))
     text = refused(DataFolderError, lambda: find_pack(None))
     assert text == (
         f"{package}: Neither a checkout nor the wheel's copy of patches/ and configs/ is here. "
@@ -320,3 +321,34 @@ def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tm
     )
     copied.root.rename(package / "_data")
     assert find_pack(None).root == package / "_data"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("activations:\n      transformer:", "activations:\n      transfomer:", "'transfomer' is no network"),
+        ("stacks:\n  transformer:", "stacks:\n  text_encoder:", "'text_encoder' is no network"),
+        ("divides: {tp: transformer.", "divides: {tp: nope.", "'nope' is no network"),
+        ("    scheduler: {shift", "    shceduler: {shift", "'shceduler' is no component"),
+    ],
+)
+def test_a_section_for_what_the_model_has_not_is_refused(copied, old, new, said):
+    edit(copied, "models/hunyuan", old, new)
+    card, document = copied.card("hunyuan")
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    line = line_of(copied, "models/hunyuan", "stacks:") + 1 if "stacks" in new else 0
+    line = line or line_of(copied, "models/hunyuan", new.rpartition("\n")[2])
+    assert text.startswith(f"configs/models/hunyuan.yaml:{line}: {said} of 'hunyuan'. ")
+
+
+def test_a_network_without_rules_is_refused(copied):
+    edit(copied, "models/hunyuan", "      vae:\n        - {match: '.*', spec: replicate}\n", "")
+    card, document = copied.card("hunyuan")
+    text = refused(MissingKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    assert text.endswith(": There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'.")
+
+
+def test_every_shipped_card_names_its_own_networks_alone(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        cards.check_names(card, ["transformer", "vae"], document)
