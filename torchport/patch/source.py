@@ -197,7 +197,7 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
     body: list[ast.stmt] = tree.body
     loose = False
     for depth, name in enumerate(path, 1):
-        node = binding(body, name)
+        node = binding(body, _as_written(name, path[: depth - 1]))
         loose = loose or _is_loose(body)
         if node is None:
             return Found(None, depth - 1, loose)
@@ -206,6 +206,13 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
         body = node.body
         loose = bool(node.bases or node.keywords or node.decorator_list)
     raise AssertionError("a path has at least one name")
+
+
+def _as_written(name: str, above: Sequence[str]) -> str:
+    """Returns a name as its class has it: Python makes `_K__name` of a class's own `__name`."""
+    prefix = f"_{above[-1].lstrip('_')}" if above else None
+    private = prefix is not None and name.startswith(f"{prefix}__") and not name.endswith("__")
+    return name.removeprefix(prefix) if private and prefix is not None else name
 
 
 def is_imported(entry: Entry) -> bool | None:
