@@ -334,3 +334,46 @@ def test_files_with_holes_of_gigabytes_are_refused_unread(native, native_copy):
         stream.truncate(400 << 30)
     text = refusal(CheckpointBrokenError, native, native_copy, "text_encoder")
     assert text == f"{file}: {400 << 30} bytes, and not safetensors. Download the file again."
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "said"),
+    [
+        (
+            "vae",
+            "config.json",
+            {"scaling_factor": "x"},
+            "'scaling_factor' is 'x'. It must be like its default, 1.03682",
+        ),
+        ("vae", "config.json", {"scaling_factor": float("nan")}, "'scaling_factor' is 'nan'. It must be like"),
+        ("vae", "config.json", {"block_out_channels": [16, "x"]}, "'block_out_channels' is "),
+        ("transformer", "config.json", {"rope_theta": "x"}, "'rope_theta' is 'x'. It must be like its default, 256.0"),
+        ("transformer", "config.json", {"num_layers": True}, "'num_layers' is 'True'. It must be like its default, 54"),
+        (
+            "transformer",
+            "config.json",
+            {"_class_name": "Nope"},
+            "It is of a 'Nope'. It must be of a Hunyuan",
+        ),
+        (
+            "scheduler",
+            "scheduler_config.json",
+            {"shift": float("nan")},
+            "'shift' is 'nan'. It must be like its",
+        ),
+        ("scheduler", "scheduler_config.json", {"_class_name": "DDIMScheduler"}, "It is of a 'DDIMScheduler'. It must"),
+        ("guider", "guider_config.json", {"enabled": "no"}, "'enabled' is 'no'. It must be like its default, True"),
+    ],
+)
+def test_a_value_of_a_configuration_that_upstream_would_stop_at_later_is_refused(
+    card, tiny_folder, tmp_path, name, file, change, said
+):
+    path = shutil.copytree(tiny_folder / name, tmp_path / name) / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert refusal(CheckpointForeignError, card, tmp_path, name).startswith(f"{path}: {said}")
+
+
+def test_numbers_of_either_kind_and_values_that_are_left_open_pass(card, tiny_folder, tmp_path):
+    path = shutil.copytree(tiny_folder / "scheduler", tmp_path / "scheduler") / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": 7, "shift_terminal": None, "base_shift": None}))
+    accounted(card, tmp_path, "scheduler")
