@@ -6,7 +6,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport import patch
-from torchport.errors import DriftError
+from torchport.errors import DriftError, TargetError
 from torchport.patch import drift, versions
 from torchport.patch.callees import callees
 
@@ -283,3 +283,11 @@ def test_super_is_followed_in_a_class_as_a_whole_and_ends_outside_of_classes(wor
         """,
     )
     assert _used() == {"up.m:A": "f", "up.m:B": "f", "up.m:A.g": "B"}
+
+
+@pytest.mark.parametrize("name", ["up.m:rotate_hlaf", "up.none:f"])
+def test_what_a_patch_relies_on_must_be_there_to_be_locked(world, name):
+    world.write("up/m.py", ROTARY)
+    entries = world.one("replace: p.py:new", "up.m:block", f"relies_on: ['{name}']")
+    with pytest.raises(TargetError, match=f"p.yaml:1: 'up.one' relies on {name}, which is not in the source. Name"):
+        drift.lock(world.patches, entries)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pydantic
 
 from torchport.config import Document, Frozen, read_document, validated
-from torchport.errors import DriftError, OutputError, WrongTypeError
+from torchport.errors import DriftError, OutputError, TargetError, WrongTypeError
 from torchport.folder import inside
 from torchport.patch.callees import bindings, callees, definition, home_of, uses
 from torchport.patch.entry import Entry, TargetName
@@ -236,8 +236,15 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
 
     Returns:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
+
+    Raises:
+        TargetError: An entry relies on what its upstream's source does not show: its change would never be seen.
     """
     told: list[str] = []
+    for entry, target in ((one, target) for one in entries for target in one.relies_on):
+        if definition(home_of(target)) is None:
+            fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
+            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
     by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
     for name, chosen in by_upstream.items():
         if not any(entry.upstream == name for entry in entries):
