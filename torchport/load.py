@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from torchport.errors import (
     CheckpointMissingError,
     UnfilledWeightError,
 )
-from torchport.foreign import reading
+from torchport.foreign import check_values, reading
 from torchport.progress import log, track
 
 SAME = "Name a checkpoint of this model and version"
@@ -229,40 +228,10 @@ def account_component(component: Component, folder: Path) -> None:
         check_part(component.class_, folder)
     elif hasattr(cls, "from_config"):
         config = checkpoint.read_json(folder / "config.json")
-        _check_values(cls, folder / "config.json", config)
+        check_values(cls, folder / "config.json", config)
         account(published(component.class_, config, str(folder)), folder)
     else:
         _account_encoder(component, folder)
-
-
-def _check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
-    """Refuses a configuration of another class, or with a value of another kind than the class's own default is.
-
-    Upstream reads most of them without a look, and stops hours later where it first computes with one.
-
-    Raises:
-        CheckpointForeignError: There is one.
-    """
-    if config.get("_class_name", cls.__name__) != cls.__name__:
-        fact, remedy = f"It is of a {str(config['_class_name'])[:80]!r}", f"It must be of a {cls.__name__}"
-        raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model")
-    for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        value, default = config.get(key), parameter.default
-        if value is not None and default is not parameter.empty and not _is_like(value, default):
-            fact, remedy = f"'{key}' is {str(value)[:80]!r}", f"It must be like its default, {default!r}"
-            raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model", key=key)
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON is of a default's kind: a truth value, a finite number, text, or a list of such."""
-    if isinstance(default, bool):
-        return isinstance(value, bool)
-    if isinstance(default, int | float):
-        return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
-    if isinstance(default, list | tuple):
-        whole = isinstance(value, list)
-        return whole and all(one is None or not default or _is_like(one, default[0]) for one in value)
-    return not isinstance(default, str) or isinstance(value, str)
 
 
 def _account_encoder(component: Component, folder: Path) -> None:
@@ -411,7 +380,7 @@ def check_part(class_path: str, folder: Path) -> None:
     for file in files:
         config = checkpoint.read_json(file)
         if file.name == getattr(cls, "config_name", None):
-            _check_values(cls, file, config)
+            check_values(cls, file, config)
     if not files or not _has_vocabulary(cls, folder):
         raise CheckpointMissingError(
             str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
