@@ -281,3 +281,99 @@ def test_names_as_they_are_published_are_the_classes_own_by_transformers_rules(
     lost = next(key for key in whole if key.startswith(published))
     save_file({key: tensor for key, tensor in whole.items() if key != lost}, file, {"format": "pt"})
     assert "1 missing keys" in refusal(CheckpointForeignError, native, native_copy, name)
+
+
+def int8_beside(folder, index):
+    """Puts sound weights under an index, and integers where transformers looks first."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    file.rename(folder / "sound.safetensors")
+    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, file, {"format": "pt"})
+    (folder / index).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "sound.safetensors")}))
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "other.safetensors.index.json"])
+def test_weights_beside_an_index_that_does_not_name_them_are_refused(native, native_copy, index):
+    folder = native_copy / native.folder("text_encoder", None)
+    int8_beside(folder, index)
+    assert refusal(CheckpointForeignError, native, native_copy, "text_encoder") == (
+        f"{folder}: It holds model.safetensors, which {index} does not name. Keep one set of weights in this folder."
+    )
+
+
+def test_weights_under_names_that_transformers_does_not_read_are_refused_as_such(native, native_copy):
+    file = file_of(native, native_copy, "text_encoder")
+    file.rename(file.with_name("other.safetensors"))
+    assert refusal(CheckpointForeignError, native, native_copy, "text_encoder") == (
+        f"{file.parent}: It holds other.safetensors, and neither model.safetensors nor model.safetensors.index.json. "
+        "Give the files the names under which they are published."
+    )
+
+
+def test_a_configuration_cannot_name_weights_that_no_door_has_seen(native, native_copy):
+    file = file_of(native, native_copy, "text_encoder")
+    (file.parent / "sub").mkdir()
+    tensors = {name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}
+    save_file(tensors, file.parent / "sub" / "x.safetensors", {"format": "pt"})
+    config = file.with_name("config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "sub/x.safetensors"}))
+    assert refusal(CheckpointForeignError, native, native_copy, "text_encoder") == (
+        f"{config}: 'transformers_weights' is 'sub/x.safetensors'. "
+        "Remove it, and keep the weights in model.safetensors."
+    )
+
+
+def test_files_with_holes_of_gigabytes_are_refused_unread(native, native_copy):
+    file = file_of(native, native_copy, "text_encoder")
+    with file.with_name("config.json").open("wb") as stream:
+        stream.truncate(300 << 30)
+    text = refusal(CheckpointBrokenError, native, native_copy, "text_encoder")
+    assert text.endswith(f"config.json: Not JSON of a checkpoint: {300 << 30} bytes. Download the file again.")
+    with file.open("wb") as stream:
+        stream.write((300 << 30).to_bytes(8, "little"))
+        stream.truncate(400 << 30)
+    text = refusal(CheckpointBrokenError, native, native_copy, "text_encoder")
+    assert text == f"{file}: {400 << 30} bytes, and not safetensors. Download the file again."
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "change", "said"),
+    [
+        (
+            "vae",
+            "config.json",
+            {"scaling_factor": "x"},
+            "'scaling_factor' is 'x'. It must be like its default, 1.03682",
+        ),
+        ("vae", "config.json", {"scaling_factor": float("nan")}, "'scaling_factor' is 'nan'. It must be like"),
+        ("vae", "config.json", {"block_out_channels": [16, "x"]}, "'block_out_channels' is "),
+        ("transformer", "config.json", {"rope_theta": "x"}, "'rope_theta' is 'x'. It must be like its default, 256.0"),
+        ("transformer", "config.json", {"num_layers": True}, "'num_layers' is 'True'. It must be like its default, 54"),
+        (
+            "transformer",
+            "config.json",
+            {"_class_name": "Nope"},
+            "It is of a 'Nope'. It must be of a Hunyuan",
+        ),
+        (
+            "scheduler",
+            "scheduler_config.json",
+            {"shift": float("nan")},
+            "'shift' is 'nan'. It must be like its",
+        ),
+        ("scheduler", "scheduler_config.json", {"_class_name": "DDIMScheduler"}, "It is of a 'DDIMScheduler'. It must"),
+        ("guider", "guider_config.json", {"enabled": "no"}, "'enabled' is 'no'. It must be like its default, True"),
+    ],
+)
+def test_a_value_of_a_configuration_that_upstream_would_stop_at_later_is_refused(
+    card, tiny_folder, tmp_path, name, file, change, said
+):
+    path = shutil.copytree(tiny_folder / name, tmp_path / name) / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert refusal(CheckpointForeignError, card, tmp_path, name).startswith(f"{path}: {said}")
+
+
+def test_numbers_of_either_kind_and_values_that_are_left_open_pass(card, tiny_folder, tmp_path):
+    path = shutil.copytree(tiny_folder / "scheduler", tmp_path / "scheduler") / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shift": 7, "shift_terminal": None, "base_shift": None}))
+    accounted(card, tmp_path, "scheduler")

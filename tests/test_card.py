@@ -321,3 +321,34 @@ def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tm
     )
     copied.root.rename(package / "_data")
     assert find_pack(None).root == package / "_data"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("activations:\n      transformer:", "activations:\n      transfomer:", "'transfomer' is no network"),
+        ("stacks:\n  transformer:", "stacks:\n  text_encoder:", "'text_encoder' is no network"),
+        ("divides: {tp: transformer.", "divides: {tp: nope.", "'nope' is no network"),
+        ("    scheduler: {shift", "    shceduler: {shift", "'shceduler' is no component"),
+    ],
+)
+def test_a_section_for_what_the_model_has_not_is_refused(copied, old, new, said):
+    edit(copied, "models/hunyuan", old, new)
+    card, document = copied.card("hunyuan")
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    line = line_of(copied, "models/hunyuan", "stacks:") + 1 if "stacks" in new else 0
+    line = line or line_of(copied, "models/hunyuan", new.rpartition("\n")[2])
+    assert text.startswith(f"configs/models/hunyuan.yaml:{line}: {said} of 'hunyuan'. ")
+
+
+def test_a_network_without_rules_is_refused(copied):
+    edit(copied, "models/hunyuan", "      vae:\n        - {match: '.*', spec: replicate}\n", "")
+    card, document = copied.card("hunyuan")
+    text = refused(MissingKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    assert text.endswith(": There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'.")
+
+
+def test_every_shipped_card_names_its_own_networks_alone(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        cards.check_names(card, ["transformer", "vae"], document)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -346,3 +347,9 @@ def test_a_download_that_the_disk_cannot_hold_is_refused_before_it_begins(card, 
 def _offline(how):
     assert how.get("local_files_only"), "nothing is downloaded"
     raise LocalEntryNotFoundError("not there")
+
+
+def test_a_file_whose_name_is_no_text_has_a_digest(copied, card):
+    before = checkpoint.digests(copied, card)["hunyuan/vae"]
+    (copied / "vae" / os.fsdecode(b"\xff")).touch()
+    assert checkpoint.digests(copied, card)["hunyuan/vae"] != before

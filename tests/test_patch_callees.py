@@ -6,7 +6,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport import patch
-from torchport.errors import DriftError
+from torchport.errors import DriftError, TargetError
 from torchport.patch import drift, versions
 from torchport.patch.callees import callees
 
@@ -178,3 +178,116 @@ def test_of_many_changed_callees_four_are_told(world):
     drift.lock(world.patches, entries)
     world.write("up/m.py", text.replace("return 1", "return 2"))
     assert "up.m:d (up/m.py:4), which up.m:g uses, changed; and 2 more. Review" in _drift(entries)
+
+
+EDITED = """\
+import math
+from up.a import g, CONST
+from up import b
+try:
+    from up.fast import quick
+except ImportError:
+    from up.slow import quick
+SCALE = 2
+SCALE *= 3
+if CONST > 3:
+    def chosen(x): return x
+else:
+    def chosen(x): return -x
+for LAST in (1, 2): pass
+TABLE = {}
+TABLE["k"] = 5
+class K:
+    def block(self, x):
+        shift = lambda ratio: ratio + 1
+        summed = sum(item for item in [1])
+        y = g(x) + b.g(x) + quick(x) + SCALE + chosen(x) + LAST + TABLE["k"] + math.sqrt(x)
+        return type(self).kind(y) + self.__class__.sort(y) + ratio(y) + CONST
+    @staticmethod
+    def kind(x): return x
+    @staticmethod
+    def sort(x): return x
+def ratio(x): return x
+def item(x): return x
+"""
+OTHERS = {"up/a.py": "CONST = 4\ndef g(x): return x\n", "up/slow.py": "def quick(x): return x\n"}
+OTHERS |= {"up/b.py": "def g(x): return -x\n", "up/fast.py": "def quick(x): return x\n"}
+
+
+def _edited(world, old, new):
+    """Returns what is told of an edit of the module or, where that has no such text, of another one; '' if nothing."""
+    for file, text in {"up/m.py": EDITED, **OTHERS}.items():
+        world.write(file, text)
+    world.python("def new(self, x): return x\n")
+    entries = world.one("replace: p.py:new", "up.m:K.block")
+    drift.lock(world.patches, entries)
+    file = old.partition(":")[0] if old.startswith("up/") else "up/m.py"
+    text = {"up/m.py": EDITED, **OTHERS}[file]
+    assert text.count(old.removeprefix(f"{file}:")) == 1
+    world.write(file, text.replace(old.removeprefix(f"{file}:"), new))
+    try:
+        with patch.applied(entries):
+            return ""
+    except DriftError as error:
+        return str(error).partition("(up unknown): ")[2].partition(". Review")[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("from up.a import g, CONST", "from up.b import g\nfrom up.a import CONST", "up.m:K.block (up/m.py:19)"),
+        ("from up.slow import quick", "from up.a import g as quick", "up.m:K.block (up/m.py:18)"),
+        ("import math", "import cmath as math", "up.m:K.block (up/m.py:18), by what its names lead to, changed"),
+        ("up/fast.py:return x", "return -x", "up.fast:quick"),
+        ("SCALE = 2", "SCALE = 4", "up.m:SCALE"),
+        ("def chosen(x): return x\n", "def chosen(x): return x + 1\n", "up.m:chosen"),
+        ("CONST > 3", "CONST > 4", "up.m:chosen"),
+        ("(1, 2)", "(1, 3)", "up.m:LAST"),
+        ('["k"] = 5', '["k"] = 6', "up.m:TABLE"),
+        ("def kind(x): return x", "def kind(x): return -x", "up.m:K.kind"),
+        ("def sort(x): return x", "def sort(x): return -x", "up.m:K.sort"),
+        ("def ratio(x): return x", "def ratio(x): return -x", "up.m:ratio"),
+    ],
+)
+def test_an_import_turned_elsewhere_and_every_statement_that_binds_a_name_are_drift(world, old, new, told):
+    assert _edited(world, old, new).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def item(x): return x", "def item(x): return -x"),
+        ("import math", "import math  # a comment\nimport os"),
+        ("from up.a import g, CONST", "from up.a import (\n    CONST,\n    g,\n)"),
+        ("from up import b", "import up.b as b"),
+        ("up/a.py:CONST = 4", "CONST = 4\nOTHER = 3"),
+        ("def ratio(x): return x", 'def ratio(x: int) -> int:\n    """Text."""\n    return (x)'),
+    ],
+)
+def test_edits_that_change_nothing_are_no_drift(world, old, new):
+    assert _edited(world, old, new) == ""
+
+
+def test_super_is_followed_in_a_class_as_a_whole_and_ends_outside_of_classes(world):
+    world.write(
+        "up/m.py",
+        """
+        class A:
+            def g(self): return 1
+        class B(A):
+            def g(self): return super().g()
+        def f():
+            class Inner(A):
+                def g(self): return super().g()
+            return B(), Inner()
+        """,
+    )
+    assert _used() == {"up.m:A": "f", "up.m:B": "f", "up.m:A.g": "B"}
+
+
+@pytest.mark.parametrize("name", ["up.m:rotate_hlaf", "up.none:f"])
+def test_what_a_patch_relies_on_must_be_there_to_be_locked(world, name):
+    world.write("up/m.py", ROTARY)
+    entries = world.one("replace: p.py:new", "up.m:block", f"relies_on: ['{name}']")
+    with pytest.raises(TargetError, match=f"p.yaml:1: 'up.one' relies on {name}, which is not in the source. Name"):
+        drift.lock(world.patches, entries)

@@ -532,3 +532,49 @@ def test_a_text_that_would_mean_something_else_is_refused(world, monkeypatch):
     world.python("def new():\n    return 1\n")
     text = _refusal(world, RewriteError, "up.m:branches", "while $a:\n    $...body", gives="[a, x]")
     assert "'up.one' cannot be put into up.m:branches without changing what stands around it." in text
+
+
+CACHED = """\
+import functools
+
+@functools.lru_cache
+def f(x):
+    y = x
+    return y
+
+class K:
+    def __own(self, x):
+        y = x
+        return y
+
+    def outer(self, x):
+        return self.__own(x)
+"""
+
+
+@pytest.fixture
+def cached_world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", CACHED)
+    world.python("def put(x): return x + 100\n")
+    yield world
+    world.close()
+
+
+def test_a_cache_around_a_rewritten_function_forgets_what_it_knew(cached_world):
+    from up import m
+
+    assert m.f(1) == 1
+    with patch.applied(cached_world.one("rewrite: {match: 'y = x', put: 'p.py:put'}", "up.m:f")):
+        assert m.f(1) == 101
+    assert m.f(1) == 1
+
+
+@pytest.mark.parametrize("kind", ["rewrite: {match: 'y = x', put: 'p.py:put'}", "wrap: p.py:more"])
+def test_a_private_method_is_patched_under_the_name_that_python_gives_it(cached_world, kind):
+    cached_world.python("def put(x): return x + 100\ndef more(original, self, x): return original(self, x) + 100\n")
+    with patch.applied(cached_world.one(kind, "up.m:K._K__own")):
+        from up import m
+
+        assert m.K().outer(1) == 101
+    assert m.K().outer(1) == 1

@@ -203,10 +203,25 @@ def test_weight_rules_are_those_of_the_network_as_it_is_run(port, monkeypatch):
     assert "No rule matches 'rope.cos'" in refusals(bare, monkeypatch, UnmatchedError)
 
 
+def test_a_rule_for_all_that_is_left_is_alive_by_its_buffers(port, monkeypatch):
+    task = port()
+    own = [rule for rule in task.card.strategies["tp"].weights["transformer"] if "rope" not in rule.match]
+    rest = WeightRule(match=".*", spec="replicate")
+    check(with_rules(task, weights=[*own, rest]))
+    late = WeightRule(match="rope\\..*", spec="replicate")
+    dead = refusals(with_rules(task, weights=[*own, rest, late]), monkeypatch, DeadRuleError)
+    assert "'rope\\..*', matches only tensors that an earlier rule has taken" in dead
+
+
 @pytest.mark.parametrize(
     ("rule", "kind", "said"),
     [
         (ActivationRule(match="blocks", outputs=[["dp"]]), DeadRuleError, "Rule 1, 'blocks', matches none of"),
+        (
+            ActivationRule(match="transformer_blocks", outputs=[["dp"]]),
+            DeadRuleError,
+            "Rule 1, 'transformer_blocks', matches modules that are not called ('transformer_blocks'). ",
+        ),
         (ActivationRule(match="proj_out", outputs=[["dp"]] * 2), MeshError, "2 specs, and 'proj_out' returns 1 tensor"),
         (ActivationRule(match="proj_out", outputs=[[None, None, None, "dp"]]), MeshError, "has a spec of 4 dims"),
         (ActivationRule(match="x_embedder", outputs=[[["dp", "tp"]]]), MeshError, "dp=2 x tp=4 does not divide dim 0"),

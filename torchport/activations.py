@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,9 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
         module.get_submodule(name).register_forward_hook(hook)
 
 
-def check(module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str) -> None:
+def check(
+    module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str
+) -> Callable[[], None]:
     """Makes every module that a rule matches refuse outputs that the rule does not fit; see `constrain`.
 
     Args:
@@ -44,13 +46,33 @@ def check(module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mappi
         sizes: Of the mesh's axes.
         place: Where the rules are written, `file:line`.
 
+    Returns:
+        What refuses, once the network was called, a rule none of whose modules was: it would do nothing.
+
     Raises:
         DeadRuleError: A rule that matches no module.
         MeshError: When the network is called; see `constrain`.
     """
-    for name, rule in matched(module, rules, place).items():
+    taken, called = matched(module, rules, place), set[str]()
+    for name, rule in taken.items():
         hook = functools.partial(_checked, name, rule, sizes, place)
         module.get_submodule(name).register_forward_hook(hook)
+        module.get_submodule(name).register_forward_hook(functools.partial(_note, called, name))
+    return functools.partial(_check_called, taken, rules, called, place)
+
+
+def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) -> None:
+    called.add(name)
+
+
+def _check_called(
+    taken: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
+) -> None:
+    for number, rule in enumerate(rules, 1):
+        own = [name for name in taken if taken[name] is rule]
+        if called.isdisjoint(own):
+            fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{own[0]}')"
+            raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
 
 
 def matched(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:

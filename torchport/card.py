@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from torchport.config import Document, Frozen
-from torchport.errors import BadValueError, UnknownKeyError, UnknownNameError, nearest
+from torchport.errors import BadValueError, MissingKeyError, UnknownKeyError, UnknownNameError, nearest
 
 StageName = Literal["encode", "denoise", "decode"]
 STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
@@ -299,3 +300,35 @@ def check_job(job: Job, card: Card, document: Document) -> None:
         if card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             raise BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+
+
+def check_names(card: Card, networks: Collection[str], document: Document) -> None:
+    """Refuses a card with rules for what is no network of its family, or without rules for one.
+
+    Args:
+        card: The card.
+        networks: The components that the family's stages compile.
+        document: The card's.
+
+    Raises:
+        UnknownKeyError: A section is named after a component that it cannot be about: nothing would read it.
+        MissingKeyError: A network has no rules for its weights or inputs.
+    """
+    sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
+    for name, strategy in card.strategies.items():
+        here: list[str | int] = ["strategies", name]
+        sections += [([*here, kind], getattr(strategy, kind)) for kind in ("weights", "inputs", "activations")]
+        sections += [([*here, "divides", axis], [path.split(".")[0]]) for axis, path in strategy.divides.items()]
+        for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
+            for network in sorted(set(networks) - set(rules)):
+                fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
+                raise MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
+    sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
+    known = [(path, names, "network", networks) for path, names in sections]
+    known += [(["tiny", "components"], card.tiny.components, "component", card.components)]
+    known += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
+    for path, names, word, there in known:
+        for one in names:
+            if one not in there:
+                fact = f"'{one}' is no {word} of '{card.model}'"
+                raise UnknownKeyError(document.place([*path, one]), fact, nearest(one, there), key=one)

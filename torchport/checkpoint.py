@@ -34,6 +34,9 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 The eight-bit floats are not among them: their values mean nothing without scales, of which no card knows.
 """
 
+LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
+"""Bytes that are read of a file from elsewhere: ten times the largest vocabulary; what safetensors itself reads."""
+
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
     "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -165,10 +168,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointMissingError: No such file.
-        CheckpointBrokenError: Not a JSON object, or one with a number of thousands of digits.
+        CheckpointBrokenError: Not a JSON object, one with a number of thousands of digits, or of gigabytes.
     """
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    size = file.stat().st_size
+    if size > LARGEST_JSON:  # a file with holes takes no room on a disk, and all memory when it is read
+        raise CheckpointBrokenError(str(file), f"Not JSON of a checkpoint: {size} bytes", AGAIN)
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -248,7 +254,7 @@ def _digest(folder: Path) -> str:
     sha = hashlib.sha256()
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         size = file.stat().st_size
-        sha.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        sha.update(os.fsencode(file.relative_to(folder).as_posix()) + f"\0{size}\0".encode())  # a name may be no UTF-8
         with file.open("rb") as stream:
             sha.update(stream.read(2**16))
             if size > 2**16:
@@ -270,7 +276,12 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointForeignError(
             str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
         )
-    files = _shards(indices[0]) if indices else sorted(folder.glob("*.safetensors"))
+    there = sorted(folder.glob("*.safetensors"))
+    files = _shards(indices[0]) if indices else there
+    for file in there:
+        if file not in files:  # upstream may read this one, and leave the index alone
+            fact = f"It holds {file.name[:120]}, which {indices[0].name[:120]} does not name"
+            raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", file=file.name)
     if not files:
         raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
     found: dict[str, Path] = {}
@@ -306,6 +317,10 @@ def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     if file.is_file() and not any(folder.glob("*.safetensors*")):
         return {name: (file, entry) for name, entry in pickled(file).items()}
     files = sorted(set(weight_files(folder).values()))
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((folder / name).is_file() for name in names):
+        fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
+        raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
     return {name: (file, entry) for file in files for name, entry in header(file).items()}
 
 
@@ -329,7 +344,7 @@ def header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= size - 8:
+        if not 2 <= length <= min(size - 8, LARGEST_HEADER):
             raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
         try:
             entries = json.loads(stream.read(length))

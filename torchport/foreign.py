@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from torchport.errors import CheckpointBrokenError, TorchportError
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, TorchportError
 
 
 @functools.cache
@@ -77,3 +80,33 @@ def brief(error: BaseException) -> str:
     text = " ".join(str(error).split())[:200].rstrip(".")
     named = isinstance(error, KeyError | AssertionError) or not text
     return f"{type(error).__name__}{text and ': ' + text}" if named else text
+
+
+def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
+    """Refuses a configuration of another class, or with a value of another kind than the class's own default is.
+
+    Upstream reads most of them without a look, and stops hours later where it first computes with one.
+
+    Raises:
+        CheckpointForeignError: There is one.
+    """
+    if config.get("_class_name", cls.__name__) != cls.__name__:
+        fact, remedy = f"It is of a {str(config['_class_name'])[:80]!r}", f"It must be of a {cls.__name__}"
+        raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model")
+    for key, parameter in inspect.signature(cls.__init__).parameters.items():
+        value, default = config.get(key), parameter.default
+        if value is not None and default is not parameter.empty and not _is_like(value, default):
+            fact, remedy = f"'{key}' is {str(value)[:80]!r}", f"It must be like its default, {default!r}"
+            raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model", key=key)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value of JSON is of a default's kind: a truth value, a finite number, text, or a list of such."""
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    if isinstance(default, int | float):
+        return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+    if isinstance(default, list | tuple):
+        whole = isinstance(value, list)
+        return whole and all(one is None or not default or _is_like(one, default[0]) for one in value)
+    return not isinstance(default, str) or isinstance(value, str)

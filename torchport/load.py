@@ -21,7 +21,7 @@ from torchport.errors import (
     CheckpointMissingError,
     UnfilledWeightError,
 )
-from torchport.foreign import reading
+from torchport.foreign import check_values, reading
 from torchport.progress import log, track
 
 SAME = "Name a checkpoint of this model and version"
@@ -243,6 +243,7 @@ def account_component(component: Component, folder: Path) -> None:
         check_part(component.class_, folder)
     elif hasattr(cls, "from_config"):
         config = checkpoint.read_json(folder / "config.json")
+        check_values(cls, folder / "config.json", config)
         account(published(component.class_, config, str(folder)), folder)
     else:
         _account_encoder(component, folder)
@@ -298,13 +299,16 @@ def _is_unread(component: Component, name: str) -> bool:
 
 
 def _check_config(cls: Any, folder: Path) -> None:
-    """Refuses a configuration of another class, and dtypes that weights would be rounded to in silence."""
+    """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
     wanted, found = cls.config_class.model_type, config.get("model_type")
     if found != wanted:
         fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
+    if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
+        fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
+        raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in part.items():
             if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
@@ -365,7 +369,9 @@ def check_part(class_path: str, folder: Path) -> None:
         raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
     cls, files = class_of(class_path), sorted(folder.glob("*.json"))
     for file in files:
-        checkpoint.read_json(file)
+        config = checkpoint.read_json(file)
+        if file.name == getattr(cls, "config_name", None):
+            check_values(cls, file, config)
     if not files or not _has_vocabulary(cls, folder):
         raise CheckpointMissingError(
             str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"

@@ -139,9 +139,10 @@ def _tensor_bytes(task: Task, stage: pipelines.Stage) -> int:
 def _device_bytes(task: Task, stage: pipelines.Stage, network: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
     shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
-    strategy = task.card.strategies[task.job.strategy]
-    # Rules for buffers that are prepared later match nothing yet.
-    rules = [rule for rule in strategy.weights[network] if any(shard.matches(rule, name) for name in shapes)]
+    every = task.card.strategies[task.job.strategy].weights[network]
+    # Rules for buffers that are prepared later match nothing yet, or nothing that an earlier rule has not taken.
+    firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, name)), None) for name in shapes}
+    rules = [rule for n, rule in enumerate(every) if n in firsts]
     found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
     return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
 
@@ -160,12 +161,13 @@ def rehearsed(task: Task, stage: pipelines.Stage) -> Rehearsal:
         module = own[name].get_submodule(stage.submodule)
         weights = weight_rules(task, name, module)
         place = task.rules_place("activations", name)
-        activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
+        check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
         largest, attended = [0], _Attention()
         with _measured(module, largest), attended:
             called = calls.recorded(stage, own, module, how(stage, task), task.settings, count=False, **noise)
+        check_called()
     inputs = input_rules(task, name, called)
     per_device = [_held(one, rules, task, largest[0]) for one, rules in zip(called, inputs, strict=True)]
     most = max(range(len(called)), key=lambda n: sum(tensor.numel() for tensor in called[n].tensors.values()))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from torchport import checkpoint, load, machine, patch, pipelines, shard, upstream
-from torchport.card import STAGES, Card, Job, StageName, check_job
+from torchport.card import STAGES, Card, Job, StageName, check_job, check_names
 from torchport.config import Document
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.pack import Pack, find_pack
@@ -219,6 +219,7 @@ def accept(request: Request) -> Task:
     own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = pipelines.family(card.family, card_document.place(["family"]))
+    check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is own else "strategy"])
         shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)

@@ -16,6 +16,8 @@ from torchport.patch.capture import imported_from
 from torchport.patch.source import Source, at_import, binding, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MADE_BY = ("__new__", "__init__", "__post_init__")
 _SELF, _SUPER = "<self>", "<super>"
 _ANNOTATIONS = ("annotation", "returns", "type_params")
@@ -68,7 +70,7 @@ def callees(targets: Sequence[str]) -> dict[str, Callee]:
     pending = list(map(home_of, targets))
     while pending:
         user = pending.pop(0)
-        for home in _used(user, user[0].partition(".")[0]):
+        for home in dict.fromkeys(home for _, home in _used(user)):
             name, found = name_of(home), definition(home)
             if found and name not in result and name not in targets:
                 result[name] = Callee(*found, name_of(user))
@@ -91,53 +93,106 @@ def definition(home: Home) -> tuple[Source, ast.stmt] | None:
     """
     source = _source(home[0])
     node = source.where(home[1]).node if source else None
+    if source is not None and node is None and len(home[1]) == 1:  # a loop or a `with` binds it
+        node = next(iter(source.all_names.get(home[1][0], ())), None)
     return None if source is None or node is None else (source, node)
 
 
-def _used(user: Home, package: str) -> Iterator[Home]:
-    """Yields the definitions of a package that one of its definitions names."""
+def uses(home: Home) -> list[str]:
+    """Returns where the names in a definition lead: to a definition of its package, or by which import out of it."""
+    source = _source(home[0])
+    if source is None:
+        return []
+    chains, own = _names(source, home[1])
+    firsts = {chain[0] for chain in chains}
+    statements = {first: own.get(first, source.all_names.get(first, [])) for first in firsts}
+    led = {f"{first}={name}" for first in firsts for name in _imported_as(first, statements[first], source)}
+    return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _used(home)})
+
+
+def _imported_as(name: str, statements: Sequence[ast.stmt], source: Source) -> Iterator[str]:
+    """Yields what imports bind a name to, in full."""
+    for node in statements:
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
+                yield f"{imported_from(node, source.module, source)}.{alias.name}"
+            elif isinstance(node, ast.Import) and (alias.asname or alias.name.partition(".")[0]) == name:
+                yield alias.name if alias.asname else name
+
+
+def _used(user: Home) -> Iterator[tuple[Chain, Home]]:
+    """Yields the definitions of its package that a definition names, each with the names that lead to it."""
     source = _source(user[0])
     if source is None:
         return
     chains, own = _names(source, user[1])
-    owner = user[1][:-1]
+    owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
-        lookup = _Lookup(package)
+        if chain[0] == _SUPER and not owner:  # of a class inside a function
+            continue
+        lookup = _Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
-            yield from lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
+            found = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
         elif chain[0] in own:
-            for statement in own[chain[0]]:
-                yield from lookup.imported(statement, source, chain)
+            found = (home for statement in own[chain[0]] for home in lookup.imported(statement, source, chain))
         else:
-            yield from lookup.names(user[0], chain)
+            found = lookup.names(user[0], chain)
+        yield from ((chain, home) for home in found)
 
 
 @functools.cache
 def _names(source: Source, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
     """Returns what a definition reads, and what it binds itself; a source never changes."""
-    node = source.where(path).node
-    if node is None or isinstance(node, (ast.Import, ast.ImportFrom)):
-        return [], {}
-    first = _first_argument(node) if len(path) > 1 else None
-    return sorted(set(_chains(node, first))), _bound_inside(node)
+    chains: set[Chain] = set()
+    own: dict[str, list[Imports]] = {}
+    for node in bindings(source, path):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        first = _first_argument(node) if len(path) > 1 else None
+        chains |= set(_chains(node if isinstance(node, _DEFINITIONS) else _head(node), first))
+        own |= {name: own.get(name, []) + found for name, found in _bound_inside(node).items()}
+    return sorted(chains), own
+
+
+def bindings(source: Source, path: tuple[str, ...]) -> list[ast.stmt]:
+    """Returns all statements that make a global what it is; of a name in a class those that count."""
+    node, touching = source.where(path).node, source.all_names.get(path[0], [])
+    if len(path) == 1:
+        return touching
+    name = ".".join(path)
+    put = [one for one in touching if isinstance(one, ast.Assign) and name in map(ast.unparse, one.targets)]
+    return [*([] if node is None else [node]), *put]
+
+
+def _head(node: ast.stmt) -> ast.AST:
+    """Returns a statement without the blocks in it."""
+    heads = [getattr(node, field) for field in ("test", "iter", "items") if hasattr(node, field)]
+    flat = [one for head in heads for one in (head if isinstance(head, list) else [head])]
+    return ast.Module(flat, []) if hasattr(node, "body") else node
 
 
 def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
     """Returns the names that a function binds itself, with the imports in it that bind them."""
-    own: dict[str, list[Imports]] = {}
-    if not isinstance(node, _FUNCTIONS):
-        return own
-    for inner in _walked(node):
-        if isinstance(inner, ast.arg):
-            own.setdefault(inner.arg, [])
-        elif isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
-            own.setdefault(inner.id, [])
-        elif isinstance(inner, (ast.Import, ast.ImportFrom)):
+    own: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
+    for inner in _walked(node) if own or isinstance(node, _FUNCTIONS) else ():
+        if isinstance(inner, (ast.Import, ast.ImportFrom)):
             for alias in inner.names:
                 own.setdefault((alias.asname or alias.name).partition(".")[0], []).append(inner)
-        elif isinstance(inner, (*_FUNCTIONS, ast.ClassDef)) and inner is not node:
-            own.setdefault(inner.name, [])
     return own
+
+
+def _local(scope: ast.AST) -> set[str]:
+    """Returns the arguments and assigned names of a function or comprehension, without those of scopes in it."""
+    names = {inner.arg for inner in ast.walk(getattr(scope, "args", ast.Module([], []))) if isinstance(inner, ast.arg)}
+    pending = list(_children(scope))
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id)
+        if isinstance(inner, _DEFINITIONS):
+            names.add(inner.name)
+        pending += [] if isinstance(inner, (*_SCOPES, ast.ClassDef)) else _children(inner)
+    return names
 
 
 def _first_argument(node: ast.stmt) -> str | None:
@@ -168,16 +223,34 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     while isinstance(base, ast.Attribute):
         steps.insert(0, base.attr)
         base = base.value
+    called = base.func.id if isinstance(base, ast.Call) and isinstance(base.func, ast.Name) else None
+    if steps and called == "type" and isinstance(base, ast.Call) and len(base.args) == 1:
+        base = base.args[0]  # `type(self).method`
     if isinstance(base, ast.Name):
         first = _SELF if base.id == self_name else base.id
+        steps = steps[1:] if first == _SELF and steps[:1] == ["__class__"] else steps
         if isinstance(base.ctx, ast.Load) and (steps or first != _SELF):
             yield (first, *steps)
         return
-    if steps and isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super":
+    if steps and called == "super":
         yield (_SUPER, *steps)
         return
+    yield from _inside(node, self_name)
+
+
+def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
+    """Yields what the parts of a node read; a scope's own names are not read from outside it."""
+    hidden = _local(node) - {self_name} if isinstance(node, _SCOPES) else set()
     for child in _children(node):
-        yield from _chains(child, self_name)
+        outside = isinstance(child, ast.arguments) or child in getattr(node, "decorator_list", ())
+        names = set() if outside else hidden - _imported(node)
+        yield from (chain for chain in _chains(child, self_name) if chain[0] not in names)
+
+
+def _imported(scope: ast.AST) -> set[str]:
+    """Returns the names that imports in a scope bind, which lead out of it."""
+    found = (inner for inner in _walked(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+    return {(alias.asname or alias.name).partition(".")[0] for inner in found for alias in inner.names}
 
 
 class _Lookup:
@@ -201,16 +274,18 @@ class _Lookup:
         source = _source(module)
         if source is None or not self._is_new(module, chain):
             return
-        node = source.names.get(chain[0])
-        if node is None:
+        nodes = source.all_names.get(chain[0], [])
+        if not nodes:
             for star in at_import(source.tree.body):
                 if isinstance(star, ast.ImportFrom) and star.names[0].name == "*":
                     yield from self._in(imported_from(star, module, source), chain)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from self.imported(node, source, chain)
-        elif isinstance(node, ast.ClassDef):
-            yield from self._in_class((module, (node.name,)), chain[1:])
-        elif not (chain[0].startswith("__") and chain[0].endswith("__")):  # `__version__` is another in each version
+        others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
+        for node in nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield from self.imported(node, source, chain)
+        if others and isinstance(source.names.get(chain[0]), ast.ClassDef):
+            yield from self._in_class((module, (chain[0],)), chain[1:])
+        elif others and not (chain[0].startswith("__") and chain[0].endswith("__")):  # `__version__` differs by version
             yield module, (chain[0],)
 
     def imported(self, node: Imports, source: Source, chain: Chain) -> Iterator[Home]:

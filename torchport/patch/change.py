@@ -12,7 +12,7 @@ from torchport.patch import recompile, rewrite, scope, signature
 from torchport.patch.counted import Calls, Retire, counted, counted_class, wrapped
 from torchport.patch.entry import Entry
 from torchport.patch.source import source_of
-from torchport.patch.target import Slot, function_in, held_elsewhere, layers, locate, shaped_as, written
+from torchport.patch.target import Slot, forget, function_in, held_elsewhere, layers, locate, shaped_as, written
 
 
 class Change(Protocol):
@@ -84,6 +84,7 @@ class Recompiled:
         if self.function.__code__ is self.new:
             self.function.__code__ = self.old
             self.function.__globals__.pop(self.name, None)
+            forget(self.slot.raw)
 
 
 def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
@@ -172,6 +173,7 @@ def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Call
     put, _ = counted(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new
+    forget(slot.raw)
     return Recompiled(slot, function, old, new, edit.name, put)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pydantic
 
 from torchport.config import Document, Frozen, read_document, validated
-from torchport.errors import DriftError, OutputError, WrongTypeError
+from torchport.errors import DriftError, OutputError, TargetError, WrongTypeError
 from torchport.folder import inside
-from torchport.patch.callees import callees, definition, home_of
+from torchport.patch.callees import bindings, callees, definition, home_of, uses
 from torchport.patch.entry import Entry, TargetName
-from torchport.patch.fingerprint import changes, parts, tree_hash
+from torchport.patch.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.patch.reading import LOCK, upstreams
 from torchport.patch.signature import written_signature
 from torchport.patch.source import Source, shown, source_of
@@ -133,16 +133,23 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     result = {}
     for target in sorted(entry.relies_on):
         found = definition(home_of(target))
-        result[target] = _described(*found, "it relies on") if found else (_GONE, ", which it relies on,")
+        result[target] = _described(target, *found, "which it relies on") if found else (_GONE, ", which it relies on,")
     own = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, callee in callees([*own, *sorted(entry.relies_on)]).items():
-        result[name] = _described(callee.source, callee.node, f"{callee.through} uses")
-    result.pop(entry.target, None)  # it has a hash of its own
+        result[name] = _described(name, callee.source, callee.node, f"which {callee.through} uses")
+    result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
+    used = uses(home_of(entry.target)) if own else []
+    source, node = source_of(entry), under(entry)
+    if used and source is not None and node is not None:
+        where = f" ({shown(source.file)}:{node.lineno}), by what its names lead to,"
+        result[entry.target] = bound_hash([], used)[:8], where
     return result
 
 
-def _described(source: Source, node: ast.stmt, why: str) -> tuple[str, str]:
-    return tree_hash(node)[:8], f" ({shown(source.file)}:{node.lineno}), which {why},"
+def _described(name: str, source: Source, node: ast.stmt, why: str) -> tuple[str, str]:
+    home = home_of(name)
+    key = bound_hash(bindings(source, home[1]), uses(home))
+    return key[:8], f" ({shown(source.file)}:{node.lineno}), {why},"
 
 
 def check(entry: Entry) -> str:
@@ -178,7 +185,7 @@ def _told(entry: Entry, row: Row, now: Row) -> list[str]:
     told = []
     if row.signature != now.signature:
         told.append(f"its signature was {row.signature}, is {now.signature}")
-    told += _shortened(_changed_callees(entry, _flat(row)))
+    told += _shortened(_changed_callees(entry, _flat(row), row.tree == now.tree))
     source = source_of(entry)
     if row.tree != now.tree and isinstance(source, Source):
         node = source.where(entry.path).node
@@ -190,10 +197,18 @@ def _shortened(lines: list[str]) -> list[str]:
     return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
 
 
-def _changed_callees(entry: Entry, before: dict[str, str]) -> list[str]:
-    """Returns in words which callees are not what they were, those that are new last: their users changed as well."""
+def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[str]:
+    """Returns in words which callees are not what they were, those that are new last: their users changed as well.
+
+    Args:
+        entry: The entry.
+        before: The hashes of a row.
+        whole: Whether the target's own statements are that row's; else these say what its names lead to.
+    """
     changed, new = [], []
     for name, (key, words) in _callees(entry).items():
+        if name == entry.target and not whole:
+            continue
         if name not in before:
             new.append(f"{name}{words} is new")
         elif before[name] != key:
@@ -221,8 +236,15 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
 
     Returns:
         One line per target that is new, changed or dropped; empty if the locks are as they should be.
+
+    Raises:
+        TargetError: An entry relies on what its upstream's source does not show: its change would never be seen.
     """
     told: list[str] = []
+    for entry, target in ((one, target) for one in entries for target in one.relies_on):
+        if definition(home_of(target)) is None:
+            fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
+            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
     by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
     for name, chosen in by_upstream.items():
         if not any(entry.upstream == name for entry in entries):

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _SKIPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "type_params", "type_ignores"}
@@ -20,6 +20,17 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 def tree_hash(node: ast.AST) -> str:
     """Returns the hash of a definition, 16 hexadecimal digits."""
     return hashlib.sha256("".join(_written(node)).encode()).hexdigest()[:16]
+
+
+def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
+    """Returns the hash of what a name is: of all that binds it, and of where the names in that lead.
+
+    Args:
+        statements: Those that bind it; of loops and conditions the first line alone counts.
+        uses: What each name in them leads to.
+    """
+    texts = ["".join(_written(one, blocks=isinstance(one, _DEFINITIONS))) for one in statements]
+    return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,20 @@ class Source:
         return {name: s for s in at_import(self.tree.body) for name in _bound_by(s) if not _is_accessor(s, name)}
 
     @functools.cached_property
+    def all_names(self) -> dict[str, list[ast.stmt]]:
+        """All statements of the module that bind each name, or a part of it, with the conditions that they stand under.
+
+        Raises:
+            TargetError: The text is not Python.
+        """
+        result: dict[str, list[ast.stmt]] = {}
+        for statement, conditions in _under_conditions(self.tree.body):
+            for name in _bound_by(statement) | _changed_by(statement):
+                known = result.setdefault(name, [])
+                known += [one for one in (*conditions, statement) if one not in known]
+        return result
+
+    @functools.cached_property
     def _definitions(self) -> dict[str, ast.Module]:
         return {}
 
@@ -183,7 +197,7 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
     body: list[ast.stmt] = tree.body
     loose = False
     for depth, name in enumerate(path, 1):
-        node = binding(body, name)
+        node = binding(body, _as_written(name, path[: depth - 1]))
         loose = loose or _is_loose(body)
         if node is None:
             return Found(None, depth - 1, loose)
@@ -192,6 +206,13 @@ def found(tree: ast.Module, path: Sequence[str]) -> Found:
         body = node.body
         loose = bool(node.bases or node.keywords or node.decorator_list)
     raise AssertionError("a path has at least one name")
+
+
+def _as_written(name: str, above: Sequence[str]) -> str:
+    """Returns a name as its class has it: Python makes `_K__name` of a class's own `__name`."""
+    prefix = f"_{above[-1].lstrip('_')}" if above else None
+    private = prefix is not None and name.startswith(f"{prefix}__") and not name.endswith("__")
+    return name.removeprefix(prefix) if private and prefix is not None else name
 
 
 def is_imported(entry: Entry) -> bool | None:
@@ -211,6 +232,38 @@ def at_import(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from at_import(getattr(statement, field, None) or ())
         for handler in getattr(statement, "handlers", ()):
             yield from at_import(handler.body)
+
+
+def _under_conditions(
+    body: Iterable[ast.stmt], above: tuple[ast.stmt, ...] = ()
+) -> Iterator[tuple[ast.stmt, tuple[ast.stmt, ...]]]:
+    """Yields the statements of `at_import`, each with the `if`s around it."""
+    for statement in body:
+        yield statement, above
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        inside = (*above, statement) if isinstance(statement, ast.If) else above
+        blocks = [getattr(statement, field, None) or () for field in ("body", "orelse", "finalbody")]
+        for block in (*blocks, *(handler.body for handler in getattr(statement, "handlers", ()))):
+            yield from _under_conditions(block, inside)
+
+
+def _changed_by(statement: ast.stmt) -> set[str]:
+    """Returns the names that a loop or a `with` binds, and those of which an item or attribute is assigned."""
+    if isinstance(statement, (ast.For, ast.AsyncFor)):
+        targets: list[ast.expr] = [statement.target]
+    elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        targets = [item.optional_vars for item in statement.items if item.optional_vars]
+    elif isinstance(statement, ast.Assign):
+        targets = [target for target in statement.targets if isinstance(target, (ast.Subscript, ast.Attribute))]
+    else:
+        return set()
+    return {node.id for target in targets for node in ast.walk(_base(target)) if isinstance(node, ast.Name)}
+
+
+def _base(target: ast.expr) -> ast.expr:
+    """Returns what an item or attribute belongs to."""
+    return _base(target.value) if isinstance(target, (ast.Subscript, ast.Attribute)) else target
 
 
 def binding(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:

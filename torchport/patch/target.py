@@ -115,6 +115,17 @@ def layers(raw: Any) -> Iterator[types.FunctionType]:
 
     A decorator leads on by the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
     """
+    return (layer for layer in _layers(raw) if isinstance(layer, types.FunctionType))
+
+
+def forget(raw: Any) -> None:
+    """Empties the caches (`functools.lru_cache`) around a function whose code has become another."""
+    for layer in _layers(raw):
+        if isinstance(layer, functools._lru_cache_wrapper):
+            layer.cache_clear()
+
+
+def _layers(raw: Any) -> Iterator[Any]:
     pending, seen = [function_in(raw)], set()
     while pending:
         current = pending.pop(0)
@@ -122,10 +133,10 @@ def layers(raw: Any) -> Iterator[types.FunctionType]:
         if id(current) in seen:
             continue
         seen.add(id(current))
+        yield current
         wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
         pending += [] if wrapped is None else [function_in(wrapped)]
         if isinstance(current, types.FunctionType):
-            yield current
             pending += [function for function in map(_content, current.__closure__ or ()) if callable(function)]
 
 
