@@ -163,7 +163,8 @@ def test_an_artefact_of_the_schema_with_two_files_is_refused_by_that_name(tmp_pa
     save_file({"latents": torch.ones(1)}, tmp_path / "denoise.safetensors")
     (tmp_path / "denoise.json").write_text('{"schema_version": 1}')
     assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
-        f"{tmp_path}/denoise.safetensors: Its schema version is 1. This torchport reads 2: make the artefact again."
+        f"{tmp_path}/denoise.safetensors: Its schema version is 1. "
+        "This torchport reads 2: make the artefact again with: torchport run --stage denoise."
     )
 
 
@@ -180,7 +181,7 @@ def test_another_schema_is_refused(written, version, forged):
     forged(written / "denoise.safetensors", schema_version=version)
     assert refusal(ArtefactForeignError, lambda: read(written)) == (
         f"{written}/denoise.safetensors: Its schema version is {version!r}. "
-        "This torchport reads 2: make the artefact again."
+        "This torchport reads 2: make the artefact again with: torchport run --stage denoise."
     )
 
 
