@@ -310,6 +310,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     )
 
 
+def test_a_folder_that_is_a_link_to_nothing_is_refused_as_one(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match="out: It is a link to nothing. Choose another folder with --out"):
+        atomic.make_folder(tmp_path / "out")
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
     def readonly(*args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
