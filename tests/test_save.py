@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 def test_a_folder_that_is_a_link_to_nothing_is_refused_as_one(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(OutputError, match="out: It is a link to nothing. Choose another folder with --out"):
+    with pytest.raises(OutputError, match=r"out: It is a link to nothing\. Choose another folder with --out"):
         atomic.make_folder(tmp_path / "out")
 
 
