@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from safetensors.torch import load_file
 
-from torchport import hosts, machine, save
+from torchport import hosts, machine, save, watch
 from torchport.errors import BadValueError, MachineError
 from torchport.hosts import Cluster, asked
 from torchport.run import run
@@ -330,3 +331,16 @@ def test_a_machines_devices_are_shared_out_among_processes(monkeypatch):
     machine.require(machine.Machine("cpu:8", "cpu", 8), dataclasses.replace(need, devices=8), "x")
     with pytest.raises(MachineError, match="this machine has 8 devices in 3 processes"):
         machine.require(machine.Machine("cpu:4", "cpu", 4), need, "x")
+
+
+@pytest.mark.parametrize("ago", [0, watch.SILENCE + 1])
+def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(monkeypatch, ago):
+    said = []
+    monkeypatch.setattr(watch, "_leave", lambda code, text: said.append((code, text)))
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        own = watch.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
+        own.answered -= ago
+        own._aborted()
+    lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "
+    assert said == ([(2, f"{lost}command.")] if ago else [])

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import threading
 import pytest
 import torch
 
-from torchport import resume, save
+from torchport import checkpoint, resume, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError, TorchportError
 from torchport.files import atomic
 from torchport.run import run
@@ -391,6 +392,36 @@ def test_unfinished_latents_of_other_settings_are_refused_and_left_as_they_are(
     text = refusal(dataclasses.replace(request, overrides=(*request.overrides, *sets)))
     assert text.startswith(f"{stopped}/denoise.partial.safetensors: {fact}")
     assert unchanged(stopped) == before
+
+
+@pytest.mark.parametrize(
+    ("sets", "fact"),
+    [
+        (["strategy=tp_replicated_rows"], "strategy 'tp' was stopped here, and this one has 'tp_replicated_rows'"),
+        (["attention=xla"], "attention None was stopped here, and this one has 'xla'"),
+        (["stacked=false"], "stacked True was stopped here, and this one has False"),
+        (["machine=cpu:4", "mesh.dp=1"], "machine 'cpu:8' was stopped here, and this one has 'cpu:4'"),
+        (["mesh={dp: 1, tp: 8}"], "mesh {'dp': 2, 'tp': 4} was stopped here, and this one has {'dp': 1, 'tp': 8}"),
+        (["fps=9", "save_every=2"], None),
+    ],
+)
+def test_a_run_is_not_finished_by_a_program_that_rounds_otherwise(stopped, denoise, forged, sets, fact):
+    file = stopped / "denoise.partial.safetensors"
+    forged(file, backend="torchax")
+    made = save.read_manifest(file)
+    request = denoise(backend="torchax")
+    unfinished = resume.Unfinished(accept(dataclasses.replace(request, overrides=(*request.overrides, *sets))))
+    weights = checkpoint.Checkpoint(stopped, made.checkpoint, made.components)
+    if fact is None:
+        assert unfinished.read(weights, made.inputs)[0] == 1
+        return
+    with pytest.raises(ArtefactForeignError, match=re.escape(f"{file}: A run with {fact}. Finish that run")):
+        unfinished.read(weights, made.inputs)
+
+
+def test_unfinished_latents_of_an_older_schema_say_how_to_get_past_them(stopped, denoise, forged):
+    forged(stopped / "denoise.partial.safetensors", schema_version=1)
+    assert refusal(denoise()).endswith("make the artefact again with: the same command, after removing it.")
 
 
 def test_the_remedy_names_all_three_ways_out(stopped, denoise):

@@ -163,7 +163,8 @@ def test_an_artefact_of_the_schema_with_two_files_is_refused_by_that_name(tmp_pa
     save_file({"latents": torch.ones(1)}, tmp_path / "denoise.safetensors")
     (tmp_path / "denoise.json").write_text('{"schema_version": 1}')
     assert refusal(ArtefactForeignError, lambda: read(tmp_path)) == (
-        f"{tmp_path}/denoise.safetensors: Its schema version is 1. This torchport reads 2: make the artefact again."
+        f"{tmp_path}/denoise.safetensors: Its schema version is 1. "
+        "This torchport reads 2: make the artefact again with: torchport run --stage denoise."
     )
 
 
@@ -180,7 +181,7 @@ def test_another_schema_is_refused(written, version, forged):
     forged(written / "denoise.safetensors", schema_version=version)
     assert refusal(ArtefactForeignError, lambda: read(written)) == (
         f"{written}/denoise.safetensors: Its schema version is {version!r}. "
-        "This torchport reads 2: make the artefact again."
+        "This torchport reads 2: make the artefact again with: torchport run --stage denoise."
     )
 
 
@@ -307,6 +308,12 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         text
         == f"{tmp_path / 'file' / 'below'}: It cannot be written: Not a directory. Choose another folder with --out."
     )
+
+
+def test_a_folder_that_is_a_link_to_nothing_is_refused_as_one(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OutputError, match=r"out: It is a link to nothing\. Choose another folder with --out"):
+        atomic.make_folder(tmp_path / "out")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):

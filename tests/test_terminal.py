@@ -264,3 +264,39 @@ def _in_removed(torchport, capsys, prepare, words):
         os.fchdir(here)
         os.close(here)
     return stop.value.code, *(text.splitlines() for text in capsys.readouterr())
+
+
+INTERRUPTED = """if True:
+    import gc, signal, sys, time
+    import click
+    from torchport import terminal
+    from torchport.stopping import Stopping
+
+    def collected(phase, info):
+        gc.callbacks.clear()
+        for _ in range(TIMES):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0)
+
+    @click.command()
+    def command():
+        gc.callbacks[:] = [collected]
+        gc.collect()
+        while True:
+            time.sleep(0.01)
+
+    @click.command()
+    def listening():
+        with Stopping().listening():
+            command.callback()
+
+    sys.exit(terminal.run(COMMAND))
+"""
+
+
+@pytest.mark.parametrize(("name", "times"), [("command", 1), ("listening", 2)])
+def test_a_ctrl_c_in_a_callback_that_loses_it_still_ends_the_command(root, name, times):
+    code = INTERRUPTED.replace("COMMAND", name).replace("TIMES", str(times))
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, stderr=-1, text=True, timeout=60)
+    lines = [line for line in done.stderr.split("\n") if line and not line.startswith("stopping after")]
+    assert (done.returncode, lines) == (130, ["Stopped at once; what was being written is not kept."])

@@ -21,6 +21,8 @@ PARTIAL = "denoise.partial"
 """The unfinished latents' artefact."""
 UNFINISHED = ".unfinished.json"
 """Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
+ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked")
+"""Fields of a job that decide how compiled programs round, beside what stages use: a run keeps them to its end."""
 AFTER_REMOVAL = "the same command, after removing it"
 """What makes an artefact of a stopped run again."""
 
@@ -126,8 +128,9 @@ def _unfinished(
 
 def _difference(task: Task, stage: pipelines.Stage, manifest: Manifest) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
-    written = {**manifest.settings, "backend": manifest.backend, "mesh": manifest.config.get("mesh")}
-    asked = {**task.shown(stage), "backend": task.request.backend, "mesh": dict(task.job.mesh)}
+    rounds, job = () if task.original else ROUNDS, task.job.model_dump()
+    written = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
+    asked = {**task.shown(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
     return next(((key, written.get(key), ours) for key, ours in asked.items() if written.get(key) != ours), None)
 
 

@@ -248,7 +248,7 @@ def read_manifest(file: Path, made_by: str = "the command that made it") -> Mani
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         fact = f"Its manifest's field '{where}' is missing or not what it must be" if where else "It holds no manifest"
         raise _damaged(file, fact, made_by) from error
-    raise _other_schema(file, version)
+    raise _other_schema(file, version, made_by)
 
 
 def readable_manifest(file: Path) -> Manifest | None:
@@ -266,8 +266,8 @@ def readable_manifest(file: Path) -> Manifest | None:
         return None
 
 
-def _other_schema(file: Path, version: Any) -> ArtefactForeignError:
-    remedy = f"This torchport reads {SCHEMA}: make the artefact again"
+def _other_schema(file: Path, version: Any, made_by: str) -> ArtefactForeignError:
+    remedy = f"This torchport reads {SCHEMA}: make the artefact again with: {made_by}"
     return ArtefactForeignError(str(file), f"Its schema version is {version!r}", remedy)
 
 
@@ -279,7 +279,7 @@ def _manifest_text(file: Path, made_by: str) -> str:
         raise _damaged(file, "It is not safetensors: its header cannot be read", made_by) from error
     if _TEXT not in metadata:
         if file.with_suffix(".json").is_file():
-            raise _other_schema(file, 1)  # which kept the manifest in a second file alone
+            raise _other_schema(file, 1, made_by)  # which kept the manifest in a second file alone
         raise _damaged(file, "It holds no manifest", made_by)
     text = str(metadata[_TEXT])
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):

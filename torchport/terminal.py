@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -19,6 +21,8 @@ from torchport.errors import BadValueError, OutputError, StoppedError, Torchport
 from torchport.processes import path
 
 log = logging.getLogger("torchport")
+AGAIN = 0.05
+"""Seconds after which a Ctrl-C comes again that was lost: time to leave what has lost it."""
 
 
 class Command(click.Command):
@@ -103,6 +107,7 @@ def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
 
 def run(command: click.Command) -> int:
     """Runs a command line and returns its exit code; every refusal is one line on stderr, never a traceback."""
+    sys.unraisablehook = _unraisable
     try:
         return _run(command)
     except TorchportError as error:
@@ -115,6 +120,16 @@ def run(command: click.Command) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         watch.end(StoppedError.exit_code, watch.AT_ONCE)
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    """Brings a Ctrl-C back that fell into a callback, as JAX's of the garbage collector, out of which nothing rises."""
+    if what.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(what)
+        return
+    again = threading.Timer(AGAIN, _thread.interrupt_main)
+    again.daemon = True
+    again.start()
 
 
 def _complain(text: str) -> None:

@@ -59,6 +59,7 @@ class Watch:
         self.said = {number: "" for number in range(state.num_processes) if number != state.process_id}
         self.heard = dict.fromkeys(self.said, time.monotonic())
         self.words = dict.fromkeys(self.said, 0)
+        self.answered = time.monotonic()  # the first process, which has the service
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -124,6 +125,7 @@ class Watch:
     def _look(self) -> None:
         """Looks at what the others have said."""
         said = dict(self.state.client.key_value_dir_get(KEYS))
+        self.answered = time.monotonic()
         failed = json.loads(said.get(FAILED, "{}"))
         if self.over.is_set():
             return
@@ -163,7 +165,9 @@ class Watch:
             handle(signal.SIGABRT, before)
 
     def _aborted(self) -> None:
-        if not self.over.is_set() and not _reachable(self.state.coordinator_address):
+        # One that hangs, stopped or swapped out, still takes connections: its kernel does.
+        silent = time.monotonic() - self.answered > SILENCE
+        if not self.over.is_set() and (silent or not _reachable(self.state.coordinator_address)):
             self._lose(0)
 
     def _leave(self, code: int, text: str = "") -> NoReturn:

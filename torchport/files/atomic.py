@@ -73,7 +73,8 @@ def unwritable(file: Path, error: OSError) -> OutputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
     if error.errno == errno.EEXIST or (file.is_file() and error.errno == errno.ENOTDIR):
-        return OutputError(str(file), "It is a file, not a folder", "Choose another folder with --out")
+        fact = "It is a file, not a folder" if file.exists() else "It is a link to nothing"
+        return OutputError(str(file), fact, "Choose another folder with --out")
     reason = error.strerror or " ".join(str(error).split())
     return OutputError(str(file), f"It cannot be written: {reason}", "Choose another folder with --out")
 
