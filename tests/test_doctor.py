@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from torchport import cache, doctor, machine, record
+from torchport import cache, doctor, machine, manifest
 from torchport.doctor import Finding, advice, examine, known_bad
 
 FUSION = "--xla_tpu_enable_async_collective_fusion=true"
@@ -51,7 +51,7 @@ def requirements(monkeypatch, *lines):
 
 
 def test_versions_are_held_against_what_torchport_asks_for(monkeypatch):
-    monkeypatch.setattr(record, "versions", lambda: {"torch": "2.13.0+cpu", "jax": "0.9.0", "libtpu": "0.0.51"})
+    monkeypatch.setattr(manifest, "versions", lambda: {"torch": "2.13.0+cpu", "jax": "0.9.0", "libtpu": "0.0.51"})
     requirements(monkeypatch, "torch<2.14,>=2.12", "jax<0.11,>=0.10", "jax[tpu]<0.11; extra == 'tpu'", "absent>1")
     assert doctor._versions() == [
         Finding("ok", "torch", "2.13.0+cpu"),

@@ -424,6 +424,13 @@ def test_unfinished_latents_of_an_older_schema_say_how_to_get_past_them(stopped,
     assert refusal(denoise()).endswith("make the artefact again with: the same command, after removing it.")
 
 
+def test_unfinished_latents_of_other_versions_are_refused(stopped, denoise, forged):
+    """Another torch may round otherwise: the rest of the steps would make latents that neither makes alone."""
+    file = stopped / "denoise.partial.safetensors"
+    forged(file, versions={**save.read_manifest(file).versions, "torch": "2.0.0"})
+    assert "A run with version of torch '2.0.0' was stopped here, and this one has '" in refusal(denoise())
+
+
 def test_the_remedy_names_all_three_ways_out(stopped, denoise):
     assert refusal(denoise(seed=7)).endswith(
         "Finish that run, or remove denoise.partial.safetensors, or choose another --out."

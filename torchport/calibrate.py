@@ -23,9 +23,9 @@ from torchport.card import Axis
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
 from torchport.folder import inside
+from torchport.manifest import versions
 from torchport.pack import find_pack
 from torchport.plan import plan
-from torchport.record import versions
 from torchport.task import Request
 
 APART = 1.15

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from torchport import cache, card, machine, record, tiny
+from torchport import cache, card, machine, manifest, tiny
 from torchport.errors import BadValueError
 from torchport.pack import Pack, find_pack
 
@@ -52,7 +52,7 @@ def examine(path: str | None) -> list[Finding]:
 
 
 def _versions() -> list[Finding]:
-    found = record.versions()
+    found = manifest.versions()
     findings = []
     try:
         requirements = importlib.metadata.requires("torchport") or []

@@ -14,9 +14,9 @@ import torch
 
 from torchport import checkpoint, hosts, patch, pipelines, programs, resume, save
 from torchport.errors import ArtefactForeignError
-from torchport.manifest import Manifest
+from torchport.manifest import Manifest, versions
 from torchport.progress import log, track
-from torchport.record import versions, write_manifest
+from torchport.record import write_manifest
 from torchport.stopping import Stopping
 from torchport.task import Task
 from torchport.video import write_contact_sheet, write_video

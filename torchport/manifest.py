@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import platform
 from typing import Any
 
 import pydantic
@@ -95,3 +98,13 @@ class Version(pydantic.BaseModel):
     """The one field that manifests of all versions have."""
 
     schema_version: Any
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that decide a run's numbers."""
+    names = ("torchport", "torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -21,8 +21,8 @@ from torchport.errors import BadValueError
 from torchport.exchange import exchanges
 from torchport.files import atomic
 from torchport.machine import Chip, Machine, chip
+from torchport.manifest import versions
 from torchport.pipelines import Stage
-from torchport.record import versions
 from torchport.task import Request, Task, accept
 
 SECOND_ARRAY = 1.025

@@ -1,10 +1,7 @@
-"""What a run writes down of itself: the versions that decide its numbers, and the manifest beside the video."""
+"""The manifest of a whole run, beside its video."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,16 +10,6 @@ from torchport.card import STAGES
 from torchport.files import atomic
 from torchport.manifest import SCHEMA, Manifest
 from torchport.task import Task
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that decide a run's numbers."""
-    names = ("torchport", "torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "numpy")
-    found = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def write_manifest(task: Task, made: Path | None, own: Mapping[str, Manifest]) -> None:

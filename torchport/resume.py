@@ -12,7 +12,7 @@ import torch
 from torchport import checkpoint, hosts, pipelines, save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError
 from torchport.files import atomic
-from torchport.manifest import Manifest
+from torchport.manifest import Manifest, versions
 from torchport.progress import log, track
 from torchport.stopping import Stopping
 from torchport.task import Task
@@ -131,6 +131,8 @@ def _difference(task: Task, stage: pipelines.Stage, manifest: Manifest) -> tuple
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
     written = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     asked = {**task.shown(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    written |= {f"version of {name}": version for name, version in manifest.versions.items()}
+    asked |= {f"version of {name}": version for name, version in versions().items()}
     return next(((key, written.get(key), ours) for key, ours in asked.items() if written.get(key) != ours), None)
 
 

@@ -32,8 +32,8 @@ from torchport.files import atomic
 from torchport.foreign import reading
 from torchport.journey import Journey
 from torchport.machine import devices
+from torchport.manifest import versions
 from torchport.progress import log
-from torchport.record import versions
 from torchport.stopping import Stopping
 from torchport.task import Request, Task, accept
 

@@ -13,9 +13,9 @@ from torchport import patch, upstream, workers
 from torchport.card import Axis, Card, Rule, Strategy
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.machine import Machine, parse_machine
+from torchport.manifest import versions
 from torchport.pack import find_pack
 from torchport.plan import plan
-from torchport.record import versions
 from torchport.shard import AXES
 from torchport.task import Request, accept, check_heads
 

@@ -108,7 +108,7 @@ def wrong(first, again, folder, expected):
     """Returns what is wrong with a disturbed run and the undisturbed one after it, as text; empty if nothing is."""
     if first.end == "traceback":
         return f"a traceback: {first.text[-600:]}"
-    if first.end == "refused" and first.saved and "then goes on after" not in first.text:
+    if first.text.startswith("[TP604]") and first.saved and "then goes on after" not in first.text:
         return f"the refusal says nothing of a rerun: {first.text}"
     if again.end != "finished":
         return f"the rerun {again.end}: {again.text[-600:]}"

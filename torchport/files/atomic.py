@@ -140,7 +140,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise unwritable(folder, error) from error
     try:
         if _lock(folder, handle):
-            remove(*sorted(folder.glob(f"{TEMPORARY}*")))
+            remove(*sorted(file for file in folder.glob(f"{TEMPORARY}*") if not file.is_dir()))
         yield
     finally:
         os.close(handle)
