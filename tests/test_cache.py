@@ -171,3 +171,13 @@ def test_another_kind_of_cpu_has_another_name(monkeypatch, tmp_path):
     monkeypatch.setattr(cache.Path, "read_text", lambda self, **rest: "flags : sse2\ncpu MHz : 9\n")
     assert cache.host() == lacking
     monkeypatch.setattr(cache.Path, "read_text", read)
+
+
+def test_what_a_dead_writer_left_is_removed_after_a_day(tmp_path):
+    for name in ("tiny.old", "tiny.new", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    for name in ("tiny.old", "other"):
+        os.utime(tmp_path / name, (0, 0))
+    cache.remove_leftovers(tmp_path, "tiny.*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "tiny.new"]

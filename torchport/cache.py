@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ OFF = "off"
 """What the variable says where no program is to be kept or loaded; other caches then lie in their usual place."""
 
 INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
+ABANDONED = 24 * 3600
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -53,6 +56,20 @@ def make(path: Path) -> Path:
         fact = f"The cache folder cannot be made: {error.strerror}"
         raise OutputError(str(error.filename or path), fact, f"Name another folder with {VARIABLE}") from error
     return path
+
+
+def remove_leftovers(path: Path, pattern: str) -> None:
+    """Removes half-written folders of the cache whose writers have died: none takes as long as `ABANDONED` seconds.
+
+    Args:
+        path: The folder that they lie in.
+        pattern: Of their names.
+    """
+    for left in path.glob(pattern):
+        # Another run may remove it at the same time; and what cannot be removed harms nobody.
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def check_trusted(path: Path) -> None:

@@ -65,6 +65,7 @@ def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Pa
         return folder
     log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)
     cache.make(folder.parent)
+    cache.remove_leftovers(folder.parent, f"{folder.name}.*")
     try:
         work = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     except OSError as error:

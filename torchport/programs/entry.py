@@ -115,6 +115,7 @@ def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], 
     Raises:
         OSError: It cannot be written, most often since the disk is full; nothing is left behind.
     """
+    cache.remove_leftovers(path.parent, ".*")
     work = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
     try:
         sha = hashlib.sha256(data).hexdigest()
