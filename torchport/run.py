@@ -188,9 +188,18 @@ def _run(
 
 
 def _log_patches(ledger: patch.Ledger, when: str) -> None:
-    for row in ledger.rows():
+    """Logs one line for all patches, one for each that is not exact or does not stand, and with -v one for each."""
+    rows = ledger.rows()
+    standing = sum(row["state"] in ("applied", "used") for row in rows)
+    if rows:
+        log.info("patches: %d in force, %d called%s", standing, sum(bool(row["calls"]) for row in rows), when)
+    for row in rows:
+        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        matters = promise in ("close", "lossy") or row["state"] == "displaced"
         calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
-        log.info("patch %s: %s%s", row["id"], row["state"], calls)
+        log.log(
+            logging.INFO if matters else logging.DEBUG, "patch %s (%s): %s%s", row["id"], promise, row["state"], calls
+        )
 
 
 def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
