@@ -25,6 +25,7 @@ OFF = "off"
 
 INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
 ABANDONED = 24 * 3600
+"""Seconds after which a half-written folder has no living writer: none needs more than minutes."""
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -59,7 +60,7 @@ def make(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path, pattern: str) -> None:
-    """Removes half-written folders of the cache whose writers have died: none takes as long as `ABANDONED` seconds.
+    """Removes half-written folders of the cache that are older than `ABANDONED`: their writers have died.
 
     Args:
         path: The folder that they lie in.
