@@ -371,3 +371,22 @@ def test_an_undone_set_leaves_nothing_of_it_alive(world):
         gone = weakref.ref(up.m.f)
     gc.collect()
     assert gone() is None or gone()(1) == "old"
+
+
+def test_a_closure_that_only_waits_to_be_collected_is_no_holder(world):
+    import gc
+
+    import up.m
+
+    def leave_a_circle():
+        function, circle = up.m.f, []
+        circle.append(lambda: (function, circle))
+
+    gc.disable()
+    try:
+        leave_a_circle()
+        with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
+            assert up.m.f(1) == "new"
+            assert ledger.rows()[0]["detail"] == ""
+    finally:
+        gc.enable()

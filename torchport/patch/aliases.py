@@ -49,7 +49,7 @@ def repair(records: Sequence[Record]) -> list[Undo]:
     pairs = [pair for record in records for pair in _pairs(record)]
     try:
         findings = _found(pairs)
-        if any(unseen or any(holder.rebind is None for holder in found) for _, found, unseen in findings):
+        if any(unseen or any(_may_be_garbage(holder) for holder in found) for _, found, unseen in findings):
             findings.clear()
             gc.collect()  # who is only waiting to be collected holds nothing
             findings = _found(pairs)
@@ -60,6 +60,11 @@ def repair(records: Sequence[Record]) -> list[Undo]:
             undo()
         raise
     return undos
+
+
+def _may_be_garbage(holder: Holder) -> bool:
+    """Returns whether a holder is no namespace: a closure of an earlier call may only wait to be collected."""
+    return holder.rebind is None or holder.container is not None
 
 
 def give_back(changes: Sequence[Placed]) -> None:
