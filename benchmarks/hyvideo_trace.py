@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import torch
 
-from torchport import card, compile, patch, shard
+from torchport import compile, patch, shard
+from torchport.config import card
 
 CONFIG = {
     "patch_size": [1, 1, 1],

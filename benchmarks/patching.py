@@ -22,7 +22,7 @@ import types
 from pathlib import Path
 
 from torchport import patch
-from torchport.patch import holders
+from torchport.patch.live import holders
 
 _TAIL = """\
   why: A benchmark.

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.755e9, "tpu7x": 2.2e9}
-"""Cycles a second of a core. Source: libtpu 0.0.51's target_arguments; torchport.machine has the same."""
+"""Cycles a second of a core. Source: libtpu 0.0.51's target_arguments; torchport.config.machine has the same."""
 KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
 KIND = re.compile(rf" ({'|'.join(KINDS)})(-start)?\(")
 CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%[\w.-]+)")

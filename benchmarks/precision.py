@@ -21,7 +21,12 @@ import jax
 import torch
 from jax.extend.core import primitives
 
-from torchport import calls, card, compile, load, patch, pipelines, preflight, shard, task, tiny, upstream
+from torchport import compile, load, patch, shard, task
+from torchport.compile import preflight
+from torchport.config import card
+from torchport.config import checkout as upstream
+from torchport.load import tiny
+from torchport.stages import family, recorder
 
 jax.config.update("jax_platforms", "cpu")
 PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
@@ -75,7 +80,7 @@ def difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return (ours.double() - reference.double()).abs().max().item() / largest
 
 
-def compared(found: task.Task, stage: pipelines.Stage, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def compared(found: task.Task, stage: family.Stage, module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns how far a network is from upstream's at both precisions, and what its products are."""
     name = str(stage.network)
     strategy, mesh = found.card.strategies["tp"], shard.make_mesh({}, jax.devices()[:1])
@@ -131,7 +136,7 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
         if name == "decode":
             inputs = {"hidden_states": torch.randn(1, 32, 3, 4, 6, generator=torch.Generator().manual_seed(1))}
         else:
-            [called] = calls.recorded(stage, parts, module, preflight.how(stage, found), found.settings, count=False)
+            [called] = recorder.recorded(stage, parts, module, preflight.how(stage, found), found.settings, count=False)
             ones = {key: torch.ones(tensor.shape, dtype=tensor.dtype) for key, tensor in called.tensors.items()}
             inputs = {**ones, **dict(called.static)}
         if stage.prepare is not None:

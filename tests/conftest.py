@@ -44,7 +44,7 @@ def root():
 @pytest.fixture(scope="session")
 def pack():
     """torchport's own pack of patches and configs."""
-    from torchport.pack import find_pack
+    from torchport.config.pack import find_pack
 
     return find_pack(str(ROOT))
 
@@ -58,7 +58,7 @@ def card(pack):
 @pytest.fixture(scope="session")
 def tiny_folder(card):
     """The card's tiny checkpoint, written once for the session; tests that change it copy it."""
-    from torchport import tiny
+    from torchport.load import tiny
 
     return tiny.write(card)
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from torchport import errors, explain
+from torchport import errors
+from torchport.commands import explain
 from torchport.errors import TorchportError, kinds, nearest
 
 

@@ -65,13 +65,16 @@ def test_an_import_of_a_floor_above_is_found_wherever_it_stands(fake, text):
 
 
 def test_an_import_beside_is_found(fake):
-    assert fake(tiny="x = 1\n", shard="from torchport.tiny import x\n") == [
+    assert fake(tiny="x = 1\n", shard="from torchport.load.tiny import x\n") == [
         "shard.py:2: floor 3 imports 'tiny' of floor 3"
     ]
 
 
 def test_one_command_cannot_import_another(fake):
-    assert "floor 8 imports 'doctor' of floor 8" in fake(doctor="x = 1\n", tune="from torchport.doctor import x\n")[0]
+    assert (
+        "floor 8 imports 'doctor' of floor 8"
+        in fake(doctor="x = 1\n", tune="from torchport.commands.doctor import x\n")[0]
+    )
 
 
 def test_the_package_itself_imports_none_of_its_modules_at_module_level(fake):

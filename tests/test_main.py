@@ -9,8 +9,11 @@ import sys
 import click
 import pytest
 
-from torchport import __version__, errors, explain, hosts, machine
+from torchport import __version__, errors
 from torchport.__main__ import cli
+from torchport.commands import explain
+from torchport.config import machine
+from torchport.processes import hosts
 from torchport.task import Request
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")

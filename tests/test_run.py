@@ -15,13 +15,13 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from safetensors.torch import load_file
 
-from torchport import tiny
+from torchport.config.checkout import hushed
+from torchport.config.pack import find_pack
 from torchport.errors import AttentionError
-from torchport.pack import find_pack
-from torchport.pipelines.hunyuan_video15 import STAGES
+from torchport.load import tiny
 from torchport.run import run
+from torchport.stages.hunyuan_video15 import STAGES
 from torchport.task import Request
-from torchport.upstream import hushed
 
 PROMPT, NEGATIVE = 'A cat walks past a red sign with the word "torchport" on it', "blurry"
 SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
@@ -135,7 +135,7 @@ def test_the_port_agrees_after_the_first_step(request_small, tmp_path):
         stages = []
         keep = _keep_partials(stages)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torchport.save.write", keep)
+            patch.setattr("torchport.save.artefact.write", keep)
             run(dataclasses.replace(changed, stage="encode"))
             run(dataclasses.replace(changed, stage="denoise", prompt=None, negative_prompt=None))
         first[backend] = stages[0]
@@ -342,7 +342,7 @@ def test_upstream_is_run_under_float32_whatever_the_callers_default_dtype_is(req
         return {"prompt_embeds": torch.zeros(1)}
 
     stages = tuple(dataclasses.replace(stage, run=encode) if stage.name == "encode" else stage for stage in STAGES)
-    monkeypatch.setattr("torchport.pipelines.hunyuan_video15.STAGES", stages)
+    monkeypatch.setattr("torchport.stages.hunyuan_video15.STAGES", stages)
     torch.set_default_dtype(torch.bfloat16)
     try:
         run(dataclasses.replace(request_small, stage="encode", out=tmp_path, noise=None))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchport import __version__, errors, terminal
+from torchport import __version__, errors
+from torchport.commands import terminal
 
 if TYPE_CHECKING:
     from torchport.run import Summary
@@ -75,7 +76,7 @@ def run(
 ) -> None:
     """Makes a video, or runs one stage of it."""
     terminal.log_to_stderr(quiet, verbose)
-    from torchport import hosts
+    from torchport.processes import hosts
     from torchport.run import run as carry
     from torchport.task import Request
 
@@ -88,7 +89,7 @@ def run(
 @path_option
 def models(path: str | None) -> None:
     """Lists the model cards."""
-    from torchport.pack import find_pack
+    from torchport.config.pack import find_pack
 
     pack = find_pack(path)
     for name in pack.models():
@@ -101,7 +102,7 @@ def models(path: str | None) -> None:
 @path_option
 def doctor(path: str | None) -> None:
     """Looks at this machine: devices, versions, disk, checkpoints, known-bad combinations."""
-    from torchport.doctor import advice, examine
+    from torchport.commands.doctor import advice, examine
 
     findings = examine(path)
     width = max(len(finding.what) for finding in findings)
@@ -117,7 +118,7 @@ def doctor(path: str | None) -> None:
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
 def explain(id: str | None, everything: bool) -> None:
     """Explains an error by its id, such as TP107."""
-    from torchport.explain import page
+    from torchport.commands.explain import page
 
     known = {kind.id: kind for kind in errors.kinds()}
     if everything:
@@ -157,9 +158,9 @@ def plan(report: Path | None, as_json: bool, **options: Any) -> None:
     """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
     import json
 
-    from torchport import folder
-    from torchport import report as form
-    from torchport.plan_command import Flags, planned
+    from torchport.commands.plan import Flags, planned
+    from torchport.files import folder
+    from torchport.plan import report as form
 
     terminal.log_to_stderr()
     if report is not None:
@@ -192,7 +193,7 @@ def show_rules(
     path: str | None,
 ) -> None:
     """Prints every rule: where it puts what, how much it matches, and bytes on each device."""
-    from torchport.shard_command import lines, request_of, shown
+    from torchport.commands.shard import lines, request_of, shown
 
     place = None if upstream_path is None else str(upstream_path)
     request = request_of(model, config, strategy, path, upstream_path=place, overrides=overrides)
@@ -209,8 +210,8 @@ def patches() -> None:
 @path_option
 def list_patches(names: tuple[str, ...], path: str | None) -> None:
     """Lists the patches of some upstreams or files; all of them if none is named."""
-    from torchport.pack import find_pack
-    from torchport.patches_command import listed
+    from torchport.commands.patches import listed
+    from torchport.config.pack import find_pack
 
     for row in listed(find_pack(path).patches, names):
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
@@ -226,8 +227,8 @@ def show_patch(id: str, path: str | None) -> None:
     """Shows everything about one patch, as YAML."""
     import yaml
 
-    from torchport.pack import find_pack
-    from torchport.patches_command import shown
+    from torchport.commands.patches import shown
+    from torchport.config.pack import find_pack
 
     text = yaml.safe_dump(shown(find_pack(path).patches, id), sort_keys=False)
     click.echo(text, nl=False)  # YAML escapes control characters itself
@@ -240,10 +241,10 @@ def show_patch(id: str, path: str | None) -> None:
 @path_option
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
     """Records the sources under the targets as reviewed; of all upstreams if none is named."""
-    from torchport.check import require_applied
-    from torchport.pack import find_pack
-    from torchport.patches_command import locked
-    from torchport.upstream import existing
+    from torchport.commands.check import require_applied
+    from torchport.commands.patches import locked
+    from torchport.config.checkout import existing
+    from torchport.config.pack import find_pack
 
     checkout = None if upstream_path is None else existing(upstream_path)
     if checkout is not None:
@@ -263,7 +264,7 @@ def patch_schema() -> None:
     """Prints the JSON Schema of a patch file, for editors."""
     import json
 
-    from torchport.patches_command import schema
+    from torchport.commands.patches import schema
 
     terminal.say(json.dumps(schema(), indent=2))
 
@@ -287,9 +288,9 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     The exit code is 0 if all is clean, else the lowest of 3 drift, 4 late or aliased, 5 not called, and 1 for any other
     finding.
     """
-    from torchport import check as command
-    from torchport.pack import find_pack
-    from torchport.upstream import existing
+    from torchport.commands import check as command
+    from torchport.config.checkout import existing
+    from torchport.config.pack import find_pack
 
     pack, called = find_pack(path), None
     if model is not None:
@@ -336,8 +337,8 @@ def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **o
     terminal.log_to_stderr()
     import json
 
-    from torchport import tune as command
-    from torchport.workload import asked
+    from torchport.tune import tune as command
+    from torchport.tune.workload import asked
 
     job = asked(**options)
     if file is not None:

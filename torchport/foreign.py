@@ -15,7 +15,7 @@ from torchport.errors import CheckpointBrokenError, CheckpointForeignError, Torc
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """Returns what upstream raises over files that are not what it expects (tests/test_fuzzed_checkpoints.py).
+    """Returns what upstream raises over files that are not what it expects (tests/load/test_fuzzed_checkpoints.py).
 
     A constructor that gets a word for a number fails wherever it first computes with it.
     """

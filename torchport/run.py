@@ -13,28 +13,22 @@ from typing import Any
 import jax
 import torch
 
-from torchport import (
-    checkpoint,
-    compile,
-    hosts,
-    load,
-    patch,
-    pipelines,
-    preflight,
-    programs,
-    shard,
-    tiny,
-    upstream,
-)
+from torchport import compile, load, patch, shard
 from torchport.attention import bound, dispatch
+from torchport.bookkeeping.journey import Journey
+from torchport.compile import kept as programs
+from torchport.compile import preflight
+from torchport.config import checkout
+from torchport.config.machine import devices
 from torchport.errors import BadValueError, CheckpointBrokenError, OutputError
 from torchport.files import atomic
 from torchport.foreign import reading
-from torchport.journey import Journey
-from torchport.machine import devices
-from torchport.manifest import versions
+from torchport.load import checkpoint, tiny
+from torchport.processes import hosts
+from torchport.processes.stopping import Stopping
 from torchport.progress import log
-from torchport.stopping import Stopping
+from torchport.save.manifest import versions
+from torchport.stages import family
 from torchport.task import Request, Task, accept
 
 
@@ -88,9 +82,9 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
     entries = task.patches(task.stages)
     hush = not log.isEnabledFor(logging.DEBUG)
     with (
-        upstream.on_path(task.upstream),
+        checkout.on_path(task.upstream),
         patch.applied(entries),
-        upstream.hushed(hush),
+        checkout.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
         _folder(task.folder),
         programs.Programs.opened(task) as kept,
@@ -150,7 +144,7 @@ def _weights(task: Task) -> checkpoint.Checkpoint:
     )
 
 
-def _travel(journey: Journey, stage: pipelines.Stage) -> None:
+def _travel(journey: Journey, stage: family.Stage) -> None:
     """Carries one stage down the path."""
     task, lap = journey.task, journey.clock(stage)
     inputs = journey.read(stage)
@@ -164,7 +158,7 @@ def _travel(journey: Journey, stage: pipelines.Stage) -> None:
 
 def _run(
     journey: Journey,
-    stage: pipelines.Stage,
+    stage: family.Stage,
     ledger: patch.Ledger,
     inputs: dict[str, torch.Tensor],
     lap: Callable[[str], None],
@@ -172,7 +166,7 @@ def _run(
     """Loads a stage, and runs it on its inputs."""
     task = journey.task
     parts = _load(journey, stage)  # load
-    pipelines.check_inputs(stage, parts, task.settings, inputs)
+    family.check_inputs(stage, parts, task.settings, inputs)
     lap("load")
     with compile.operators({op.target: op.function for op in ledger.ops()}):
         call = _network(journey, stage, parts, ledger)  # shard, compile
@@ -202,7 +196,7 @@ def _log_patches(ledger: patch.Ledger, when: str) -> None:
         )
 
 
-def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
+def _load(journey: Journey, stage: family.Stage) -> dict[str, Any]:
     """Returns the stage's parts: whole on the host, or, the network and what lends its configuration, on meta."""
     task = journey.task
     root = journey.weights.folder
@@ -223,7 +217,7 @@ def _load(journey: Journey, stage: pipelines.Stage) -> dict[str, Any]:
     return parts
 
 
-def _network(journey: Journey, stage: pipelines.Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
     """Returns the stage's network, ready to be called: filled and eager, or placed and to be compiled."""
     if stage.network is None:
         return None

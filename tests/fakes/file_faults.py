@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from torchport import resume, save
+from torchport import save
+from torchport.bookkeeping import resume
 from torchport.errors import TorchportError
 from torchport.files import atomic
 from torchport.run import run

@@ -37,8 +37,9 @@ from fakes.hyvideo_cases import (
 )
 from torch import nn
 
-from torchport import card, compile, patch, shard
-from torchport.card import Rule, WeightRule
+from torchport import compile, patch, shard
+from torchport.config import card
+from torchport.config.card import Rule, WeightRule
 
 TRANSFORMER = "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"
 ATTENTION = "hyvideo.models.transformers.modules.attention"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from torchport import tiny
-from torchport.card import Card
+from torchport.config.card import Card
+from torchport.load import tiny
 
 ENCODERS = ("text_encoder", "text_encoder_2", "vision_encoder")
 NAMES = (*ENCODERS, "tokenizer", "tokenizer_2", "image_processor", "glyph_encoder")

@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec
 from torchport.attention import plain, splash, stock, tiles, transposed
 from torchport.attention.plain import Window
 from torchport.attention.request import Request, check_bound, check_call, checked_lengths, platform
-from torchport.card import Axis, Implementation
+from torchport.config.card import Axis, Implementation
+from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError, nearest
-from torchport.machine import TPU_CHIPS
 
 NAMES: tuple[str, ...] = get_args(Implementation)
 KERNELS = ("splash", "splash_transposed")

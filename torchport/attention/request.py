@@ -15,8 +15,8 @@ import numpy
 from torchport.attention import bound as bounds
 from torchport.attention import tiles
 from torchport.attention.plain import Window
+from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError
-from torchport.machine import TPU_CHIPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, overload
 import pydantic
 
 from torchport.config import Frozen, read_document, validated
+from torchport.config.machine import MIB, TPU_CHIPS
 from torchport.errors import AttentionError, VmemError, WrongTypeError
-from torchport.machine import MIB, TPU_CHIPS
 
 LANES = 128
 SUBLANES = 8

@@ -12,11 +12,11 @@ edit of a function); `holders`, `naming`, `capture`, `aliases` (who holds the or
 `group`, where they meet. None of them imports torch, jax or an upstream.
 """
 
-from torchport.patch.entry import Entry as Entry
-from torchport.patch.entry import schema as schema
-from torchport.patch.group import applied as applied
+from torchport.patch.applied import applied as applied
+from torchport.patch.declared.entry import Entry as Entry
+from torchport.patch.declared.entry import schema as schema
+from torchport.patch.declared.reading import read as read
+from torchport.patch.declared.reading import upstreams as upstreams
 from torchport.patch.ledger import Ledger as Ledger
 from torchport.patch.ledger import Op as Op
-from torchport.patch.reading import read as read
-from torchport.patch.reading import upstreams as upstreams
 from torchport.patch.trace import Trace as Trace

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchport.errors import AliasError, PatchError, TooLateError
-from torchport.patch import capture, holders
-from torchport.patch.change import Placed
-from torchport.patch.counted import is_ours, own_parts
-from torchport.patch.entry import Entry
-from torchport.patch.holders import Holder, Undo
+from torchport.patch.declared.entry import Entry
 from torchport.patch.ledger import Op, Record
-from torchport.patch.naming import expression
-from torchport.patch.target import Slot, function_in
+from torchport.patch.live import holders
+from torchport.patch.live.change import Placed
+from torchport.patch.live.counted import is_ours, own_parts
+from torchport.patch.live.holders import Holder, Undo
+from torchport.patch.live.naming import expression
+from torchport.patch.live.target import Slot, function_in
+from torchport.patch.source import capture
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchport.errors import NotCalledError, TorchportError
-from torchport.patch.change import Change
-from torchport.patch.counted import Calls, counted
-from torchport.patch.entry import Entry
+from torchport.patch.declared.entry import Entry
+from torchport.patch.live.change import Change
+from torchport.patch.live.counted import Calls, counted
 from torchport.patch.trace import Trace, in_force
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchport.errors import StaleTraceError
-from torchport.patch.entry import Entry
-from torchport.patch.replacement import file_digest
+from torchport.patch.declared.entry import Entry
+from torchport.patch.declared.replacement import file_digest
 
 # What is in force now, by id: the digest of each patch. `group` keeps it.
 in_force: dict[str, str] = {}

@@ -1,0 +1,186 @@
+"""`torchport check` and `torchport patches`: all findings of all patches, from fresh processes, as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fakes.patch_world import World
+
+from torchport.commands import check, patches
+from torchport.commands.check import Finding
+from torchport.errors import UnknownNameError, UnsupportedError
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef g(a):\n    return 2\n\ndef h(a):\n    return 3\n")
+    world.python("def new(a): return 'new'\ndef other(b): return 'other'\n")
+    yield world
+    world.close()
+
+
+def _entries(world, *targets, put="new"):
+    parts = [f"id: up.{name}\n  target: up.m:{name}\n  replace: p.py:{put}" for name in targets]
+    return world.yaml("\n- ".join(parts))
+
+
+def _check(world):
+    return check.check(world.patches, ["up"], upstream_path=world.site)
+
+
+def test_a_locked_pack_is_clean(world):
+    _entries(world, "f", "g")
+    assert patches.locked(world.patches, ["up"], check=True) == ["up.m:f: new", "up.m:g: new"]
+    assert patches.locked(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
+    assert _check(world) == []
+    assert check.exit_code([]) == 0
+    assert check.as_text([]) == "clean"
+
+
+def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
+    _entries(world, "f", "absent", "h")
+    findings = _check(world)
+    told = sorted((finding.id, finding.patch, finding.step) for finding in findings)
+    assert told == [
+        ("TP201", "up.absent", "targets"),
+        ("TP203", "up.h", "apply"),
+        ("TP204", "up.h", "apply"),
+        ("TP207", "up.f", "drift"),
+        ("TP207", "up.h", "drift"),
+    ]
+    assert check.exit_code(findings) == 3
+    assert check.exit_code([f for f in findings if f.id != "TP207"]) == 4
+    assert check.exit_code([f for f in findings if f.id == "TP201"]) == 1
+
+
+def test_drift_is_found_and_the_patch_is_tried_all_the_same(world):
+    _entries(world, "f")
+    patches.locked(world.patches)
+    world.write("up/m.py", "def f(a):\n    return 10\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.place, finding.step) == ("TP207", "patches/up/p.yaml:1", "drift")
+    assert "line 2 is new: return 10" in finding.text
+
+
+def test_a_file_that_cannot_be_read_is_one_finding(world):
+    (world.patches / "up").mkdir(exist_ok=True)
+    (world.patches / "up" / "p.yaml").write_text("- id: [\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.step) == ("TP101", "schema")
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "text"),
+    [
+        ("def broken(:\n", "up/m.py:10", "Importing up.m fails: SyntaxError: invalid syntax"),
+        (
+            "\nimport up.x\n",
+            "up/m.py:11",
+            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'",
+        ),
+    ],
+)
+def test_an_upstream_that_does_not_import_is_one_finding_with_its_line(world, more, place, text):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef g(a):\n    return 2\n\ndef h(a):\n    return 3\n\n" + more)
+    _entries(world, "f")
+    findings = [finding for finding in _check(world) if finding.id != "TP207"]
+    assert [(finding.id, finding.place) for finding in findings] == [("TP201", place)]
+    assert findings[0].text == f"{text}. Install what it needs, or patch what fails."
+
+
+def test_a_callee_that_is_no_python_is_one_finding_with_its_line(world):
+    world.write("up/other.py", "def helper(x):\n    return x\n")
+    world.write("up/m.py", "from up.other import helper\ndef f(a):\n    return helper(a)\n")
+    _entries(world, "f")
+    patches.locked(world.patches)
+    world.write("up/other.py", "def helper(x):\n    return x +\n")
+    (finding,) = _check(world)
+    assert (finding.id, finding.place) == ("TP201", "up/other.py:2")
+    assert finding.text.endswith("read it: invalid syntax. Mend the file, or install an upstream for this Python.")
+
+
+def test_an_upstream_that_ends_the_process_is_a_finding(world):
+    world.write("up/m.py", "import os\ndef f(a):\n    return 1\nos._exit(7)\n")
+    _entries(world, "f")
+    findings = _check(world)
+    assert [finding.text for finding in findings] == [
+        "The process that checks 'up' ended with exit code 7 and said: nothing. Mend what ends it while it is imported."
+    ]
+
+
+def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
+    world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
+    _entries(world, "f", "h")
+
+    def tried(names):
+        check.require_applied(world.patches, names, world.site)
+
+    with pytest.raises(UnsupportedError) as caught:
+        patches.locked(world.patches, ["up"], tried=tried)
+    assert str(caught.value) == (
+        "patches/up/p.yaml:9: Nothing is locked, as TP204 is found: up.m:h is still held by up.m.PENDING, a map. Patch "
+        "that holder instead, or write 'aliases: report'. See all findings with: torchport check up."
+    )
+    assert not (world.patches / "up" / "lock.yaml").exists()
+    _entries(world, "f")
+    assert patches.locked(world.patches, ["up"], tried=tried) == ["up.m:f: new"]
+    world.write("up/m.py", "def f(a):\n    return 10\n")
+    assert patches.locked(world.patches, ["up"], tried=tried) == ["up.m:f: changed"]
+
+
+def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
+    row = {"id": "up.one", "state": "applied", "calls": 0}
+    (finding,) = check.not_called([row], entries, "denoise")
+    assert finding.text == "'up.one' was not called in denoise (it is applied). Find what is called instead of up.m:f."
+    assert check.exit_code([finding]) == 5
+    assert check.not_called([row], entries, "decode") == []
+    assert check.not_called([{**row, "calls": 2}], entries, "denoise") == []
+    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == []
+    assert "not in the ledger" in check.not_called([], entries, "denoise")[0].text
+    assert check.check(world.patches, ["up"], world.site, called=lambda: [finding])[-1] == finding
+
+
+def test_findings_are_written_in_four_formats():
+    found = [Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")]
+    assert check.as_text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 findings"
+    assert check.as_github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
+    assert json.loads(check.as_json(found))[0]["patch"] == "up.one"
+    (result,) = json.loads(check.as_sarif(found))["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
+    assert set(check.FORMATS) == {"text", "json", "sarif", "github"}
+
+
+def test_what_github_would_take_for_a_command_of_its_own_is_escaped():
+    text = "100%\r\n::warning::a\x85b\u2028c\u2029d\x1b[31m, e: f"
+    (line,) = check.as_github([Finding("TP101", "patches/up/a,b:c%.yaml:3", text, "", "schema")]).splitlines()
+    assert line == (
+        "::error file=patches/up/a%2Cb%3Ac%25.yaml,line=3,title=TP101::"
+        "100%25%0D%0A::warning::a\\x85b\\u2028c\\u2029d\\x1b[31m, e: f"
+    )
+    (line,) = check.as_github([Finding("TP200", "a\nb", "c", "", "apply")]).splitlines()
+    assert line == "::error title=TP200::c"
+
+
+def test_findings_are_one_line_each_without_control_characters():
+    found = [Finding("TP103", "a\x1b.yaml:1", "Unknown key '\x1b[2J'.\nAnd\r\u2028more.", "", "schema")]
+    lines = check.as_text(found).splitlines()
+    assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 findings"]
+    for form in check.FORMATS.values():
+        assert all(letter.isprintable() or letter == "\n" for letter in form(found))
+
+
+def test_patches_are_listed_and_shown_as_data(world):
+    _entries(world, "f")
+    (row,) = patches.listed(world.patches)
+    assert (row["id"], row["kind"], row["locked"], row["place"]) == ("up.f", "replace", False, "patches/up/p.yaml:1")
+    patches.locked(world.patches)
+    shown = patches.shown(world.patches, "up.f")
+    assert (shown["why"], shown["locked_at"], shown["installed"]) == ("A test.", [{"up": "unknown"}], {"up": None})
+    json.dumps(shown)
+    with pytest.raises(UnknownNameError, match=r"No patch 'up.g'. Did you mean 'up.f'"):
+        patches.shown(world.patches, "up.g")
+    assert patches.schema()["type"] == "array"

@@ -1,0 +1,82 @@
+"""The flags of `torchport plan`: which go together, and what each leads to."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from torchport.__main__ import cli
+from torchport.commands import plan as command
+from torchport.commands.plan import Flags
+from torchport.errors import BadValueError
+from torchport.plan import calibrate, plan, report, sweep
+
+JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "torchport plan: --model is missing. Add --model, or --calibrate."),
+        ({"model": "hunyuan"}, "torchport plan: --config is missing. Add --config, or --calibrate."),
+        (
+            {**JOB, "sweep": True, "strategy": "tp"},
+            "--strategy tp: A sweep takes every strategy. Leave out one of the two.",
+        ),
+        (
+            {**JOB, "sweep": True, "stage": "all"},
+            "torchport plan --sweep: --stage is given, and a sweep is a table of denoising steps. Leave it out.",
+        ),
+        ({**JOB, "jobs": 2}, "--jobs 2: There is one plan to make. Add --sweep, or leave it out."),
+        ({**JOB, "write": Path("a.yaml")}, "--write a.yaml: There is no factor to write. Add --calibrate."),
+        (
+            {"calibrate": True, "overrides": ("steps=1",)},
+            "torchport plan --calibrate: --set is given, and the published steps say themselves what is planned. "
+            "Leave it out.",
+        ),
+        (
+            {"calibrate": True, "sweep": True},
+            "torchport plan --calibrate: --sweep is given, and the published steps say themselves what is planned. "
+            "Leave it out.",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(given, said):
+    with pytest.raises(BadValueError) as caught:
+        command.planned(Flags(**given))
+    assert str(caught.value) == said
+
+
+def test_each_flag_reaches_what_it_is_for(monkeypatch):
+    calls = []
+
+    def stand_in(name):
+        def call(*args, **given):
+            calls.append((name, (*args, *given.values())))
+            return {"what": name}
+
+        return call
+
+    for module, function in ((plan, "plan"), (sweep, "sweep"), (calibrate, "calibrate"), (calibrate, "write")):
+        monkeypatch.setattr(module, function, stand_in(function))
+    for module in (report, sweep, calibrate):
+        monkeypatch.setattr(module, "lines", lambda found: [found["what"]])
+    for module in (sweep, calibrate):
+        monkeypatch.setattr(module, "data", lambda found: found)
+
+    def run(*arguments):
+        calls.clear()
+        done = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output.strip()
+
+    job = ["--model", "hunyuan", "--config", "configs/720p.yaml"]
+    assert run(*job, "--strategy", "tp", "--topology", "v5e:2x4", "--scores", "any") == "plan"
+    [(_, (request, topology, keep, bounded, stages))] = calls
+    assert stages == ("denoise",)
+    assert request.overrides == ("strategy=tp",) and (topology, keep, bounded) == ("v5e:2x4", None, False)
+    assert run(*job, "--sweep", "--jobs", "3", "--keep", "kept") == "sweep"
+    [(_, (request, topology, keep, bounded, jobs))] = calls
+    assert (topology, keep, bounded, jobs) == (None, Path("kept"), True, 3)
+    assert run("--calibrate", "--json", "--write", "a.yaml") == '{\n  "what": "calibrate"\n}'
+    assert calls == [("calibrate", (None, None)), ("write", (Path("a.yaml"), {"what": "calibrate"}))]

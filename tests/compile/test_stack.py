@@ -1,0 +1,219 @@
+"""Repeated blocks as one under a scan: the same numbers, and what cannot be stacked is refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+import torch
+
+from torchport import compile, patch, shard
+from torchport.compile import stack
+from torchport.config.card import Rule, Stack
+from torchport.errors import StackError
+
+
+class Block(torch.nn.Module):
+    """Two streams, of which each moves the other; `known` sets it apart."""
+
+    def __init__(self, size=6, known=None):
+        super().__init__()
+        self.mix = torch.nn.Linear(size, size)
+        self.norm = torch.nn.LayerNorm(size)
+        self.register_buffer("shift", torch.randn(size))
+        if known is not None:
+            self.known = known
+
+    def forward(self, x, y, factor, tables=None, *, flag=True):
+        moved = torch.tanh(self.mix(self.norm(x))) * factor + (tables[0] if tables else 0)
+        return x + moved, (y + moved.mean(1, keepdim=True) + self.shift if flag else y)
+
+
+class Keeper(Block):
+    """Keeps something of every call."""
+
+    def forward(self, x, y, factor, tables=None, *, flag=True):
+        self.seen = x
+        return super().forward(x, y, factor, tables, flag=flag)
+
+
+class Network(torch.nn.Module):
+    """Upstream's own loop over blocks."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x, y, factor):
+        for block in self.blocks:
+            x, y = block(x, y, factor, (factor * 0.1, None), flag=True)
+        return (x + y,)
+
+
+CARRIES = Stack(carries=["x", "y"])
+RULES = [Rule(match=r"module\..*|blocks\..*", spec="replicate")]
+INPUTS = [Rule(match=".*", spec="replicate")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched(pack):
+    """torchax beside this torch needs its patches, as everything else does."""
+    with patch.applied(patch.read(pack.patches, ["torchax"])):
+        yield
+
+
+def network(count=4, kind=Block, **options):
+    torch.manual_seed(3)
+    return Network([kind(**options) for _ in range(count)]).eval()
+
+
+def compiled(module, stacks):
+    mesh = shard.make_mesh({}, jax.devices()[:1])
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    rules = dict.fromkeys(tensors, RULES[0])
+    weights = shard.place(((name, t.detach()) for name, t in tensors.items()), rules, mesh)
+    options = {"what": "network", "place": "card.yaml:1", "precision": "highest", "trace": None}
+    return compile.Compiled(module.to("meta"), weights, INPUTS, mesh, stacks=stacks, **options)
+
+
+def inputs():
+    torch.manual_seed(5)
+    return {"x": torch.randn(2, 5, 6), "y": torch.randn(2, 1, 6), "factor": torch.rand(2, 1, 1)}
+
+
+def refusal(call):
+    with pytest.raises(StackError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+def test_stacked_blocks_compute_what_the_loop_computes(last):
+    module = network()
+    with torch.no_grad():
+        wanted = module(**inputs())[0]
+    program = compiled(module, {"blocks": Stack(carries=["x", "y"], last=last)})
+    assert len(program.network.module.blocks) == 1 + last
+    found = program(**inputs())
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+def test_the_program_holds_one_block_and_its_weights_have_a_first_dim_of_blocks():
+    program = compiled(network(7), {"blocks": CARRIES})
+    assert program.weights["blocks.0.block.mix.weight"].shape == (7, 6, 6)
+    arrays = program.place(**inputs())
+    text = program.lowered(arrays, ()).as_text()
+    assert text.count("stablehlo.while") == 1 and text.count("stablehlo.dot_general") == 1
+    apart = compiled(network(7), {}).lowered(arrays, ()).as_text()
+    assert apart.count("stablehlo.while") == 0 and apart.count("stablehlo.dot_general") == 7
+
+
+def test_blocks_are_stacked_in_their_order_whatever_the_order_of_names():
+    names = stack.names(
+        [f"blocks.{n}.w" for n in ("10", "2", "0", "1", *map(str, range(3, 10)))], {"blocks": CARRIES}, {"blocks": 11}
+    )
+    assert names == {"blocks.0.block.w": [f"blocks.{n}.w" for n in range(11)]}
+    apart = stack.names(["blocks.0.w", "blocks.1.w", "blocks.2.w", "other.3.w"], {"blocks": CARRIES}, {"blocks": 2})
+    assert apart == {
+        "blocks.0.block.w": ["blocks.0.w", "blocks.1.w"],
+        "blocks.1.w": ["blocks.2.w"],
+        "other.3.w": ["other.3.w"],
+    }
+
+
+def test_shapes_alone_are_stacked_with_their_placement():
+    mesh = shard.make_mesh({"tp": 2}, jax.devices()[:2])
+    where = shard.sharding(Rule(match="x", spec=["tp"]), mesh)
+    arrays = {f"blocks.{n}.w": jax.ShapeDtypeStruct((4, 3), jnp.bfloat16, sharding=where) for n in range(3)}
+    made = stack.weights(arrays, {"blocks": CARRIES}, {"blocks": 3})["blocks.0.block.w"]
+    assert made.shape == (3, 4, 3) and tuple(made.sharding.spec) == (None, "tp") and not arrays
+
+
+def test_weights_that_are_called_like_stacked_ones_are_left_alone():
+    mesh = shard.make_mesh({}, jax.devices()[:1])
+    array = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=shard.sharding(RULES[0], mesh))
+    name = "up.0.block.1.weight"
+    assert stack.weights({name: array}, {}, {}) == {name: array}
+    made = stack.weights({name: array, "blocks.0.w": array}, {"blocks": CARRIES}, {"blocks": 1})
+    assert made[name].shape == (4,) and made["blocks.0.block.w"].shape == (1, 4)
+
+
+def test_something_is_done_after_each_block_with_its_number():
+    module = network(3)
+    with torch.no_grad():
+        x, y, factor = inputs().values()
+        for number, block in enumerate(module.blocks):
+            x, y = block(x, y, factor, (factor * 0.1, None))
+            y = y + number
+        wanted = x + y
+    program = compiled(module, {"blocks": CARRIES})
+    program.network.module.blocks[0].after = lambda index, outputs: (outputs[0], outputs[1] + index)
+    found = program(**inputs())
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
+
+
+def test_a_block_that_knows_its_index_is_refused_by_name():
+    module = Network([Block(known=n) for n in range(3)])
+    text = refusal(lambda: stack.stack(module, {"blocks": CARRIES}, lambda name: "card.yaml:7"))
+    assert text == (
+        "card.yaml:7: 'blocks.1' differs from the first block's in 'known', 0 there and 1 here. "
+        "Only weights may differ: leave the blocks that know their place apart, or unstacked."
+    )
+
+
+def test_blocks_of_other_shapes_or_other_modules_are_refused():
+    module = network(3)
+    module.blocks[2].mix = torch.nn.Linear(6, 6, bias=False)
+    text = refusal(lambda: stack.stack(module, {"blocks": CARRIES}, str))
+    assert text.startswith("blocks: 'blocks.2.mix' differs from the first block's in its weights")
+    module = network(3)
+    module.blocks[1].norm = torch.nn.Identity()
+    assert "'blocks.1' has other modules than the first: 'norm'" in refusal(
+        lambda: stack.stack(module, {"blocks": CARRIES}, str)
+    )
+
+
+def test_a_list_that_is_not_there_and_one_that_is_too_short_are_refused():
+    text = refusal(lambda: stack.stack(network(2), {"block": CARRIES}, lambda name: "card.yaml:7"))
+    assert text == "card.yaml:7: The network has no list of blocks 'block'. Did you mean 'blocks'? Known: blocks."
+    whole = Stack(carries=["x"], last=2)
+    assert "'blocks' has 2 blocks, and 2 stay apart" in refusal(lambda: stack.stack(network(2), {"blocks": whole}, str))
+
+
+def test_a_block_that_keeps_something_between_calls_is_refused_by_name():
+    program = compiled(network(3, Keeper), {"blocks": CARRIES})
+    text = refusal(lambda: program(**inputs()))
+    assert "A block of 'blocks' sets its own 'seen' when it is called" in text and "stacked=false" in text
+
+
+def test_carries_that_are_not_what_a_block_returns_are_refused():
+    program = compiled(network(3), {"blocks": Stack(carries=["x"])})
+    assert "takes" in refusal(lambda: program(**inputs())) and "under 'carries'" in refusal(lambda: program(**inputs()))
+    program = compiled(network(3), {"blocks": Stack(carries=["x", "why"])})
+    assert "'why' is no argument with which 'blocks' is called" in refusal(lambda: program(**inputs()))
+
+
+def test_a_block_of_one_output_is_called_as_it_was():
+    class One(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = torch.nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.tanh(self.mix(x))
+
+    class Loop(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.blocks = torch.nn.ModuleList([One() for _ in range(3)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    module, x = Loop(), torch.randn(2, 6)
+    with torch.no_grad():
+        wanted = module(x)
+    found = compiled(module, {"blocks": Stack(carries=["x"])})(x=x)
+    assert numpy.allclose(found, wanted, atol=1e-6)

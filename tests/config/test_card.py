@@ -1,0 +1,354 @@
+"""Model cards, jobs, packs: what is shipped reads, and every mistake in one is refused with its place."""
+
+import contextlib
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchport.config import card as cards
+from torchport.config import overridden, parse_document, validated
+from torchport.config import pack as packs
+from torchport.config.card import check_job
+from torchport.config.pack import find_pack
+from torchport.errors import (
+    BadValueError,
+    ConfigError,
+    DataFolderError,
+    DuplicateKeyError,
+    MissingKeyError,
+    SyntaxYamlError,
+    UnknownKeyError,
+    UnknownNameError,
+    WrongTypeError,
+)
+
+
+@pytest.fixture
+def copied(tmp_path, root):
+    """A copy of the configs, with an empty folder of patches: a pack that a test may change."""
+    shutil.copytree(root / "configs", tmp_path / "pack" / "configs")
+    (tmp_path / "pack" / "patches").mkdir()
+    return packs.Pack((tmp_path / "pack").resolve())
+
+
+def edit(pack, name, old, new):
+    """Replaces text in a config, once."""
+    file = pack.root / "configs" / f"{name}.yaml"
+    text = file.read_text()
+    assert text.count(old) >= 1
+    file.write_text(text.replace(old, new, 1))
+
+
+def line_of(pack, name, text):
+    """The number of the first line of a config that holds some text."""
+    lines = (pack.root / "configs" / f"{name}.yaml").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def refused(kind, call):
+    """Returns the text of the error that a call gives, which must be of this kind."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def test_every_shipped_card_and_config_reads_and_each_config_fits_a_card(pack):
+    jobs = sorted(file.stem for file in (pack.root / "configs").glob("*.yaml"))
+    assert "hunyuan" in pack.models() and {"demo", "720p"} <= set(jobs)
+    fits = set()
+    for name in pack.models():
+        card, _ = pack.card(name)
+        assert card.model == name
+        for job in jobs:
+            with contextlib.suppress(ConfigError):  # dtypes and strategies for another card's components
+                read, document = pack.job(job)
+                check_job(read, card, document)
+                fits.add(job)
+    assert fits == set(jobs)
+
+
+def test_the_real_job_is_the_real_job(pack):
+    job, _ = pack.job("configs/720p.yaml")
+    assert (job.width, job.height, job.frames, job.steps, job.guidance_scale) == (1280, 720, 121, 50, 6.0)
+    assert job.machine == "v6e:2x4" and job.devices == 8 and job.checkpoint is None
+
+
+def test_an_unknown_model_is_refused_with_the_nearest(pack):
+    text = refused(UnknownNameError, lambda: pack.card("hunyan"))
+    assert text.startswith("--model hunyan: There is no model card 'hunyan' in ")
+    assert "Did you mean 'hunyuan'? Known: " in text
+
+
+def test_an_unknown_config_is_refused_with_the_nearest(pack):
+    text = refused(UnknownNameError, lambda: pack.job("configs/dem.yaml"))
+    assert text.startswith("--config configs/dem.yaml: There is no file 'configs/dem.yaml', here or in ")
+    assert "Did you mean 'configs/demo.yaml'? Known: configs/720p.yaml, configs/demo.yaml" in text
+
+
+def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert pack.job("demo")[0] == pack.job("configs/demo.yaml")[0] == pack.job("demo.yaml")[0]
+    (tmp_path / "mine.yaml").write_text((pack.root / "configs" / "demo.yaml").read_text().replace("fps: 8", "fps: 9"))
+    assert pack.job("mine.yaml")[0].fps == 9
+    assert pack.job("mine.yaml")[1].place(["fps"]).startswith("mine.yaml:")
+
+
+def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = line_of(pack, "demo", "frames:")
+    assert pack.job("demo")[1].place(["frames"]) == f"configs/demo.yaml:{line}"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "kind", "fact"),
+    [
+        ("demo", "frames: 17", "frame: 17", UnknownKeyError, "Unknown key 'frame'. Did you mean 'frames'? Known: "),
+        ("demo", "frames: 17", "frames: '17'", WrongTypeError, "'frames' is '17' (text). It must be a whole number."),
+        ("demo", "frames: 17", "steps: 17", DuplicateKeyError, "'steps' stands here and on line"),
+        ("demo", "steps: 8", "steps: 0", WrongTypeError, "'steps' is 0 (a number). It must be greater than 0."),
+        (
+            "demo",
+            "guidance_scale: 6.0",
+            "guidance_scale: 0.5",
+            WrongTypeError,
+            "'guidance_scale' is 0.5 (a number). It",
+        ),
+        ("demo", "dp: 2", "pp: 2", WrongTypeError, "'mesh.pp' is 'pp' (text). It must be 'dp', 'sp' or 'tp'."),
+        (
+            "demo",
+            "vae: float32",
+            "vae: float64",
+            WrongTypeError,
+            "'dtypes.vae' is 'float64' (text). It must be 'float32",
+        ),
+        (
+            "models/hunyuan",
+            "spec: [tp]",
+            "spec: [pt]",
+            WrongTypeError,
+            "weights.transformer.0.spec.0' is 'pt' (text). It must be 'dp', 'sp' or 'tp'.",
+        ),
+        ("models/hunyuan", "spec: [tp]", "spec: [tp, tp]", WrongTypeError, "It must name each axis once at most"),
+        ("models/hunyuan", "spec: [tp]", "spec: [[dp, tp], [tp]]", WrongTypeError, "fallbacks go under 'otherwise'"),
+        ("models/hunyuan", "spec: [tp]", "spec: [[]]", WrongTypeError, "spec.0' is [] (a list). It must "),
+        (
+            "models/hunyuan",
+            "spec: replicate",
+            "spec: replicate, gather: true",
+            WrongTypeError,
+            "'gather' needs a spec that splits: what is whole everywhere cannot be gathered",
+        ),
+        ("models/hunyuan", "spec: replicate", "spec: replicated", WrongTypeError, "is 'replicated' (text). It must be"),
+        (
+            "models/hunyuan",
+            r"match: '(norm_out",
+            r"match: '((norm_out",
+            WrongTypeError,
+            "It must be a regular expression",
+        ),
+        ("models/hunyuan", '"diffusers:Flow', '"diffusers.Flow', WrongTypeError, "It must be 'package.module:Class'."),
+        (
+            "models/hunyuan",
+            'tokenizer: {class: "transformers:Qwen2Tokenizer"',
+            'tokenizer: {class: "transformers:Qwen2Tokenizer", precision: highest',
+            WrongTypeError,
+            "'precision' is of products, and without a 'dtype' this computes none here",
+        ),
+        ("models/hunyuan", "precision: highest", "precison: highest", UnknownKeyError, "Did you mean 'precision'?"),
+        (
+            "models/hunyuan",
+            "multiple_of: 4, ",
+            "",
+            MissingKeyError,
+            "'frames.multiple_of' is missing. Add 'multiple_of'.",
+        ),
+        (
+            "models/hunyuan",
+            "model: hunyuan",
+            "model: other",
+            BadValueError,
+            "'model' is 'other'. It must be 'hunyuan'.",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_with_its_file_and_line(copied, name, old, new, kind, fact):
+    if new == "steps: 17":  # the second one, in this file's order, is the one that is refused
+        edit(copied, name, old, new)
+        line = line_of(copied, name, "steps: 8")
+    else:
+        edit(copied, name, old, new)
+        line = line_of(copied, name, new or "frames: {")
+    text = refused(kind, lambda: copied.card("hunyuan") if "models" in name else copied.job("demo"))
+    assert text.startswith(f"configs/{name}.yaml:{line}: ") and fact in text, text
+
+
+def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
+    job, document = pack.job("demo", ["frames=5", "mesh.tp=2", "dtypes={vae: bfloat16}", "checkpoint=a/b@c"])
+    assert (job.frames, job.mesh, job.dtypes, job.checkpoint) == (5, {"dp": 2, "tp": 2}, {"vae": "bfloat16"}, "a/b@c")
+    assert document.place(["frames"]) == "--set frames=5" and document.place(["height"]).startswith("configs/demo")
+    assert refused(WrongTypeError, lambda: pack.job("demo", ["frames=five"])) == (
+        "--set frames=five: 'frames' is 'five' (text). It must be a whole number."
+    )
+    assert refused(UnknownKeyError, lambda: pack.job("demo", ["frame=5"])).startswith(
+        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, checkpoint, dtypes, fps"
+    )
+    assert refused(WrongTypeError, lambda: pack.job("demo", ["frames.x=5"])).startswith("--set frames.x=5: 'frames' is")
+
+
+@pytest.mark.parametrize("override", ["frames", "=5", "a..b=1", ".=1", ""])
+def test_an_override_that_is_no_assignment_is_refused(pack, override):
+    assert refused(WrongTypeError, lambda: pack.job("demo", [override])) == (
+        f"--set {override}: This is not path.to.field=value. Write for example --set steps=10."
+    )
+
+
+def test_an_override_whose_value_is_not_yaml_is_refused(pack):
+    text = refused(SyntaxYamlError, lambda: pack.job("demo", ["machine=[a"]))
+    assert text.startswith("--set machine=[a: Not YAML: ") and text.endswith(". Quote the value.")
+
+
+def test_an_override_leaves_the_document_it_was_put_into_alone():
+    document = parse_document("a: {b: 1}\n", "a.yaml")
+    assert overridden(document, "a.b=2").data == {"a": {"b": 2}} and document.data == {"a": {"b": 1}}
+
+
+DEMO = """
+{height: 64, width: 64, frames: 5, fps: 8, steps: 3, guidance_scale: 6.0, machine: cpu:8, mesh: {dp: 8}, strategy: tp}
+"""
+
+
+@given(st.text(), st.lists(st.text("ab.=:[{ \n", min_size=1), max_size=2))
+def test_any_override_is_a_job_or_a_config_error(any_text, more):
+    document = parse_document(DEMO, "demo.yaml")
+    for text in (any_text, f"{'.'.join(more)}={any_text}"):
+        try:
+            validated(cards.Job, overridden(document, text))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def job_with(pack, card, *overrides):
+    """Checks the demo with overrides against the card."""
+    job, document = pack.job("demo", overrides)
+    check_job(job, card, document)
+
+
+@pytest.mark.parametrize(
+    ("frames", "near"), [(2, (1, 5)), (4, (1, 5)), (16, (13, 17)), (18, (17, 21)), (120, (117, 121)), (3, (1, 5))]
+)
+def test_frames_that_are_not_4n_plus_1_are_refused_with_the_two_nearest(pack, card, frames, near):
+    assert refused(BadValueError, lambda: job_with(pack, card, f"frames={frames}")) == (
+        f"--set frames={frames}: 'frames' is {frames}. It must be 4n+1: the nearest are {near[0]} and {near[1]}."
+    )
+    for good in near:
+        job_with(pack, card, f"frames={good}")
+
+
+@given(frames=st.integers(1, 500), step=st.integers(1, 12), plus=st.integers(0, 14))
+def test_the_nearest_frames_are_always_allowed_and_on_both_sides(pack, card, frames, step, plus):
+    card = card.model_copy(update={"frames": cards.FrameRule(multiple_of=step, plus=plus)})
+    document = parse_document(DEMO, "demo.yaml")
+    job = validated(cards.Job, document)
+
+    def check(frames):
+        check_job(job.model_copy(update={"frames": frames}), card, document)
+
+    try:
+        check(frames)
+    except BadValueError as error:
+        below, above = error.nearest
+        assert above - below == step and (below < frames < above or frames < (plus or step) == below)
+        for good in error.nearest:
+            check(good)
+    else:
+        assert frames >= plus and (frames - plus) % step == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"), [("height", 100, (96, 112)), ("width", 1, (16, 32)), ("width", 321, (320, 336))]
+)
+def test_sizes_that_the_vae_cannot_divide_are_refused_with_the_two_nearest(pack, card, key, value, near):
+    assert refused(BadValueError, lambda: job_with(pack, card, f"{key}={value}")) == (
+        f"--set {key}={value}: '{key}' is {value}. The VAE divides it by 16: the nearest are {near[0]} and {near[1]}."
+    )
+
+
+def test_an_unknown_strategy_is_refused_with_those_of_the_card(pack, card):
+    text = refused(UnknownNameError, lambda: job_with(pack, card, "strategy=tpp"))
+    assert text.startswith("--set strategy=tpp: 'hunyuan' has no strategy 'tpp'. Did you mean 'tp'? Known: ")
+
+
+def test_a_dtype_for_an_unknown_component_is_refused_with_the_nearest(pack, card):
+    text = refused(UnknownKeyError, lambda: job_with(pack, card, "dtypes.transfomer=float32"))
+    assert "'hunyuan' has no component 'transfomer'. Did you mean 'transformer'?" in text
+
+
+def test_a_dtype_for_a_component_without_weights_is_refused(pack, card):
+    text = refused(BadValueError, lambda: job_with(pack, card, "dtypes.scheduler=float32"))
+    assert text.startswith("--set dtypes.scheduler=float32: 'scheduler' has no weights")
+
+
+def test_the_pack_is_the_flags_then_the_environments_then_the_checkouts(copied, root, monkeypatch, tmp_path):
+    monkeypatch.chdir(copied.root)
+    assert find_pack(None).root == root, "never the current folder unasked"
+    monkeypatch.setenv("TORCHPORT_PATH", str(copied.root))
+    assert find_pack(None) == copied
+    assert find_pack(str(root)).root == root
+    assert find_pack(".").root == copied.root
+
+
+@pytest.mark.parametrize("source", ["--path", "TORCHPORT_PATH"])
+def test_a_folder_without_a_pack_is_refused(source, monkeypatch, tmp_path):
+    if source == "TORCHPORT_PATH":
+        monkeypatch.setenv(source, str(tmp_path))
+    assert refused(DataFolderError, lambda: find_pack(str(tmp_path) if source == "--path" else None)) == (
+        f"{source} {tmp_path}: There is no folder here with patches/ and configs/ in it. "
+        "Name the folder that holds both."
+    )
+
+
+def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tmp_path, copied):
+    package = tmp_path / "site-packages" / "torchport"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(packs, "__file__", str(package / "config" / "pack.py"))
+    text = refused(DataFolderError, lambda: find_pack(None))
+    assert text == (
+        f"{package}: Neither a checkout nor the wheel's copy of patches/ and configs/ is here. "
+        "Reinstall torchport, or name a folder with --path."
+    )
+    copied.root.rename(package / "_data")
+    assert find_pack(None).root == package / "_data"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("activations:\n      transformer:", "activations:\n      transfomer:", "'transfomer' is no network"),
+        ("stacks:\n  transformer:", "stacks:\n  text_encoder:", "'text_encoder' is no network"),
+        ("divides: {tp: transformer.", "divides: {tp: nope.", "'nope' is no network"),
+        ("    scheduler: {shift", "    shceduler: {shift", "'shceduler' is no component"),
+    ],
+)
+def test_a_section_for_what_the_model_has_not_is_refused(copied, old, new, said):
+    edit(copied, "models/hunyuan", old, new)
+    card, document = copied.card("hunyuan")
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    line = line_of(copied, "models/hunyuan", "stacks:") + 1 if "stacks" in new else 0
+    line = line or line_of(copied, "models/hunyuan", new.rpartition("\n")[2])
+    assert text.startswith(f"configs/models/hunyuan.yaml:{line}: {said} of 'hunyuan'. ")
+
+
+def test_a_network_without_rules_is_refused(copied):
+    edit(copied, "models/hunyuan", "      vae:\n        - {match: '.*', spec: replicate}\n", "")
+    card, document = copied.card("hunyuan")
+    text = refused(MissingKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
+    assert text.endswith(": There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'.")
+
+
+def test_every_shipped_card_names_its_own_networks_alone(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        cards.check_names(card, ["transformer", "vae"], document)

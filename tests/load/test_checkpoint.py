@@ -1,0 +1,355 @@
+"""Checkpoints: which are named, what is in them, and every way in which one is not whole or not the model's."""
+
+import fnmatch
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from torchport.errors import (
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    LoadError,
+    OutputError,
+)
+from torchport.load import checkpoint
+
+
+def refusal(kind, call):
+    """Returns the text of the error, which must be of this kind."""
+    with pytest.raises((LoadError, OutputError)) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def copied(tmp_path, tiny_folder):
+    """A copy of the tiny checkpoint, which a test may damage."""
+    return shutil.copytree(tiny_folder, tmp_path / "copy")
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Fails the test if anything is to be downloaded."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("./a/b", True),
+        ("/a/b", True),
+        ("~/a", True),
+        ("a", True),
+        ("a/b/c", True),
+        ("owner/repo", False),
+        ("owner/repo@main", False),
+        ("owner/repo@refs/pr/1", False),
+    ],
+)
+def test_a_folder_is_told_from_a_repository(name, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.is_folder(name) is folder
+
+
+def test_a_folder_that_looks_like_a_repository_is_a_folder_if_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "repo").mkdir(parents=True)
+    assert checkpoint.is_folder("owner/repo") and not checkpoint.is_folder("owner/repo@main")
+
+
+def test_a_folder_is_located_without_a_network(tiny_folder, card, no_network):
+    found = checkpoint.locate(str(tiny_folder), card)
+    assert (found.folder, found.identity) == (tiny_folder, f"folder:{tiny_folder.name}")
+    assert set(found.digests) == {f"{card.model}/{name}" for name in card.components}
+
+
+def test_a_missing_folder_is_refused(tmp_path, card, no_network):
+    name = str(tmp_path / "none")
+    assert refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card)) == (
+        f"--checkpoint {name}: There is no such folder. Name a folder, or owner/repo@revision."
+    )
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@some-branch"])
+def test_a_repository_that_cannot_be_reached_is_refused(name, card):
+    text = refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card))
+    assert text.startswith(f"--checkpoint {name}: It is neither in the cache nor to be had: ")
+    assert text.endswith(". Check the name and the network, or pass --checkpoint DIR with a copy of it.")
+
+
+@pytest.mark.parametrize("name", ["nobody/no thing", "nobody/no..thing", "nobody/-x@main"])
+def test_a_name_that_no_repository_can_have_is_refused(name, card):
+    assert refusal(CheckpointMissingError, lambda: checkpoint.locate(name, card)).startswith(f"--checkpoint {name}: ")
+
+
+def test_a_revision_is_passed_on_and_the_commit_is_the_identity(monkeypatch, tmp_path, tiny_folder, card):
+    asked = {}
+    folder = shutil.copytree(tiny_folder, tmp_path / "0123abcd")
+
+    def download(repo, **kwargs):
+        asked.update(kwargs, repo=repo)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    found = checkpoint.locate("owner/repo@v1", card)
+    assert found.identity == "owner/repo@0123abcd"
+    assert (asked["repo"], asked["revision"]) == ("owner/repo", "v1")
+    wanted = ("model_index.json", "transformer/config.json", "vae/diffusion_pytorch_model.safetensors")
+    for name in (*wanted, "README.md", "assets/x.mp4"):
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow_patterns"]) is (name in wanted), name
+    checkpoint.locate("owner/repo", card)
+    assert asked["revision"] == "main"
+
+
+def test_a_local_checkpoint_is_found_and_an_absent_one_is_none(tiny_folder, tmp_path):
+    assert checkpoint.local(str(tiny_folder)) == tiny_folder
+    assert "There is no such folder" in refusal(CheckpointMissingError, lambda: checkpoint.local(f"{tmp_path}/none"))
+    assert checkpoint.local("nobody/nothing@main") is None and checkpoint.local("nobody/no thing") is None
+
+
+def edit_index(folder, change):
+    """Changes model_index.json."""
+    file = folder / "model_index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+def test_the_index_of_the_tiny_checkpoint_is_the_cards(tiny_folder, card):
+    checkpoint.check_index(tiny_folder, card)
+
+
+def test_an_index_of_another_model_is_refused(copied, card):
+    edit_index(copied, lambda index: index.update(transformer=["diffusers", "WanTransformer3DModel"]))
+    assert refusal(CheckpointForeignError, lambda: checkpoint.locate(str(copied), card)) == (
+        f"{copied}/model_index.json: 'transformer' is ['diffusers', 'WanTransformer3DModel']. The card 'hunyuan' wants "
+        "['diffusers', 'HunyuanVideo15Transformer3DModel']: name a checkpoint of that model."
+    )
+
+
+def test_an_index_that_lacks_a_component_is_refused(copied, card):
+    edit_index(copied, lambda index: index.pop("guider"))
+    text = refusal(CheckpointForeignError, lambda: checkpoint.locate(str(copied), card))
+    assert text.startswith(f"{copied}/model_index.json: It has no component 'guider'. The card 'hunyuan' wants a Class")
+
+
+@pytest.mark.parametrize("value", [None, 3, "transformer", {}, [None, None]])
+def test_an_index_whose_component_is_no_class_is_refused(copied, card, value):
+    edit_index(copied, lambda index: index.update(vae=value))
+    assert "'vae' is " in refusal(CheckpointForeignError, lambda: checkpoint.locate(str(copied), card))
+
+
+def test_the_fast_tokenizer_of_an_older_transformers_is_the_same_tokenizer(copied, card):
+    edit_index(copied, lambda index: index.update(tokenizer=["transformers", "Qwen2TokenizerFast"]))
+    checkpoint.check_index(copied, card)
+
+
+def test_a_folder_without_an_index_is_refused(tmp_path, card):
+    assert refusal(CheckpointMissingError, lambda: checkpoint.locate(str(tmp_path), card)) == (
+        f"{tmp_path}/model_index.json: The file is missing. Download the checkpoint again, whole."
+    )
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff\xfe"])
+def test_an_index_that_is_not_a_json_object_is_refused(copied, card, data):
+    (copied / "model_index.json").write_bytes(data)
+    text = refusal(CheckpointBrokenError, lambda: checkpoint.locate(str(copied), card))
+    assert text.startswith(f"{copied}/model_index.json: Not ") and text.endswith(". Download the file again.")
+
+
+def test_two_copies_have_one_digest_and_a_changed_weight_another(copied, tiny_folder, card):
+    assert checkpoint.digests(copied, card) == checkpoint.digests(tiny_folder, card)
+    file = copied / "vae" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    changed = checkpoint.digests(copied, card)
+    assert {name for name in changed if changed[name] != checkpoint.digests(tiny_folder, card)[name]} == {"hunyuan/vae"}
+    shutil.rmtree(copied / "text_encoder")
+    assert "hunyuan/text_encoder" not in checkpoint.digests(copied, card)
+
+
+A, B = {"a": torch.zeros(2, 3)}, {"b": torch.zeros(5), "c": torch.zeros(())}
+
+
+def sharded(folder):
+    """Writes two shards and their index."""
+    save_file(A, folder / "model-00001-of-00002.safetensors")
+    save_file(B, folder / "model-00002-of-00002.safetensors")
+    names = {
+        **dict.fromkeys(A, "model-00001-of-00002.safetensors"),
+        **dict.fromkeys(B, "model-00002-of-00002.safetensors"),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def test_the_file_of_every_tensor_is_found_in_one_file_or_in_shards(tmp_path):
+    save_file({**A, **B}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert {name: file.name for name, file in checkpoint.weight_files(tmp_path).items()} == dict.fromkeys(
+        "abc", "model.safetensors"
+    )
+    assert checkpoint.parameters(tmp_path) == 12
+    (tmp_path / "model.safetensors").unlink()
+    sharded(tmp_path)
+    assert [file.name[6:11] for _, file in sorted(checkpoint.weight_files(tmp_path).items())] == [
+        "00001",
+        "00002",
+        "00002",
+    ]
+    assert checkpoint.parameters(tmp_path) == 12
+
+
+def test_a_component_without_safetensors_is_refused(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"pickle")
+    assert refusal(CheckpointMissingError, lambda: checkpoint.weight_files(tmp_path)) == (
+        f"{tmp_path}: There is no *.safetensors in it. Download the checkpoint again, whole."
+    )
+
+
+def test_an_index_that_names_a_missing_shard_is_refused(tmp_path):
+    (sharded(tmp_path) / "model-00002-of-00002.safetensors").unlink()
+    assert refusal(CheckpointMissingError, lambda: checkpoint.weight_files(tmp_path)) == (
+        f"{tmp_path}/model-00002-of-00002.safetensors: The file is missing. Download the checkpoint again, whole."
+    )
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 3}}, {"weight_map": {"a": ["x"]}}])
+def test_an_index_without_a_weight_map_is_refused(tmp_path, index):
+    (sharded(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert refusal(CheckpointBrokenError, lambda: checkpoint.weight_files(tmp_path)) == (
+        f"{tmp_path}/model.safetensors.index.json: It has no 'weight_map'. Download the file again."
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "x" * 5000, "a\0", "\ud800"]
+)
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
+    save_file(A, tmp_path / "x.safetensors")
+    folder = tmp_path / "transformer"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert refusal(CheckpointForeignError, lambda: checkpoint.weight_files(folder)) == (
+        f"{index}: Its 'weight_map' names {name[:80]!r}, which is no file of this folder. "
+        "Name files beside the index, without folders."
+    )
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", '{"a":' * 200_000, "[" * 200_000])
+def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    found = refusal(CheckpointBrokenError, lambda: checkpoint.read_json(file))
+    assert found.startswith(f"{file}: Not JSON: ") and len(found) < 500
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path):
+    save_file(A, tmp_path / "model.safetensors")
+    save_file(A, tmp_path / "model.fp16.safetensors")
+    assert refusal(CheckpointForeignError, lambda: checkpoint.weight_files(tmp_path)) == (
+        f"{tmp_path}: 'a' is in model.fp16.safetensors and in model.safetensors. "
+        "Keep one set of weights in this folder."
+    )
+
+
+def test_two_sets_of_shards_are_refused(tmp_path):
+    sharded(tmp_path)
+    shutil.copy(tmp_path / "model.safetensors.index.json", tmp_path / "model.fp16.safetensors.index.json")
+    assert refusal(CheckpointForeignError, lambda: checkpoint.weight_files(tmp_path)) == (
+        f"{tmp_path}: It holds 2 indices of weights. Keep one set of weights in this folder."
+    )
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(A, file)
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    assert refusal(CheckpointBrokenError, lambda: checkpoint.header(file)) == (
+        f"{file}: It has {len(data) - 1} bytes, and its header promises {len(data)}. "
+        "Download the file again: it is truncated."
+    )
+
+
+def entry(**changes):
+    """A safetensors file of one tensor, with fields of its header changed."""
+    fields = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+    head = json.dumps({"a": fields}).encode()
+    return len(head).to_bytes(8, "little") + head + b"\0" * 8
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"\0" * 8,
+        b"\xff" * 64,
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n",
+        (2).to_bytes(8, "little") + b"[]",
+        (4).to_bytes(8, "little") + b"null",
+        (9).to_bytes(8, "little") + b'{"a": 1} ',
+        entry(dtype="F33"),
+        entry(shape=[3]),
+        entry(data_offsets=[4, 8]),
+        entry(data_offsets=["0", 8]),
+        entry(data_offsets=[0, None]),
+        entry(shape="2"),
+    ],
+)
+def test_what_is_not_safetensors_is_refused(tmp_path, data):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    text = refusal(CheckpointBrokenError, lambda: checkpoint.header(file))
+    assert text.startswith(f"{file}: ") and "Download the file again" in text
+
+
+def test_a_sound_header_is_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(entry())
+    assert checkpoint.header(file) == {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+@given(st.binary(max_size=120), st.booleans())
+def test_any_bytes_are_a_header_or_refused(tmp_path_factory, data, with_length):
+    file = tmp_path_factory.getbasetemp() / "any.safetensors"
+    file.write_bytes(len(data).to_bytes(8, "little") + data if with_length else data)
+    try:
+        assert all("shape" in entry for entry in checkpoint.header(file).values())
+    except CheckpointBrokenError as error:
+        assert str(file) in str(error)
+
+
+def test_a_download_that_the_disk_cannot_hold_is_refused_before_it_begins(card, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **how: _offline(how))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    text = refusal(OutputError, lambda: checkpoint.locate("someone/model@main", card))
+    assert text == (
+        f"{tmp_path / 'hub'}: someone/model@main takes about 37 GB, and 1 GB are free here. "
+        "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR."
+    )
+
+
+def _offline(how):
+    assert how.get("local_files_only"), "nothing is downloaded"
+    raise LocalEntryNotFoundError("not there")
+
+
+def test_a_file_whose_name_is_no_text_has_a_digest(copied, card):
+    before = checkpoint.digests(copied, card)["hunyuan/vae"]
+    (copied / "vae" / os.fsdecode(b"\xff")).touch()
+    assert checkpoint.digests(copied, card)["hunyuan/vae"] != before

@@ -1,0 +1,287 @@
+"""Drift: what changed upstream is named; what only looks different passes. Versions and probes have three outcomes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+from fakes.patch_world import World
+
+from torchport import patch
+from torchport.errors import DriftError, ReplacementError, UnsupportedError, WrongTypeError
+from torchport.patch.declared import versions
+from torchport.patch.source import drift
+
+UP = '''\
+def helper(x):
+    return x + 1
+
+def f(a, b=1):
+    """Adds."""
+    c = helper(a)
+    for i in range(b):
+        c += i
+    return c
+'''
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", UP)
+    world.python("def new(a, b=1): return 'new'\n")
+    yield world
+    world.close()
+
+
+def _locked(world, more="relies_on: ['up.m:helper']"):
+    entries = world.one("replace: p.py:new", "up.m:f", more)
+    drift.lock(world.patches, entries)
+    return entries
+
+
+def _apply(entries):
+    with patch.applied(entries) as ledger:
+        return ledger.rows()[0]["drift"]
+
+
+def test_a_locked_target_passes_and_an_unlocked_one_says_so(world):
+    entries = world.one("replace: p.py:new", "up.m:f")
+    assert _apply(entries) == "unlocked"
+    assert drift.lock(world.patches, entries, write=False) == ["up.m:f: new"]
+    assert _apply(entries) == "unlocked"
+    assert drift.lock(world.patches, entries) == ["up.m:f: new"]
+    assert _apply(entries) == "locked"
+    assert drift.lock(world.patches, entries) == []
+
+
+def test_a_renamed_argument_is_named(world):
+    entries = _locked(world)
+    world.write("up/m.py", UP.replace("a, b=1", "q, b=1").replace("helper(a)", "helper(q)"))
+    world.python("def new(q, b=1): return 'new'\n")
+    with pytest.raises(DriftError) as caught:
+        _apply(entries)
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: up.m:f is not what 'up.one' was reviewed against (up unknown): its signature was "
+        "(a, b=...), is (q, b=...); line 4 is new: q; line 6 is new: c = helper(q). "
+        "Review the patch, then run: torchport patches lock up "
+        "(with the --path and --upstream-path that are used here)."
+    )
+
+
+def test_a_changed_callee_is_named(world):
+    entries = _locked(world)
+    world.write("up/m.py", UP.replace("return x + 1", "return x + 2"))
+    with pytest.raises(
+        DriftError, match=r"\(up unknown\): up.m:helper \(up/m.py:1\), which it relies on, changed. Rev"
+    ):
+        _apply(entries)
+    world.write("up/m.py", UP.replace("helper", "assistant"))
+    with pytest.raises(
+        DriftError, match=r"up.m:helper, which it relies on, is gone; up.m:assistant .* is new; line 6 is new: c = a"
+    ):
+        _apply(entries)
+
+
+def test_a_reformatted_file_with_new_comments_passes(world):
+    entries = _locked(world)
+    world.write(
+        "up/m.py",
+        """
+        # A comment.
+
+        def helper( x ):
+            '''A new docstring.'''
+            return (
+                x + 1  # another
+            )
+
+
+        def f(a: int, b: int = 1) -> int:
+            "Another docstring."
+            c = helper( a )
+            for i in range(b): c += i
+
+            return c
+        """,
+    )
+    assert _apply(entries) == "locked"
+
+
+CHANGED = """\
+import functools
+
+@functools.cache
+@staticmethod
+def f(
+    a,
+    b=(1,
+       2), *more,
+    wide: int = 3,
+    **others,
+):
+    if a:
+        return helper(a,
+                      b)
+    return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("       2)", "       -2)", "line 7 is new: b=(1, -2)"),
+        ("wide: int = 3", "wide: int = 4", "line 9 is new: wide: int = 4"),
+        (
+            "@functools.cache\n",
+            "@functools.lru_cache(\n    maxsize=2)\n",
+            "line 3 is new: @functools.lru_cache( maxsize=2)",
+        ),
+        ("@staticmethod\n", "@staticmethod\n@functools.cache\n", "line 5 is new: @functools.cache"),
+        ("@functools.cache\n", "", "1 part before line 3 gone"),
+        ("                      b)", "                      -b)", "line 13 is new: return helper(a, -b)"),
+        ("if a:", "if not a:", "line 12 is new: if not a:"),
+    ],
+)
+def test_the_text_shows_the_argument_decorator_or_statement_that_changed(world, old, new, text):
+    world.write("up/m.py", CHANGED)
+    world.python("def new(*args, **kwargs): return 'new'\n")
+    entries = _locked(world, "")
+    world.write("up/m.py", CHANGED.replace(old, new))
+    with pytest.raises(DriftError) as caught:
+        _apply(entries)
+    assert f"(up unknown): {text}. Review the patch" in str(caught.value)
+
+
+def test_a_class_that_gets_another_base_shows_it(world):
+    world.write("up/m.py", "class C(dict):\n    def f(self):\n        return 1\n")
+    world.python("class New:\n    pass\n")
+    entries = world.one("replace: p.py:New", "up.m:C")
+    drift.lock(world.patches, entries)
+    world.write("up/m.py", "class C(list):\n    def f(self):\n        return 1\n")
+    with pytest.raises(DriftError, match=r": line 1 is new: list\. Review"):
+        _apply(entries)
+
+
+def test_statements_that_are_gone_are_told(world):
+    entries = _locked(world)
+    world.write("up/m.py", UP.replace("    for i in range(b):\n        c += i\n", ""))
+    with pytest.raises(DriftError, match=r"2 parts before line 7 gone"):
+        _apply(entries)
+
+
+def test_several_known_good_rows_stand_beside_each_other(world, monkeypatch):
+    version = {"up": "1.0"}
+    monkeypatch.setattr(drift, "installed", lambda name: version[name])
+    entries = _locked(world)
+    world.write("up/m.py", UP.replace("range(b)", "range(b + 0)"))
+    version["up"] = "2.0"
+    with pytest.raises(DriftError, match=r"\(up 1.0\): line 7 is new: for i in range\(b \+ 0\):"):
+        _apply(entries)
+    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert _apply(entries) == "locked"
+    world.write("up/m.py", UP)
+    assert _apply(entries) == "locked"
+    world.write("up/m.py", UP.replace("range(b)", "range(b + 9)"))
+    with pytest.raises(DriftError, match=r"\(up 1.0 or up 2.0\)"):
+        _apply(entries)
+    rows = drift.read_lock(world.patches / "up")["up.m:f"].rows
+    assert [row.versions for row in rows] == [{"up": "1.0"}, {"up": "2.0"}]
+
+
+def test_a_target_that_nothing_patches_any_more_is_dropped_from_the_lock(world):
+    _locked(world)
+    world.python("def helped(x): return 1\n")
+    entries = world.one("replace: p.py:helped", "up.m:helper")
+    assert drift.lock(world.patches, entries) == ["up.m:f: dropped", "up.m:helper: new"]
+
+
+def test_a_lock_that_is_no_lock_is_refused(world):
+    (world.patches / "up").mkdir(exist_ok=True)
+    (world.patches / "up" / "lock.yaml").write_text("a: 1\n")
+    with pytest.raises(WrongTypeError, match=r"patches/up/lock.yaml:1: The lock is no list. Write it with: torchport"):
+        _apply(world.one("replace: p.py:new", "up.m:f"))
+
+
+def test_classes_are_locked_too(world):
+    world.write("up/m.py", "class C:\n    '''Doc.'''\n    def f(self):\n        return 1\n")
+    world.python("class New:\n    pass\n")
+    entries = world.one("replace: p.py:New", "up.m:C")
+    drift.lock(world.patches, entries)
+    world.write("up/m.py", "class C:\n    def f(self):\n        return 2\n")
+    with pytest.raises(DriftError, match=r"line 3 is new: return 2"):
+        _apply(entries)
+
+
+def _outcome(world, **fields):
+    more = "\n".join(f"{name}: {value}" for name, value in fields.items())
+    entries = world.one("replace: p.py:new", "up.m:f", more)
+    with patch.applied(entries) as ledger:
+        row = ledger.rows()[0]
+        ledger.check_called()
+    return row["state"], row["detail"]
+
+
+def _installed(monkeypatch, found):
+    def version(name):
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(versions.importlib.metadata, "version", version)
+
+
+def _with_fits(world, fits, **fields):
+    file = world.patches / "up" / "p.yaml"
+    world.one("replace: p.py:new", "up.m:f", "\n".join(f"{name}: {value}" for name, value in fields.items()))
+    file.write_text(file.read_text().replace('{up: "*"}', fits))
+    return patch.read(world.patches, ["up"])
+
+
+def test_an_upstream_outside_fits_is_refused_unless_the_entry_is_optional(world, monkeypatch):
+    _installed(monkeypatch, {"up": "3.1"})
+    with pytest.raises(UnsupportedError) as caught:
+        _apply(_with_fits(world, '{up: ">=1,<3"}'))
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: 'up.one' does not fit: up is 3.1, not >=1,<3. "
+        "Review it against that version and widen 'fits', or give the reason in 'optional'."
+    )
+    with patch.applied(_with_fits(world, '{up: ">=1,<3"}', optional="only faster")) as ledger:
+        import up.m
+
+        assert up.m.f(1) == 2
+        row = ledger.rows()[0]
+    assert (row["state"], row["detail"]) == ("unsupported", "up is 3.1, not >=1,<3; optional: only faster")
+    _installed(monkeypatch, {})
+    with pytest.raises(UnsupportedError, match="up >=1 is asked for, and no version of it is known"):
+        _apply(_with_fits(world, '{up: ">=1"}'))
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.13.0+cpu", "==2.13.0"), ("3.0.dev5", ">=2.9"), ("2.9.0rc1", ">=2.9.0rc0"), ("1.0", "*")]
+)
+def test_development_and_local_versions_are_ordered(world, monkeypatch, version, fits):
+    _installed(monkeypatch, {"up": version})
+    assert _apply(_with_fits(world, f'{{up: "{fits}"}}')) == "unlocked"
+
+
+def test_a_patch_that_is_not_needed_says_why_and_need_not_be_called(world, monkeypatch):
+    _installed(monkeypatch, {"up": "3.1"})
+    assert _outcome(world, needed='{up: "<3"}', must_be_called="[denoise]") == (
+        "not needed",
+        "up is 3.1, not <3; delete the entry when no supported upstream needs it",
+    )
+    assert _outcome(world, needed='{up: ">=3"}')[0] == "armed"
+
+
+def test_a_probe_decides_and_is_run_only_when_the_versions_ask_for_it(world, monkeypatch):
+    _installed(monkeypatch, {"up": "3.1"})
+    world.python("def new(a, b=1): pass\ndef yes(): return True\ndef no(): return False\ndef bad(): return 1 / 0\n")
+    assert _outcome(world, needed='{probe: "p.py:yes"}')[0] == "armed"
+    assert _outcome(world, needed='{probe: "p.py:no"}') == ("not needed", "p.py:no finds no fault")
+    assert _outcome(world, needed='{up: "<3", probe: "p.py:bad"}')[0] == "not needed"
+    with pytest.raises(ReplacementError, match=r"The probe 'p.py:bad' of 'up.one' fails: ZeroDivisionError: division"):
+        _outcome(world, needed='{probe: "p.py:bad"}')
+    world.python("def new(a, b=1): pass\ndef odd(): return 1\n")
+    with pytest.raises(ReplacementError, match=r"The probe 'p.py:odd' of 'up.one' answers 1. Return True where"):
+        _outcome(world, needed='{probe: "p.py:odd"}')

@@ -1,0 +1,392 @@
+"""A job's plan without a TPU: what the compiler says, what is a model, and what does not fit."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import torch
+from jax.sharding import PartitionSpec
+
+from torchport import shard
+from torchport.attention import dispatch, tiles
+from torchport.config.machine import parse_machine
+from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
+from torchport.plan import aot, calibration, plan, report
+from torchport.plan import collectives as exchange
+from torchport.processes import child
+from torchport.stages import recorder
+from torchport.task import Request, accept
+from torchport.tpu import absent, hlo
+
+needs_libtpu = pytest.mark.skipif(
+    not absent.installed(),
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_plan.py`",
+)
+SMALL = ("height=64", "width=96", "frames=9", "dtypes={transformer: bfloat16}")
+V6E = parse_machine("v6e:2x4", "a.yaml:1")
+ULYSSES = (*SMALL, "strategy=ulysses", "mesh={dp: 2, sp: 4}")
+
+
+def request(*overrides, config="configs/demo.yaml"):
+    return Request("hunyuan", config, overrides=overrides)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    keep = tmp_path_factory.mktemp("plan")
+    return plan.plan(request(*ULYSSES), "v6e:2x4", keep), keep
+
+
+@needs_libtpu
+def test_a_plan_says_what_the_compiler_says(planned):
+    found, keep = planned
+    stage = found["stages"]["denoise"]
+    assert found["fits"] and stage["fits"] and stage["status"] == "ok"
+    assert found["stages"]["encode"]["status"] == "not_ported" and "on the host" in found["stages"]["encode"]["why"]
+    assert found["stages"]["decode"] == {"status": "not_asked", "why": "Add --stage decode, or --stage all"}
+    device = stage["per_device"]
+    assert 0 < device["arguments_bytes"] < device["peak_bytes"] < device["hbm_bytes"] == 32 * 2**30
+    program = hlo.read(keep / "denoise")
+    loop = max((loop for loop in program.loop_bodies() if program.kernels(loop.body)), key=lambda loop: loop.cycles)
+    assert stage["per_block"]["count"] == loop.trips == 2
+    assert stage["per_block"]["other_ms"] == pytest.approx(1e3 * loop.cycles / 1.755e9)
+    assert json.loads((keep / "plan.json").read_text()) == found
+    [one] = stage["programs"]
+    assert one["times"] == stage["steps"] == 8 and (keep / one["dump"]).is_file()
+    assert stage["per_device"] == one["per_device"] and stage["step"] == one["step"]
+
+
+@needs_libtpu
+def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
+    kinds = {one["kind"] for one in planned[0]["stages"]["denoise"]["per_block"]["collectives"]}
+    assert "all-to-all" in kinds
+    collectives = planned[0]["stages"]["denoise"]["per_block"]["collectives"]
+    shapes = {(one["group"], one["links"], one["ports"]) for one in collectives}
+    assert shapes == {(4, "2x2 square", 2.0)}
+    found = plan.plan(request(*SMALL), "v6e:2x4")
+    kinds = [one["kind"] for one in found["stages"]["denoise"]["per_block"]["collectives"]]
+    assert set(kinds) == {"all-reduce"}
+
+
+@needs_libtpu
+def test_a_step_has_the_collectives_of_all_blocks_and_what_is_around_them(planned):
+    stage = planned[0]["stages"]["denoise"]
+    block, step = stage["per_block"], stage["per_step"]
+    for one in block["collectives"]:
+        alike = [other for other in step["collectives"] if other["kind"] == one["kind"]]
+        assert sum(other["count"] for other in alike) >= one["count"] * block["count"]
+    assert step["communication_ms"] == pytest.approx(1e3 * stage["step"]["communication_s"])
+    assert step["communication_ms"] > block["count"] * block["communication_ms"]
+
+
+@needs_libtpu
+def test_the_model_of_a_step_is_its_attention_and_the_other_parts_over_the_factor_and_above_the_floor(planned):
+    stage = planned[0]["stages"]["denoise"]
+    step = stage["step"]
+    assert step["uncalibrated_s"] == pytest.approx(step["attention_s"] + step["other_s"] + step["communication_s"])
+    rest = step["other_s"] + step["communication_s"]
+    assert step["model_s"] == pytest.approx(step["attention_s"] + rest / calibration.shipped().factor)
+    assert step["model_s"] > step["attention_s"] > 0 and step["model_s"] > step["floor_s"] > 0
+    call = stage["attention"]
+    assert call["implementation"] == "splash_transposed" and call["bounded"]
+    assert (call["queries"] - 3 * 4 * 6) % 256 == 0, "the text is whole pieces"
+    assert call["flops_per_device"] == 4 * 2 * 4 * call["queries"] ** 2 * 32 // 8
+    assert call["head_size"] == 32 and call["peak_percent"] < 64 / 2, "zeros for half of its features or more"
+    assert any("attention's own share of peak: 1,352 keys in bfloat16" in said for said in stage["not_modelled"])
+
+
+@needs_libtpu
+def test_a_plan_reads_as_text(planned):
+    text = "\n".join(report.lines(planned[0]))
+    assert text.startswith("hunyuan on v6e:2x4, ulysses, dp=2 x sp=4: fits")
+    assert "\nencode: not ported. It runs on the host, in PyTorch" in text
+    assert "\ndenoise: 1 program(s), called 8 x [2, 65, 3, 4, 6]" in text
+    assert "(compiler)" in text and "by the model" in text and "assumed: calibrated with " in text
+    assert "diffusers/models/" in text and " among 4 (2x2 square)  " in text
+
+
+@needs_libtpu
+def test_unrolled_blocks_have_no_figure_per_block():
+    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4")
+    assert found["stages"]["denoise"]["per_block"] is None
+    assert found["stages"]["denoise"]["step"]["model_s"] > 0
+
+
+UNFIT = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
+
+
+def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
+    exceeds = {"exceeds": {"asked": 20 * 2**30, "limit": 16 * 2**30}}
+    monkeypatch.setattr(aot, "apart", lambda *_: [UNFIT | exceeds])
+    found = plan.plan(request(*ULYSSES), "v5e:2x4")
+    stage = found["stages"]["denoise"]
+    assert not found["fits"] and stage["per_device"]["peak_bytes"] == 20 * 2**30
+    assert stage["step"]["floor_s"] == pytest.approx(1e15 / (197e12 * 8)) and stage["step"]["model_s"] is None
+    assert (stage["dtypes"], stage["precision"]) == ({"transformer": "bfloat16"}, {"transformer": "default"})
+    text = report.lines(found)
+    assert text[0].endswith("DOES NOT FIT") and text[3] == "  bytes per device  20 GiB of 16"
+    assert text[4] == "  DOES NOT FIT: HBM: 21,474,836,480 bytes, limit 17,179,869,184. Too large for HBM"
+    arguments = ("--model", "hunyuan", "--config", "configs/demo.yaml", "--topology", "v5e:2x4", "--path", root)
+    sets = [part for override in ULYSSES for part in ("--set", override)]
+    code, out, _ = torchport("plan", *arguments, *sets, capsys=capsys)
+    assert code == 1 and out[0].endswith("DOES NOT FIT"), "the exit code says so, too"
+
+
+def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
+    def lowered(tensors, static):
+        notes.append(dispatch.Traced("splash_transposed", 2, 4, 40_000, 40_000, 128, False))
+        large = tiles.Tile(20_480, 2048).fitted(40_000, 40_000)
+        tiles.checked(large, head_size=128, heads=1, itemsize=2, bounded=False, vmem=128 * 2**20)
+
+    notes = []
+    mesh = shard.make_mesh({}, jax.devices()[:1])
+    network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
+    called = recorder.Called({}, (), 8, 10**15, (1,), None)
+    result = aot._program(aot.Outline(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    overflow = result["vmem"]
+    assert (overflow["kernel"], overflow["limit"]) == ("splash_transposed", 120 * 2**20) and result["dump"] is None
+    monkeypatch.setattr(aot, "apart", lambda *_: [UNFIT | {"vmem": overflow}])
+    found = plan.plan(request(*ULYSSES), "v6e:2x4")
+    [finding] = found["stages"]["denoise"]["findings"]
+    assert finding["what"] == "vmem" and finding["asked_bytes"] > finding["limit_bytes"] == 120 * 2**20
+    assert finding["kernel"] == "splash_transposed" and finding["tile"] == "20096/2048/512"
+    text = "\n".join(report.lines(found))
+    assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding['asked_bytes']:,} bytes, limit" in text
+    assert not found["fits"] and found["stages"]["denoise"]["per_device"]["hbm_bytes"] == 32 * 2**30
+
+
+def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
+    said = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for "
+        "%splash_mha.3 = bf16[4,8]{1,0} custom-call(%a), target. Scoped allocation with size 130.00M and limit "
+        "120.00M exceeded scoped vmem limit by 10.00M."
+    )
+    with pytest.raises(VmemError) as caught:
+        aot._sizes(Lowered(said), V6E)
+    assert (caught.value.asked, caught.value.limit) == (130 * 2**20, 120 * 2**20)
+    assert aot._overflow(caught.value, [])["kernel"] == "splash_mha"
+
+
+class Lowered:
+    """A program that the compiler refuses with these words."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.said)
+
+
+def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
+    asked = {}
+
+    def call(function, one, dump, bounded, *, ended, environment):
+        asked["bounded"] = bounded
+        raise ended(child.Ended(1, "stopped here"))
+
+    monkeypatch.setattr(child, "call", call)
+    for bounded in (True, False):
+        assert refusal(
+            TopologyError, lambda bounded=bounded: plan.plan(request(*ULYSSES), "v6e:2x4", None, bounded)
+        ) == (
+            "plan v6e:2x4: The compiler ended with exit code 1 and said: stopped here. Mend that, or plan another size."
+        )
+        assert asked["bounded"] is bounded
+    task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
+    assert plan._assumptions(task, False)[0] == "no bound of the scores 'joint'"
+    [stage] = task.stages
+    for bounded in (True, False):
+        with aot.outlined(task, stage, jax.devices(), bounded) as found:
+            assert (found.program.attention.bounds == {"joint": 1.0}) is bounded
+
+
+def test_the_compilers_words_for_too_little_memory_become_bytes():
+    said = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)."
+    v5e = parse_machine("v5e:2x4", "a.yaml:1")
+    assert aot._sizes(Lowered(said), v5e) == {"exceeds": {"asked": 17.5 * 2**30, "limit": 15.75 * 2**30}}
+    with pytest.raises(TopologyError) as caught:
+        aot._sizes(Lowered("INTERNAL: broken"), v5e)
+    assert str(caught.value) == "plan v5e:2x4: The compiler refuses it: INTERNAL: broken. Plan another size."
+
+
+def refusal(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_machine_that_is_no_tpu_and_a_mesh_that_does_not_fit_are_refused():
+    assert refusal(BadValueError, lambda: plan.plan(request(), None)) == (
+        "machine cpu:8: It is no TPU, and a plan is for one. Name a slice with --topology v6e:2x4."
+    )
+    text = refusal(MeshError, lambda: plan.plan(request(), "v6e:4x4"))
+    assert "dp=2 x tp=4 takes 8 device(s), and v6e:4x4 has 16" in text
+
+
+@needs_libtpu
+def test_a_refusal_in_the_compilers_process_is_this_process_refusal():
+    text = refusal(MeshError, lambda: plan.plan(request(*SMALL, "mesh={dp: 1, tp: 8}"), "v6e:2x4"))
+    assert "tp=8 does not divide transformer.num_attention_heads, which is 4" in text
+    text = refusal(TopologyError, lambda: plan.plan(request(*SMALL, "mesh={tp: 15}"), "v6e:3x5"))
+    assert text.startswith("machine v6e:3x5: libtpu does not know this slice")
+
+
+def recorded(name, *overrides):
+    task = accept(dataclasses.replace(request(*overrides), stage=name))
+    with aot.outlined(task, task.stages[0], jax.devices()) as found:
+        return found
+
+
+def test_a_stage_is_outlined_with_the_inputs_its_verb_makes():
+    found = recorded("denoise", *ULYSSES)
+    [called] = found.called
+    inputs = called.tensors
+    assert called.times == 8, "once a step"
+    assert inputs["hidden_states"].shape == (2, 65, 3, 4, 6) and inputs["image_embeds"].shape == (2, 0, 40)
+    tokens = inputs["encoder_hidden_states"].shape[1] + inputs["encoder_hidden_states_2"].shape[1]
+    assert tokens % 256 == 0
+    assert all(isinstance(weight, jax.ShapeDtypeStruct) for weight in found.program.weights.values())
+    assert called.flops == 14_331_809_792
+
+
+def test_decoding_in_tiles_calls_for_each_shape_of_tile_as_often_as_it_occurs():
+    found = recorded("decode", "height=320", "width=448", "frames=9", "vae_tiling=true", *ULYSSES[4:], *ULYSSES[3:4])
+    shapes = {tuple(called.tensors["hidden_states"].shape[2:]): called.times for called in found.called}
+    # Tiles of 16 x 16 latent positions, 12 apart, in 20 x 28.
+    assert shapes == {(3, 16, 16): 2, (3, 16, 4): 1, (3, 8, 16): 2, (3, 8, 4): 1}
+    assert found.program.precision == "highest"
+    spec = found.program.shapes(found.called[0].tensors)["hidden_states"].sharding.spec
+    assert spec == PartitionSpec(None, None, None, "dp", "sp"), "rows and columns of the latents are split"
+    whole = recorded("decode", "height=320", "width=448", "frames=9", "vae_tiling=false", *ULYSSES[4:])
+    assert [(tuple(c.tensors["hidden_states"].shape), c.times) for c in whole.called] == [((1, 32, 3, 20, 28), 1)]
+
+
+def test_a_verb_that_asks_for_a_value_or_never_calls_is_refused(pack):
+    def asks(parts, call, settings, steps):
+        return {"x": torch.zeros(int(call(x=torch.zeros(2, 3)).sum().item()))}
+
+    def silent(parts, call, settings, steps):
+        return {}
+
+    [stage] = accept(dataclasses.replace(request(), stage="denoise")).stages
+    like = {"like": lambda parts, settings: {}}
+    network = torch.nn.Linear(3, 3)
+    how = lambda module, x: module(x)  # noqa: E731
+    text = refusal(
+        BadValueError,
+        lambda: recorder.recorded(dataclasses.replace(stage, run=asks, **like), {}, network, how, None),
+    )
+    assert text.startswith("--stage denoise: Its verb asks for a value that the network computes (aten._local_scalar")
+    text = refusal(
+        BadValueError,
+        lambda: recorder.recorded(dataclasses.replace(stage, run=silent, **like), {}, network, how, None),
+    )
+    assert text == "--stage denoise: It never calls its network. Report this: its verb is at fault."
+
+
+def test_a_stage_whose_inputs_are_not_known_is_refused(pack):
+    task = accept(dataclasses.replace(request(*SMALL), stage="decode"))
+    stage = dataclasses.replace(task.stages[0], like=None)
+    with pytest.raises(BadValueError) as caught, aot.outlined(task, stage, []):
+        pass
+    assert str(caught.value) == "--stage decode: Its inputs are not known beforehand. Plan the stage 'denoise'."
+
+
+def test_a_stage_of_which_nothing_is_compiled_is_refused():
+    assert refusal(BadValueError, lambda: plan.plan(request(), "v6e:2x4", stages=("encode",))) == (
+        "--stage encode: Nothing of it is compiled: it runs on the host, in PyTorch. "
+        "Name one of denoise, decode, or all."
+    )
+
+
+def test_a_dump_is_not_mixed_with_an_earlier_one(tmp_path):
+    (tmp_path / "denoise").mkdir()
+    (tmp_path / "denoise" / "module.after_codegen.txt").write_text("")
+    text = refusal(OutputError, lambda: plan.plan(request(*ULYSSES), "v6e:2x4", tmp_path))
+    assert text == f"{tmp_path / 'denoise'}: It holds the dump of an earlier plan. Name a new folder with --keep."
+
+
+@needs_libtpu
+def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes(planned, monkeypatch):
+    found, keep = planned
+    [one] = found["stages"]["denoise"]["programs"]
+    sizes = {"argument": 100, "temp": 20, "output": 0, "alias": 0, "generated_code": 0}
+    shared = {"flops": 10**9, "attention": [], "trace_s": 1.0, "compile_s": 2.0, "dump": "copy.txt"}
+    shared |= {"passes": [], "spots": [(0, (n % 2, n // 2, 0), 0) for n in range(8)]}
+    results = [
+        {"inputs": {"z": [1, 32, 3, 16, 16]}, "times": 18, "bytes": sizes, **shared},
+        {"inputs": {"z": [1, 32, 3, 9, 16]}, "times": 3, "bytes": sizes | {"temp": 10}, **shared},
+    ]
+
+    def apart(task, stage, folder, *_):
+        folder.mkdir()
+        (folder / "copy.txt").write_text((keep / one["dump"]).read_text())
+        return results
+
+    monkeypatch.setattr(aot, "apart", apart)
+    whole = plan.plan(request(*ULYSSES), "v6e:2x4", stages=("decode",))
+    stage = whole["stages"]["decode"]
+    first, second = stage["programs"]
+    assert whole["fits"] and stage["per_device"]["peak_bytes"] == 120 and stage["steps"] == 1
+    for part in ("attention_s", "other_s", "communication_s", "model_s", "floor_s", "flops"):
+        assert stage["step"][part] == pytest.approx(18 * first["step"][part] + 3 * second["step"][part])
+    sent = sum(one["count"] for one in stage["per_step"]["collectives"])
+    assert sent == 21 * sum(one["count"] for one in first["per_step"]["collectives"])
+    assert stage["largest"][0]["ms"] == pytest.approx(18 * first["largest"][0]["ms"])
+    assert stage["per_block"] is None and stage["compile_s"] == 4.0
+    assert "decode: 2 program(s), called 18 x [1, 32, 3, 16, 16], 3 x [1, 32, 3, 9, 16]" in report.lines(whole)
+
+
+def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
+    task = accept(dataclasses.replace(request(*ULYSSES, "machine=v6e:2x4"), stage="denoise"))
+    known = plan._unfit(task, UNFIT)
+    fits = known | {"fits": True, "step": {**dict.fromkeys(plan.PARTS, 1.0), "floor_s": 0.5, "flops": 7}}
+    sized = [{"inputs": {}, "times": n, "dump": None, **one} for n, one in ((2, known), (3, fits))]
+    stage = plan.together(sized, 1)
+    assert not stage["fits"] and stage["step"]["model_s"] is None and stage["step"]["flops"] == 2 * 10**15 + 21
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_decoder_compiles_for_a_slice_with_the_cards_precision_and_exchanges_its_edges(tmp_path):
+    sizes = ("height=32", "width=64", "frames=1", *ULYSSES[-2:])
+    stage = plan.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",))["stages"]["decode"]
+    [one] = stage["programs"]
+    assert stage["fits"] and one["inputs"] == {"hidden_states": [1, 32, 1, 2, 4]} and one["times"] == 1
+    assert {exchange["kind"] for exchange in stage["per_step"]["collectives"]} >= {"collective-permute"}
+    assert stage["attention"]["implementation"] == "plain" and stage["step"]["attention_s"] == 0.0
+    assert stage["step"]["model_s"] > stage["step"]["floor_s"] > 0 and len(stage["largest"]) == 10
+    assert any("attention on its own" in said for said in stage["not_modelled"])
+
+
+@needs_libtpu
+def test_a_second_reading_of_the_dump_agrees_and_sees_a_plan_that_does_not(planned, root, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    import plan_dump
+
+    found, keep = planned
+    rows = plan_dump.compared(keep)
+    assert [row["figure"] for row in rows] == ["other_ms", "bytes", "bytes_of_all"]
+    assert all(row["ratio"] == pytest.approx(1.0) and row["here"] > 0 for row in rows)
+    block = found["stages"]["denoise"]["programs"][0]["per_block"]
+    wrong = json.loads(json.dumps(found))
+    wrong["stages"]["denoise"]["programs"][0]["per_block"]["other_ms"] = 2 * block["other_ms"]
+    (tmp_path / "plan.json").write_text(json.dumps(wrong))
+    (tmp_path / "denoise").symlink_to(keep / "denoise")
+    assert plan_dump.compared(tmp_path)[0]["ratio"] == pytest.approx(0.5)
+
+
+def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
+    square = (4, None, "2x2 square", 2.0)
+    assert exchange.Exchange("all-to-all", 100_000_000, 2, *square).seconds("v6e") == pytest.approx(
+        2 * 1e8 * 0.75 / 2e11
+    )
+    assert exchange.Exchange("all-reduce", 100_000_000, 1, *square).seconds("v6e") == pytest.approx(
+        2 * 1e8 * 0.75 / 2e11
+    )
+    assert exchange.Exchange("reduce-scatter", 25_000_000, 1, *square).seconds("v6e") == pytest.approx(
+        1e8 * 0.75 / 2e11
+    )
+    line = exchange.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
+    assert line.seconds("v6e") == pytest.approx(1e8 * 0.75 / 1e11)

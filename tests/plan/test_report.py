@@ -1,0 +1,258 @@
+"""A plan in words and as a page: numbers are the plan's, hostile text stays text, nothing is fetched."""
+
+import html.parser
+import json
+import re
+
+import pytest
+
+from torchport.errors import OutputError
+from torchport.files import folder
+from torchport.plan import report
+
+GIB = 2**30
+VOID = {"meta", "rect"}
+HOSTILE = "<script>alert('x')</script>&\"quoted\""
+
+
+def stage(**more):
+    step = {
+        "attention_s": 3.0,
+        "other_s": 1.5,
+        "communication_s": 0.25,
+        "uncalibrated_s": 4.75,
+        "model_s": 4.75,
+        "floor_s": 2.5,
+        "flops": 10**16,
+    }
+    exchange = {"kind": "all-to-all", "bytes": 123_456_789, "count": 4, "group": 4, "source": "a.py:7 in f"}
+    exchange |= {"links": "2x2 square", "ports": 2.0}
+    device = {
+        "arguments_bytes": 16 * GIB,
+        "temporaries_bytes": 2 * GIB,
+        "peak_bytes": 19 * GIB,
+        "constants_bytes": 3 * 2**20,
+        "hbm_bytes": 32 * GIB,
+    }
+    program = {
+        "inputs": {"x": [2, 65], "y": [2]},
+        "times": 50,
+        "fits": True,
+        "per_device": device,
+        "step": step,
+        "compile_s": 60.5,
+    }
+    return {
+        "status": "ok",
+        "fits": True,
+        "steps": 50,
+        "per_device": device,
+        "per_block": {
+            "count": 54,
+            "other_ms": 20.0,
+            "attention_ms": 55.5,
+            "communication_ms": 4.5,
+            "collectives": [exchange],
+        },
+        "per_step": {"communication_ms": 250.0, "collectives": [exchange | {"count": 216}]},
+        "step": step,
+        "largest": [
+            {"ms": 5.0, "opcode": "fusion", "source": "mlp.py:1 in g"},
+            {"ms": 3.0, "opcode": "fusion", "source": "mlp.py:1 in g"},
+            {"ms": 2.0, "opcode": "copy", "source": ""},
+        ],
+        "findings": [],
+        "not_modelled": ["2 call(s) of kernels outside the blocks"],
+        "programs": [program],
+        "trace_s": 1.0,
+        "compile_s": 60.5,
+    } | more
+
+
+def plan(**stages):
+    left_out = {"status": "not_ported", "why": "It runs on the host"}
+    return {
+        "model": "m",
+        "machine": "v6e:2x4",
+        "strategy": "ulysses",
+        "mesh": {"dp": 2, "sp": 4},
+        "fits": True,
+        "versions": {"jax": "0.10.2"},
+        "assumptions": ["uncalibrated"],
+        "stages": {"encode": left_out, **(stages or {"denoise": stage()})},
+    }
+
+
+class Page(html.parser.HTMLParser):
+    """Reads a page, and fails on a tag that is not closed where it should be."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID or tag == "rect":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def rects(self, figure):
+        """The segments of a picture, each with its kind, x and width."""
+        starts = [n for n, (tag, _) in enumerate(self.tags) if tag == "svg"]
+        found = []
+        for tag, attributes in self.tags[starts[figure] + 1 :]:
+            if tag not in ("rect", "title"):
+                break
+            if tag == "rect":
+                found.append((attributes["class"], float(attributes["x"]), float(attributes["width"])))
+        return found
+
+
+def test_a_page_is_well_formed_and_fetches_nothing():
+    text = report.page(plan(denoise=stage(), decode=stage(per_block=None, steps=1)), "torchport plan")
+    page = Page(text)
+    assert not re.search(r"https?:|//|@import|url\(|<script|<link|<img", text)
+    assert {"svg", "table", "figure", "h2"} <= {tag for tag, _ in page.tags}
+    assert "not one was measured" not in page.text and "none was measured" in page.text
+
+
+def test_the_numbers_of_a_page_are_the_plans():
+    text = Page(report.page(plan(), "torchport plan --model m")).text
+    for shown in ("4.75 s", "2.5 s", "55.5 ms", "4.5 ms", "123,456,789", "19 of 32 GiB", "16 GiB", "60.5", "0.10.2"):
+        assert shown in text, shown
+    assert "One of 54 blocks, modelled: 80 ms, before any factor" in text and "Made by torchport plan --model m" in text
+    assert "uncalibrated" in text and "2 call(s) of kernels outside the blocks" in text
+
+
+def test_a_bar_is_divided_as_the_time_is():
+    page = Page(report.page(plan(), ""))
+    kinds, starts, widths = zip(*page.rects(0), strict=True)
+    assert kinds == ("attention", "rest", "communication", "floor")
+    assert widths == pytest.approx([1000 * part / 4.75 for part in (3.0, 1.5, 0.25, 2.5)], abs=0.01)
+    assert starts == pytest.approx([0, 631.58, 947.37, 0], abs=0.01)
+    kinds, _, widths = zip(*page.rects(1), strict=True)
+    # Two operations of one line are one part; what is left of the other 20 ms comes after them.
+    assert kinds == ("attention", "operation", "operation", "rest", "communication")
+    assert widths == pytest.approx([1000 * part / 80 for part in (55.5, 8.0, 2.0, 10.0, 4.5)], abs=0.01)
+    kinds, _, widths = zip(*page.rects(2), strict=True)
+    assert kinds == ("arguments", "temporaries", "rest", "free")
+    assert widths == pytest.approx([1000 * part / 32 for part in (16, 2, 1, 13)], abs=0.01)
+
+
+def calibrated(**more):
+    """A stage whose step's other parts, 1.75 s, were divided by 1.25."""
+    one = stage(**more)
+    return one | {"step": one["step"] | {"model_s": 3.0 + 1.75 / 1.25}}
+
+
+def test_a_calibrated_step_has_attention_as_it_is_and_all_else_divided():
+    [line] = [line for line in report.lines(plan(denoise=calibrated())) if "by the model" in line]
+    assert line == (
+        "  per step  4.4 s by the model (attention 3, other 1.5, communication 0.25; the last two divided by 1.25 make "
+        "1.4); the arithmetic alone at peak takes 2.5 s"
+    )
+    [line] = [line for line in report.lines(plan()) if "by the model" in line]
+    assert "by the model (attention 3, other 1.5, communication 0.25); the" in line, "nothing was divided"
+    page = Page(report.page(plan(denoise=calibrated()), ""))
+    assert "One step, modelled, all but attention divided by 1.25: 4.4 s; below it" in page.text
+    widths = [width for *_, width in page.rects(0)]
+    assert widths == pytest.approx([1000 * part / 4.4 for part in (3.0, 1.2, 0.2, 2.5)], abs=0.01)
+    whole = Page(report.page(plan(decode=calibrated(per_block=None, steps=1)), ""))
+    widths = [width for *_, width in whole.rects(0)]
+    divided = (3.0, 0.008 / 1.25, 0.002 / 1.25, 1.49 / 1.25, 0.2, 2.5)
+    assert widths == pytest.approx([1000 * part / 4.4 for part in divided], abs=0.01)
+    assert sum(widths[:-1]) == pytest.approx(1000, abs=0.05)
+
+
+def test_a_calibrated_step_without_anything_but_attention_was_not_divided():
+    alone = {"other_s": 0.0, "communication_s": 0.0, "uncalibrated_s": 3.0, "model_s": 3.0}
+    one = stage()
+    found = plan(denoise=one | {"step": one["step"] | alone})
+    assert "(attention 3, other 0, communication 0); the" in "\n".join(report.lines(found))
+    assert "One step, modelled: 3 s" in Page(report.page(found, "")).text
+
+
+def test_without_blocks_the_whole_stage_is_divided_by_operation():
+    page = Page(report.page(plan(decode=stage(per_block=None, steps=1)), ""))
+    assert [kind for kind, *_ in page.rects(0)] == [
+        "attention",
+        "operation",
+        "operation",
+        "rest",
+        "communication",
+        "floor",
+    ]
+    assert "The whole stage, modelled: 4.75 s" in page.text and "Collectives of the stage" in page.text
+
+
+def test_hostile_text_stays_text():
+    hostile = plan()
+    hostile["model"] = hostile["assumptions"][0] = HOSTILE
+    hostile["versions"] = {HOSTILE: HOSTILE}
+    one = hostile["stages"]["denoise"]
+    one["largest"][0]["source"] = one["per_block"]["collectives"][0]["source"] = HOSTILE
+    one["not_modelled"] = [HOSTILE]
+    hostile["stages"]["encode"]["why"] = HOSTILE
+    page = Page(report.page(hostile, HOSTILE))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert page.text.count(HOSTILE) >= 8
+
+
+def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
+    unknown = dict.fromkeys(("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")) | {
+        "floor_s": 2.5,
+        "flops": 1,
+    }
+    device = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": 40 * GIB, "hbm_bytes": 32 * GIB}
+    finding = {
+        "what": "vmem",
+        "kernel": "splash_transposed",
+        "tile": "4096/2048/512",
+        "asked_bytes": 130_000_000,
+        "limit_bytes": 125_829_120,
+        "fact": "It takes much",
+    }
+    found = stage(
+        fits=False, step=unknown, per_device=device, per_block=None, per_step=None, largest=[], findings=[finding]
+    )
+    page = Page(report.page(plan(denoise=found) | {"fits": False}, ""))
+    said = "VMEM splash_transposed 4096/2048/512: 130,000,000 bytes, limit 125,829,120. It takes much"
+    assert f"Does not fit: {said}" in page.text and "does not fit" in page.text
+    assert [kind for kind, *_ in page.rects(0)] == ["rest", "free"]
+    assert f"  DOES NOT FIT: {said}" in report.lines(plan(denoise=found) | {"fits": False})
+
+
+def test_a_page_is_written_and_replaces_an_older_one(tmp_path):
+    file = tmp_path / "plan.html"
+    file.write_text("old")
+    folder.check_writable("--report", file)
+    report.write(file, plan(), "torchport plan")
+    assert file.read_text().startswith("<!DOCTYPE html>") and [file] == list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path, torchport, capsys, root):
+    for file in (tmp_path, tmp_path / "none" / "plan.html"):
+        with pytest.raises(OutputError) as caught:
+            folder.check_writable("--report", file)
+        assert str(caught.value) == (
+            f"--report {file}: It is no file, or lies in no folder. Name a file in a folder that is there."
+        )
+    arguments = ("--model", "hunyuan", "--config", "configs/720p.yaml", "--path", root, "--report", tmp_path)
+    code, out, err = torchport("plan", *arguments, capsys=capsys)
+    assert (code, out) == (2, []) and err == [f"error[TP604] {caught_text(tmp_path)}"]
+
+
+def caught_text(file):
+    return f"--report {file}: It is no file, or lies in no folder. Name a file in a folder that is there."
+
+
+def test_a_plan_is_json_all_through():
+    assert json.loads(json.dumps(plan())) == plan()

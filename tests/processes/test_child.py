@@ -1,0 +1,232 @@
+"""A call in a process of its own: what comes back, what it may import, and what is said where nothing comes back."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from torchport.errors import TopologyError, VmemError
+from torchport.processes import child, path
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Something that is no JSON."""
+
+    where: tuple[int, ...]
+
+
+def moved(place, by=1):
+    sys.stdout.write("upstream prints\n")
+    sys.stdout.flush()
+    os.write(1, b"and so does C\n")
+    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
+    return Place(tuple(one + by for one in place.where))
+
+
+def refused():
+    raise VmemError("a kernel", "It takes 2 bytes", "Take 1", asked=2, limit=1, patch="up.one")
+
+
+def raised():
+    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
+    raise ValueError("two\nlines")
+
+
+def killed(number):
+    sys.stderr.write("the last words\nunexpected worker hostname 'WARNING'\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+
+
+def left(code):
+    os._exit(code)
+
+
+def imported():
+    import json
+
+    return sys.path, json.__file__, os.environ.get("PYTHONPATH"), os.environ.get("ONE")
+
+
+def stopped(end):
+    return TopologyError("here", f"The process {end}", "Mend it", stderr=end.stderr)
+
+
+def call(name, *arguments, **options):
+    return child.call(f"test_child:{name}", *arguments, ended=stopped, **options)
+
+
+def test_arguments_and_results_are_python_values_whatever_is_printed():
+    assert call("moved", Place((1, 2)), 3) == Place((4, 5))
+
+
+def test_a_refusal_comes_back_whole():
+    with pytest.raises(VmemError) as caught:
+        call("refused")
+    assert str(caught.value) == "a kernel: It takes 2 bytes. Take 1."
+    assert (caught.value.asked, caught.value.limit, caught.value.patch) == (2, 1, "up.one")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("raised", (), "The process ended with exit code 1 and said: ValueError: two. Mend it."),
+        ("left", (7,), "The process ended with exit code 7 and said: nothing. Mend it."),
+        ("left", (0,), "The process ended with exit code 0 and said: nothing. Mend it."),
+        ("killed", (signal.SIGSEGV,), "The process was killed by SIGSEGV and said: the last words. Mend it."),
+        (
+            "killed",
+            (signal.SIGKILL,),
+            "The process was killed by SIGKILL, as the system does where memory runs out, and said: the last words. "
+            "Mend it.",
+        ),
+    ],
+)
+def test_a_process_that_ends_without_an_answer_is_one_line_with_its_last_words(name, arguments, text):
+    with pytest.raises(TopologyError) as caught:
+        call(name, *arguments)
+    assert str(caught.value) == f"here: {text}"
+    assert "unexpected" in caught.value.stderr or name == "left"
+
+
+def test_what_cannot_be_sent_back_is_said():
+    with pytest.raises(TopologyError, match=r"said: TypeError: cannot pickle '_thread.lock' object"):
+        child.call("threading:Lock", ended=stopped)
+
+
+def test_last_words_are_the_exception_not_what_jax_says_below_it():
+    below = "For simplicity, JAX has removed its internal frames from the traceback of the following exception."
+    raised = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
+    for last in ("jax.errors.JaxRuntimeError: INTERNAL: no such chip", "MemoryError", "ValueError: Error: two"):
+        assert child.last_words(f"ValueError: the cause\n{raised}{last}\n-----\n{below}\n") == last
+    assert child.last_words("first\nSegmentation fault: no Error here\n") == "Segmentation fault: no Error here"
+    assert child.last_words("  \n") == "nothing" and len(child.last_words("x" * 1000)) == 300
+
+
+def test_a_child_imports_what_its_parent_does_and_nothing_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('mine')")
+    first = tmp_path / "first"
+    first.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(first), ""]))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    searched, json_file, named, one = call("imported", environment={"ONE": "1"}, first=[first])
+    assert searched[0] == str(first) and "" not in searched and str(tmp_path) not in searched
+    assert searched[1:] == path.trusted(sys.path)
+    assert not json_file.startswith(str(tmp_path)) and (named, one) == (str(first), "1")
+
+
+@pytest.mark.parametrize(
+    ("searched", "variable", "started", "wanted"),
+    [
+        (["HERE", "/a"], "", True, ["/a"]),
+        (["/bin", "HERE", "/a"], "", False, ["/bin", "HERE", "/a"]),  # an installed package's, or a program's own
+        (["/b", "/a"], "", True, ["/b", "/a"]),
+        (["", "/a"], "", False, ["/a"]),
+        (["HERE", "/a"], ":/a", False, ["/a"]),
+        (["HERE", "HERE", "/a"], ":/a", True, ["/a"]),
+        (["HERE", "HERE", "/a"], "HERE:/a", True, ["HERE", "/a"]),
+        (["HERE", "/a"], "HERE::/a", False, ["HERE", "/a"]),
+        (["HERE", "/a"], ".", False, ["HERE", "/a"]),
+    ],
+)
+def test_the_current_folder_is_searched_only_where_somebody_named_it(
+    searched, variable, started, wanted, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", variable.replace("HERE", str(tmp_path)))
+    searched, wanted = ([str(tmp_path) if one == "HERE" else one for one in paths] for paths in (searched, wanted))
+    assert path.trusted(searched, started) == wanted
+
+
+def test_a_folder_that_was_removed_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert path.current() is None and path.trusted(["", "/a"], started=True) == ["/a"]
+
+
+NAMES = ("pydantic", "torch", "jax", "json", "pickle", "numpy", "click", "yaml", "diffusers", "torchax", "tempfile")
+"""Modules that every command imports sooner or later."""
+
+
+@pytest.fixture
+def hostile(tmp_path, root):
+    """Runs Python in a folder of modules that would leave a file; returns what it says after none was left."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'RAN')!r}, 'a').write('{name} ')\nraise SystemExit(9)"
+        )
+    # What an installed package's script is: a file in another folder.
+    script = tmp_path / "bin" / "torchport"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom torchport.__main__ import main\nsys.exit(main())\n")
+
+    def run(*words, variable=f"{root}", start=(str(script),)):
+        environment = {**os.environ, "PYTHONPATH": variable}
+        command = [sys.executable, *start, *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        ran = tmp_path / "RAN"
+        assert not ran.exists(), (ran.read_text(), done.stderr)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+MODULE = ("-m", "torchport")
+BAD_FLAG = ("LIBTPU_INIT_ARGS", "--no_such_flag=1")
+"""With it, a process that compiles starts, imports all that it needs, and ends at once."""
+SKETCH = """
+from torchport import sketch
+from torchport.config.pack import find_pack
+from torchport.errors import TopologyError
+file = sorted((find_pack(None).root / 'benchmarks' / 'outlines').glob('*.yaml'))[0]
+strategy = next(iter(sketch.read(file).strategies))
+try:
+    sketch.parts(sketch.Asked(str(file), 'v6e:2x4', {'dp': 2, 'sp': 4}, strategy, 'splash_transposed'))
+except TopologyError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("start", [None, MODULE])
+@pytest.mark.parametrize("empty", [False, True])
+def test_no_command_imports_from_the_current_folder(hostile, root, start, empty):
+    options = {"variable": f"{root}{os.pathsep}" if empty else str(root)} | ({"start": start} if start else {})
+    assert hostile("models", **options)[0] == 0
+
+
+def test_check_runs_no_file_of_the_current_folder(hostile):
+    assert hostile("check", "torchax") == (0, "clean\n", "")
+
+
+@pytest.mark.slow
+def test_check_of_a_model_runs_no_file_of_the_current_folder(hostile):
+    assert hostile("check", "--model", "hunyuan") == (0, "clean\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--model", "hunyuan", "--config", "configs/720p.yaml"),
+        ("tune", "--topology", "v6e:2x4", "--tokens", "256", "--heads", "2", "--head-size", "128"),
+    ],
+)
+def test_a_command_that_compiles_runs_no_file_of_the_current_folder(hostile, words, monkeypatch):
+    monkeypatch.setenv(*BAD_FLAG)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # or the parent, which looks for the chip, reads the flag first
+    code, out, err = hostile(*words)
+    assert (code, out) == (2, "") and err.splitlines()[-1].startswith("error[TP502] ")
+    assert "ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in err
+
+
+def test_a_sketch_is_compiled_without_a_file_of_the_current_folder(hostile, monkeypatch):
+    monkeypatch.setenv(*BAD_FLAG)
+    _, out, _ = hostile(start=("-P", "-c", SKETCH))
+    assert "The compiler ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in out

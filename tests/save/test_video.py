@@ -1,0 +1,61 @@
+"""The video and its contact sheet."""
+
+import errno
+
+import imageio.v3
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from torchport.errors import OutputError
+from torchport.save import video
+
+
+def full(*ignored):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FRAMES = torch.linspace(0, 1, 6 * 3 * 32 * 48).reshape(6, 3, 32, 48)
+
+
+def test_a_video_has_its_frames_size_and_rate(tmp_path):
+    video.write_video(tmp_path / "video.mp4", FRAMES, 8, iter)
+    read = imageio.v3.imread(tmp_path / "video.mp4", plugin="pyav")
+    assert read.shape == (6, 32, 48, 3)
+    assert imageio.v3.immeta(tmp_path / "video.mp4", plugin="pyav")["fps"] == 8
+    expected = (FRAMES * 255).permute(0, 2, 3, 1).numpy()
+    assert numpy.abs(read.astype(float) - expected).mean() < 8
+    assert [file.name for file in tmp_path.iterdir()] == ["video.mp4"]
+
+
+def test_a_contact_sheet_shows_evenly_spaced_frames_in_order(tmp_path):
+    frames = (torch.arange(23) / 22).reshape(23, 1, 1, 1).expand(23, 3, 16, 32)
+    video.write_contact_sheet(tmp_path / "sheet.png", frames)
+    with Image.open(tmp_path / "sheet.png") as image:
+        sheet = numpy.asarray(image)
+    assert sheet.shape == (3 * 16 + 2 * 4, 4 * 32 + 3 * 4, 3)  # white gaps of four pixels between them
+    assert (sheet[17] == 255).all()
+    shown = [int(sheet[row * 20 + 8, column * 36 + 16, 0]) for row in range(3) for column in range(4)]
+    assert shown == sorted(set(shown)) and shown[0] == 0 and shown[-1] == 255
+
+
+def test_a_contact_sheet_of_few_large_frames_is_scaled_down(tmp_path):
+    video.write_contact_sheet(tmp_path / "sheet.png", torch.zeros(1, 3, 100, 3200))
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (1600, 50)
+
+
+def test_pixels_are_the_nearest_of_256_levels():
+    frame = torch.tensor([0.0, 0.5, 1.0, 2.0, -1.0, 0.499 / 255]).reshape(1, 1, 6).expand(3, 1, 6)
+    assert video._pixels(frame)[0, :, 0].tolist() == [0, 128, 255, 255, 0, 0]
+
+
+def test_a_video_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        with pytest.raises(OutputError, match=r"video.mp4: The disk is full\."):
+            video.write_video(tmp_path / "video.mp4", FRAMES, 8, iter)
+        with pytest.raises(OutputError, match=r"sheet.png: The disk is full\."):
+            video.write_contact_sheet(tmp_path / "sheet.png", FRAMES)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,236 @@
+"""Families of models: found by name, as data that every stage of the path can be carried by."""
+
+import inspect
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchport.config.card import STAGES
+from torchport.errors import BadValueError, UnknownNameError
+from torchport.stages import family as pipelines
+from torchport.stages import hunyuan_video15, hyvideo15
+from torchport.stages.family import Steps
+
+
+def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        family = pipelines.family(card.family, document.place(["family"]))
+        assert [stage.name for stage in family.STAGES] == list(STAGES)
+        assert family.batch(1.0) == 1 and family.batch(6.0) == 2
+        for stage in family.STAGES:
+            names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
+            assert names <= set(card.components), stage.name
+            assert set(stage.needs) <= set(STAGES[: STAGES.index(stage.name)])
+            assert list(inspect.signature(stage.run).parameters)[:4] == ["parts", "call", "settings", "steps"]
+
+
+def test_a_precision_is_named_only_for_what_is_compiled(pack):
+    """Text encoders run in PyTorch on the host, where it would change nothing."""
+    for name in pack.models():
+        card, _ = pack.card(name)
+        networks = {stage.network for stage in pipelines.family(card.family, name).STAGES}
+        assert {key for key, component in card.components.items() if component.precision != "default"} <= networks
+
+
+def test_every_strategy_has_rules_for_every_network(pack):
+    for name in pack.models():
+        card, _ = pack.card(name)
+        networks = {stage.network for stage in pipelines.family(card.family, "x").STAGES} - {None}
+        for strategy in card.strategies.values():
+            assert networks <= set(strategy.weights) and networks <= set(strategy.inputs)
+
+
+def test_a_family_that_does_not_exist_is_refused():
+    with pytest.raises(UnknownNameError) as caught:
+        pipelines.family("no_such_family", "card.yaml:5")
+    assert str(caught.value) == (
+        "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/pipelines/no_such_family.py. "
+        "Add it, or mend the name."
+    )
+
+
+def test_a_family_whose_own_imports_fail_is_not_taken_for_a_missing_one(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'elsewhere'", name="elsewhere")
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="elsewhere"):
+        pipelines.family("some", "card.yaml:5")
+
+
+class Recorded:
+    """A network that adds its conditions up and remembers how it was called."""
+
+    def __init__(self, batches):
+        self.batches = self.drops = batches
+        self.placed = []
+        self.called = []
+
+    def place(self, **inputs):
+        self.placed.append({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        return inputs
+
+    def __call__(self, hidden_states, timestep, a, return_dict):
+        self.called.append(tuple(hidden_states.shape))
+        return hidden_states * a.reshape(-1, 1) + timestep.reshape(-1, 1)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(batches):
+    call = Recorded(batches)
+    inputs = {"a": (torch.tensor([2.0]), torch.tensor([3.0]))}
+    conditions = hunyuan_video15._Conditions(call, inputs)
+    x, t = torch.ones(1, 4), torch.tensor([10.0])
+    for used in (2, 2, 1):
+        found = conditions.predict(used, x, t)
+        assert [tensor[0, 0].item() for tensor in found] == [12.0, 13.0][:used]
+        assert all(tensor.shape == (1, 4) for tensor in found)
+    if batches:
+        assert call.called == [(2, 4), (2, 4), (1, 4)] and call.placed == [{"a": (2,)}, {"a": (1,)}]
+    else:
+        assert call.called == [(1, 4)] * 5 and call.placed == [{"a": (1,)}] * 3
+
+
+@pytest.mark.parametrize(("bucket", "length"), [(None, 12), (1, 7), (4, 8), (5, 10), (64, 12)])
+def test_text_is_cut_to_the_longest_prompt_rounded_up(bucket, length):
+    tokens = [torch.arange(12.0).reshape(1, 12, 1), torch.arange(12.0).reshape(1, 12, 1)]
+    masks = [(torch.arange(12) < n)[None].float() for n in (3, 7)]
+    cut, cut_masks = pipelines.fit_text([tokens, masks], bucket)
+    assert [part.shape[1] for part in (*cut, *cut_masks)] == [length] * 4
+    assert [int(mask.sum()) for mask in cut_masks] == [3, 7]
+    assert (cut[1] == tokens[1][:, :length]).all()
+
+
+def test_text_without_a_valid_token_keeps_one_bucket():
+    cut, masks = pipelines.fit_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
+    assert cut[0].shape == (1, 4, 1) and not masks[0].any()
+
+
+@pytest.mark.parametrize("bucket", [None, 4])
+def test_text_is_padded_until_the_sequence_is_whole_pieces(bucket):
+    tokens, masks = [torch.ones(1, 12, 3)], [(torch.arange(12) < 3)[None]]
+    text, mask, more, other = pipelines.fit_text([tokens, masks, tokens, masks], bucket, 1000)
+    assert (1000 + text[0].shape[1] + more[0].shape[1]) % pipelines.PIECE == 0
+    assert text[0].shape[1] == mask[0].shape[1] and more[0].shape[1] == other[0].shape[1] == (bucket or 12)
+    assert int(mask[0].sum()) == 3 and (text[0][:, 12:] == 0).all()
+
+
+@pytest.mark.parametrize(("drops", "tokens", "text"), [(True, 0, 248), (False, 729, 12)])
+def test_a_program_is_given_no_token_that_the_task_masks_for_good_and_the_original_all(drops, tokens, text):
+    call = Recorded(drops)
+    pipe = SimpleNamespace(vision_num_semantic_tokens=729, vision_states_dim=5)
+    valid = (torch.arange(12) < 6)[None].float()
+    embeddings = dict(zip(hunyuan_video15.EMBEDDINGS, (torch.ones(1, 12, 3), valid) * 2, strict=True))
+    inputs = hunyuan_video15._inputs(pipe, embeddings, settings(text_bucket=4), call, 10)
+    assert inputs["image_embeds"][0].shape == (1, tokens, 5)
+    assert inputs["encoder_hidden_states"][0].shape == (1, text, 3)
+    assert inputs["encoder_attention_mask_2"][0].shape == (1, 8 if drops else 12)
+
+
+def settings(**changes):
+    """Settings of a small video."""
+    fields = {"prompt": "A cat", "negative_prompt": "", "seed": 1, "height": 64, "width": 96, "frames": 9, "steps": 2}
+    fields |= {"guidance_scale": 6.0, "dtypes": {"transformer": torch.float32}, "vae_tiling": False}
+    return pipelines.Settings(**{**fields, **changes})
+
+
+def test_rotary_tables_are_computed_once_on_the_host_by_upstreams_own_code(card, tiny_folder):
+    from torchport import load
+    from torchport.load import checkpoint
+
+    parts = {
+        name: load.build(
+            card.components[name].class_, checkpoint.read_json(tiny_folder / name / "config.json"), "float32", name
+        )
+        for name in ("transformer", "vae")
+    }
+    rope = parts["transformer"].rope
+    expected = rope(torch.zeros(1, 1, 3, 4, 6))
+    hunyuan_video15.prepare(parts, settings())
+    assert torch.equal(rope.cos, expected[0]) and torch.equal(rope.sin, expected[1])
+    assert rope.cos.shape[0] == 3 * 4 * 6
+    assert not {"rope.cos", "rope.sin"} & set(parts["transformer"].state_dict())
+
+
+def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
+    from torchport import load
+    from torchport.load import checkpoint
+
+    config = checkpoint.read_json(tiny_folder / "vae" / "config.json")
+    for height, width in ((16, 16), (19, 17), (40, 20)):
+        vae = load.fill(load.build(card.components["vae"].class_, config, "float32", "vae"), tiny_folder / "vae", "vae")
+        latents = torch.zeros(1, 32, 1, height, width)
+        vae.enable_tiling()
+        counted = hunyuan_video15._tiles(vae, latents)
+        calls = []
+        vae.decoder = pipelines.Called(
+            lambda hidden_states, calls=calls: (
+                calls.append(1) or torch.zeros(1, 3, 1, *(16 * size for size in hidden_states.shape[-2:]))
+            ),
+            "hidden_states",
+            iter(()),
+        )
+        vae.decode(latents)
+        assert len(calls) == counted, (height, width)
+
+
+@pytest.fixture
+def tencents(monkeypatch):
+    """Stands for the two modules of Tencent's repository that the verbs read, without the variants that came later."""
+
+    class Upstream:
+        @staticmethod
+        def get_vae_inference_config():
+            return {"sample_size": 256, "tile_overlap_factor": 0.25}
+
+    for name in ("hyvideo", "hyvideo.pipelines"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name, content in {
+        "hyvideo.commons": {"PIPELINE_CONFIGS": {"480p_t2v": {}}},
+        "hyvideo.pipelines.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("tencents")
+def test_a_variant_that_the_checkout_lacks_is_refused_by_name():
+    with pytest.raises(BadValueError) as caught:
+        hyvideo15.pipeline(types.SimpleNamespace(variant="480p_i2v_step_distilled"), {})
+    assert str(caught.value) == (
+        "variant: It is '480p_i2v_step_distilled', which the checkout does not have. "
+        "Use a later checkout, or one of 480p_t2v."
+    )
+
+
+class EarlyVAE(torch.nn.Module):
+    """Tiles, but has no `memory_efficient_context`, as at the commits of 2025-11."""
+
+    config = types.SimpleNamespace(scaling_factor=1.0)
+    tile_latent_min_size = 8
+    tiles = False
+
+    def set_tile_sample_min_size(self, sample_size, overlap):
+        pass
+
+    def enable_tiling(self):
+        self.tiles = True
+
+    def decode(self, latents, return_dict):
+        assert not return_dict
+        return (self.decoder(latents),)
+
+
+@pytest.mark.usefixtures("tencents")
+@pytest.mark.parametrize(("tiling", "tiles"), [(None, True), (True, True), (False, False)])
+def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
+    vae, latents = EarlyVAE(), torch.zeros(1, 3, 2, 4, 4)
+    settings = types.SimpleNamespace(vae_tiling=tiling)
+    made = hyvideo15.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
+    assert vae.tiles is tiles
+    assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 0.5))

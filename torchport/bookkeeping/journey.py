@@ -1,0 +1,232 @@
+"""One run on its way: what it reads for a stage, what it leaves behind after it, and where its time went."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import patch, save
+from torchport.bookkeeping import resume
+from torchport.bookkeeping.record import write_manifest
+from torchport.compile import kept as programs
+from torchport.errors import ArtefactForeignError
+from torchport.load import checkpoint
+from torchport.processes import hosts
+from torchport.processes.stopping import Stopping
+from torchport.progress import log, track
+from torchport.save.manifest import Manifest, versions
+from torchport.save.video import write_contact_sheet, write_video
+from torchport.stages import family
+from torchport.task import Task
+
+
+class Journey:
+    """A task on its way.
+
+    Only the first process of a run has the folder: it reads and writes, and the others get what it read.
+
+    Attributes:
+        task: What was asked for.
+        weights: The checkpoint.
+        stopping: Whether a stop was asked for.
+        programs: The kept programs.
+        run: The run's name, which its artefacts carry.
+        unfinished: Its unfinished latents.
+        seconds: By stage and verb: `denoise compile`, `denoise run`.
+        steps: Denoising steps that this run took.
+    """
+
+    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, kept: programs.Programs) -> None:
+        self.task = task
+        self.weights = weights
+        self.stopping = stopping
+        self.programs = kept
+        self.run = ""
+        self.unfinished = resume.Unfinished(task)
+        self.seconds: dict[str, float] = {}
+        self.steps = 0
+        self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
+        self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
+        self._settings: dict[str, Any] = {}  # with which everything so far was made, here or elsewhere
+
+    def stages(self) -> Iterator[family.Stage]:
+        """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
+
+        Raises:
+            StoppedError: A stop was asked for.
+        """
+        finished = self._finished()
+        for stage in self.task.stages:
+            self.stopping.check(self.task.folder, f"before '{stage.name}'")
+            if stage.name not in finished:
+                yield stage
+                continue
+            log.info("%s was finished before the stop", stage.name)
+            self._note(stage, finished[stage.name])
+            hosts.told(functools.partial(self._complete, stage, finished[stage.name]))
+
+    def _finished(self) -> dict[str, Manifest]:
+        """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
+
+        def before() -> tuple[str, dict[str, Any]]:
+            name = resume.unfinished_run(self.task)
+            if name is None:
+                return secrets.token_hex(8), {}
+            manifests = resume.finished(self.task, name, self.weights)
+            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
+
+        self.run, finished = hosts.told(before)
+        return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
+
+    def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Writes what goes beside a stage's artefact, which a kill may have prevented."""
+        names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
+        outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
+        self._tidy(stage, outputs, manifest)
+
+    def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the stages that this one needs, verified.
+
+        Raises:
+            SaveError: An artefact is missing, damaged, or another run's.
+        """
+        noted, tensors = hosts.told_with(lambda: self._read(stage))
+        self._shas |= noted["shas"]
+        self._settings = {**noted["settings"], **self._settings}
+        inputs = dict(tensors)
+        if stage.name == "denoise" and self.task.request.noise is not None:
+            inputs["noise"] = self.task.request.noise
+        return inputs
+
+    def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Returns the artefacts' checksums and settings, and their tensors."""
+        task = self.task
+        tensors: dict[str, torch.Tensor] = {}
+        shas: dict[str, str] = {}
+        settings: dict[str, Any] = {}
+        for name in stage.needs:
+            folder = task.folder if name in self._manifests else task.inputs
+            made_by = task.command(name, task.folder)
+            own, manifest = save.read(folder, name, task.identity(name), self.weights.digests, made_by)
+            tensors |= own
+            if manifest is not None:
+                save.check_lineage(folder, name, manifest)
+                _check_asked(task, stage, save.file_of(folder, name), manifest)
+                shas[name] = manifest.sha256
+                settings = {**manifest.settings, **settings}
+        return {"shas": shas, "settings": settings}, tensors
+
+    def inputs_of(self, stage: family.Stage) -> dict[str, str]:
+        """Returns the sha256 of the artefacts that a stage reads, by stage."""
+        return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
+
+    def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
+        """Returns a loop's progress bar, its saving every few steps, and where it goes on; see `resume.steps`."""
+        start: tuple[int, dict[str, torch.Tensor]] = (0, {})
+        if stage.name == "denoise":
+            start = self.unfinished.read(self.weights, self.inputs_of(stage))
+            self.steps = self.task.settings.steps - start[0]
+        facts = functools.partial(self._facts, stage, ledger)
+        return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+
+    def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
+        """Writes a stage's artefact, and what goes beside it.
+
+        Raises:
+            NotFiniteError: NaN or infinity among the outputs.
+            OutputError: The folder cannot be written.
+        """
+        facts = self._facts(stage, ledger)
+
+        def written() -> dict[str, Any]:
+            resume.begin(self.task, self.run)
+            return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
+
+        manifest = Manifest.model_validate(hosts.told(written))
+        self._note(stage, manifest)
+        hosts.told(lambda: self._tidy(stage, outputs, manifest))
+
+    def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
+        """Returns a manifest's facts about how a stage was run, as of now."""
+        task = self.task
+        return {
+            "stage": stage.name,
+            "run": self.run,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "identity": task.identity(stage.name),
+            "checkpoint": self.weights.identity,
+            "components": self.weights.digests,
+            "inputs": self.inputs_of(stage),
+            "settings": {**self._settings, **task.shown(stage)},
+            "config": task.job.model_dump(),
+            "backend": task.request.backend,
+            "patches": ledger.rows(),
+            "programs": self.programs.made.get(stage.name, []),
+            "versions": versions(),
+            "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
+        }
+
+    def _note(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Notes what later stages need of a finished one."""
+        self._manifests[stage.name] = manifest
+        self._shas[stage.name] = manifest.sha256
+        self._settings |= manifest.settings
+
+    def _tidy(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+        """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
+        task = self.task
+        save.write_copy(task.folder, stage.name, manifest)
+        later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
+        save.discard_stale(task.folder, stage.name, manifest.sha256, later)
+        if "frames" in outputs:
+            frames_FCHW = outputs["frames"][0]
+            every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
+            write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
+            write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
+
+    def clock(self, stage: family.Stage) -> Callable[[str], None]:
+        """Returns a function that notes the seconds since its last call, or since now, as those of a verb."""
+        last = time.perf_counter()
+
+        def lap(verb: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            self.seconds[f"{stage.name} {verb}"] = now - last
+            last = now
+
+        return lap
+
+    def finish(self) -> Path | None:
+        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one.
+
+        Raises:
+            OutputError: The folder cannot be written.
+        """
+        video = self.task.folder / save.VIDEO if any(stage.name == "decode" for stage in self.task.stages) else None
+        hosts.told(lambda: write_manifest(self.task, video, self._manifests))
+        hosts.told(lambda: resume.forget(self.task))
+        return video
+
+    def going_on(self) -> str:
+        """Returns what the same command does next time, after an error."""
+        return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
+
+
+def _check_asked(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
+    """Refuses a flag for what an earlier stage has settled otherwise: it would have no effect."""
+    for key, asked in task.asked().items():
+        settled = manifest.settings.get(key, asked)
+        if key not in stage.uses and settled != asked:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{manifest.stage}' was made with {key} {settled!r}, and '{stage.name}' is asked for with {asked!r}",
+                "Leave the flag out: it has no effect here; or make the earlier stage again with it",
+                key=key,
+            )

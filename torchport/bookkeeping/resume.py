@@ -1,0 +1,220 @@
+"""Saves what a run has done so far, and goes on from there to the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pydantic
+import torch
+
+from torchport import save
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError
+from torchport.files import atomic
+from torchport.load import checkpoint
+from torchport.processes import hosts
+from torchport.processes.stopping import Stopping
+from torchport.progress import log, track
+from torchport.save.manifest import Manifest, versions
+from torchport.stages import family
+from torchport.task import Task
+
+PARTIAL = "denoise.partial"
+"""The unfinished latents' artefact."""
+UNFINISHED = ".unfinished.json"
+"""Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
+ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked")
+"""Fields of a job that decide how compiled programs round, beside what stages use: a run keeps them to its end."""
+AFTER_REMOVAL = "the same command, after removing it"
+"""What makes an artefact of a stopped run again."""
+
+
+class Unfinished:
+    """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
+
+    Attributes:
+        step: How many steps the latents on the disk have gone through; 0 where there are none.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.step = 0
+
+    def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Saves the latents after a step; until these are whole on the disk, the older ones stay.
+
+        Raises:
+            OutputError: They cannot be written.
+        """
+        hosts.told(lambda: save.write(self.task.folder, PARTIAL, state, {**facts, "done": number}).sha256)
+        self.step = number
+
+    def read(self, weights: checkpoint.Checkpoint, shas: Mapping[str, str]) -> tuple[int, dict[str, torch.Tensor]]:
+        """Returns how many steps a stopped or killed run of this very job finished, and its latents.
+
+        Args:
+            weights: The checkpoint in use.
+            shas: sha256 of the artefacts that the stage reads.
+
+        Raises:
+            ArtefactForeignError: Latents of another job lie there.
+            ArtefactBrokenError: They are damaged.
+        """
+        self.step, tensors = hosts.told_with(lambda: _unfinished(self.task, weights, shas))
+        return self.step, dict(tensors)
+
+
+def steps(
+    task: Task,
+    stage: family.Stage,
+    stopping: Stopping,
+    unfinished: Unfinished,
+    facts: Callable[[], dict[str, Any]],
+    start: tuple[int, dict[str, torch.Tensor]],
+) -> family.Steps:
+    """Returns a loop's progress bar, its saving every few steps, and where it goes on.
+
+    Args:
+        task: The run.
+        stage: The stage whose loop it is.
+        stopping: Whether a stop was asked for.
+        unfinished: Where the latents are saved.
+        facts: The manifest's fields for an artefact of this stage, as of now.
+        start: How many steps are done, and the state after them; 0 and nothing where it begins.
+    """
+    total = task.settings.steps
+
+    def finished(number: int, state: Mapping[str, torch.Tensor]) -> None:
+        if number < total:
+            stop = stopping.wanted()
+            if stop or number % task.job.save_every == 0:
+                unfinished.save(number, state, facts())
+            if stop:
+                stopping.stop(task.folder, f"after step {number} of {total}")
+
+    bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
+    if stage.name != "denoise":
+
+        def watched(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+            for item in bar(items, done=done, total=total):
+                stopping.check(task.folder, f"in '{stage.name}'")
+                yield item
+
+        return family.Steps(watched)
+    return family.Steps(bar, finished, start if start[0] else None)
+
+
+def _unfinished(
+    task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
+) -> tuple[int, dict[str, torch.Tensor]]:
+    file = save.file_of(task.folder, PARTIAL)
+    if not file.is_file():
+        return 0, {}
+    remedy = f"Finish that run, or remove {file.name}, or choose another --out"
+    tensors, manifest = save.read(task.folder, PARTIAL, task.identity("denoise"), weights.digests, AFTER_REMOVAL)
+    assert manifest is not None
+    differs = _difference(task, _denoise(task), manifest)
+    if differs is not None:
+        key, written, asked = differs
+        fact = f"A run with {key} {written!r} was stopped here, and this one has {asked!r}"
+        raise ArtefactForeignError(str(file), fact, remedy, key=key)
+    if manifest.inputs != dict(shas):
+        raise ArtefactForeignError(str(file), "The run that was stopped here had other embeddings", remedy)
+    done, total = manifest.done, task.settings.steps
+    if done is None or done >= total:
+        fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
+        raise ArtefactBrokenError(str(file), fact, f"Remove {file.name}: the stage then begins anew")
+    log.info("resume after step %d of %d", done, total)
+    return done, tensors
+
+
+def _difference(task: Task, stage: family.Stage, manifest: Manifest) -> tuple[str, Any, Any] | None:
+    """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
+    rounds, job = () if task.original else ROUNDS, task.job.model_dump()
+    written = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
+    asked = {**task.shown(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    written |= {f"version of {name}": version for name, version in manifest.versions.items()}
+    asked |= {f"version of {name}": version for name, version in versions().items()}
+    return next(((key, written.get(key), ours) for key, ours in asked.items() if written.get(key) != ours), None)
+
+
+def _denoise(task: Task) -> family.Stage:
+    return next(stage for stage in task.family.STAGES if stage.name == "denoise")  # type: ignore[no-any-return]
+
+
+def unfinished_run(task: Task) -> str | None:
+    """Returns the name of the run of all stages that has begun in the folder and has not ended; None if all have."""
+    file = task.folder / UNFINISHED
+    if task.request.stage != "all" or not file.is_file():
+        return None
+    try:
+        return _Unfinished.model_validate_json(file.read_bytes()).run
+    except (pydantic.ValidationError, OSError):
+        # Nothing wrong can come of it: stages that were finished are run again.
+        log.warning("%s cannot be read: every stage is run again", file)
+        return None
+
+
+class _Unfinished(pydantic.BaseModel):
+    """The content of `UNFINISHED`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+    run: str
+
+
+def begin(task: Task, run: str) -> None:
+    """Writes down that a run of all stages has begun: its artefacts count when the same command is given again.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    if task.request.stage == "all":
+        atomic.write_json(task.folder / UNFINISHED, {"run": run})
+
+
+def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, Manifest]:
+    """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
+
+    Args:
+        task: The run; another job than the stopped one has nothing finished.
+        run: The stopped run's name.
+        weights: The checkpoint in use.
+
+    Raises:
+        ArtefactBrokenError: One of them is damaged.
+    """
+    manifests: dict[str, Manifest] = {}
+    for stage in task.stages:
+        file = save.file_of(task.folder, stage.name)
+        if not file.is_file():
+            break
+        manifest = save.read_manifest(file)
+        inputs = {name: manifests[name].sha256 for name in manifest.inputs if name in manifests}
+        if manifest.run != run or manifest.inputs != inputs or _difference(task, stage, manifest) is not None:
+            break
+        save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
+        manifests[stage.name] = manifest
+    return manifests
+
+
+def going_on(task: Task, names: Sequence[str], step: int) -> str:
+    """Returns what the same command does next time, as a clause.
+
+    Args:
+        task: The run.
+        names: The stages that are finished.
+        step: How many steps the unfinished latents on the disk have gone through.
+    """
+    again = f"the same command with --out {task.folder} then"
+    if step and "denoise" not in names:
+        return f"{again} goes on after step {step} of {task.settings.steps}"
+    if names and task.request.stage == "all":
+        return f"{again} goes on after '{names[-1]}'"
+    return f"{again} begins anew: nothing was finished"
+
+
+def forget(task: Task) -> None:
+    """Removes what a stopped run left for going on: this one has finished."""
+    save.remove(task.folder, PARTIAL)
+    atomic.remove(task.folder / UNFINISHED)

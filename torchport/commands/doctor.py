@@ -1,0 +1,185 @@
+"""Looks at this machine for a person: devices, versions, disk, checkpoints, and combinations known to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from torchport.config import card, machine
+from torchport.config.pack import Pack, find_pack
+from torchport.errors import BadValueError
+from torchport.files import cache
+from torchport.load import tiny
+from torchport.save import manifest
+
+State = Literal["ok", "note", "bad"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        state: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
+        what: What was looked at.
+        fact: What was found, and for `bad` what to do.
+    """
+
+    state: State
+    what: str
+    fact: str
+
+
+def examine(path: str | None) -> list[Finding]:
+    """Returns everything that was found; nothing is changed, and no network is used.
+
+    Args:
+        path: The pack, as `--path` names it.
+    """
+    pack = find_pack(path)
+    return [
+        Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
+        *_versions(),
+        *_devices(),
+        *_disk(),
+        *_programs(),
+        *_checkpoints(pack),
+        *known_bad(os.environ, list(_tpu_kinds())),
+    ]
+
+
+def _versions() -> list[Finding]:
+    found = manifest.versions()
+    findings = []
+    try:
+        requirements = importlib.metadata.requires("torchport") or []
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
+    for line in requirements:
+        match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
+        if match and match[1] in found:
+            wanted, version = match[2].strip(), found[match[1]]
+            ok = _within(version, wanted)
+            fact = version if ok else f"{version}, and torchport wants {wanted}: pip install '{match[1]}{wanted}'"
+            findings.append(Finding("ok" if ok else "bad", match[1], fact))
+    if "libtpu" in found:
+        findings.append(Finding("ok", "libtpu", found["libtpu"]))
+    return findings
+
+
+def _within(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(version.partition("+")[0], prereleases=True)
+
+
+def _devices() -> list[Finding]:
+    findings = []
+    platforms: tuple[machine.Platform, ...] = ("tpu", "cuda", "cpu")
+    for name in platforms:
+        count, kind, memory = machine.found_devices(name)
+        if count:
+            size = f", {memory / machine.GIB:.1f} GiB each" if memory else ""
+            findings.append(Finding("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
+        elif name != "cpu":
+            findings.append(Finding("note", f"{name} devices", "none: configs/demo.yaml runs without"))
+    findings.append(Finding("ok", "host memory", f"{machine.host_memory() / machine.GIB:.1f} GiB free"))
+    return findings
+
+
+def _tpu_kinds() -> set[str]:
+    count, kind, _ = machine.found_devices("tpu")
+    return {kind} if count else set()
+
+
+def _disk() -> list[Finding]:
+    findings = []
+    for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        writable = os.access(existing, os.W_OK)
+        state: State = "ok" if writable and free > machine.GIB else "bad"
+        fact = f"{folder}: {free / machine.GIB:.1f} GiB free" + ("" if writable else ", not writable: choose another")
+        findings.append(Finding(state, what, fact))
+    return findings
+
+
+def _programs() -> list[Finding]:
+    """Returns whether compiled programs are kept, and may be loaded."""
+    folder = cache.folder() / "programs"
+    if cache.is_off():
+        return [Finding("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
+    if not folder.is_dir():
+        return [Finding("ok", "compiled programs", f"{folder}: none yet")]
+    try:
+        cache.check_trusted(folder)
+    except BadValueError as error:
+        return [Finding("bad", "compiled programs", str(error))]
+    return [Finding("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
+
+
+def _checkpoints(pack: Pack) -> list[Finding]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    findings = []
+    for name in pack.models():
+        model, _ = pack.card(name)
+        repo = model.checkpoint.partition("@")[0]
+        folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
+        there = folder.is_dir() and any(folder.iterdir())
+        size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
+        fact = f"in the cache, {folder}" if there else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
+        findings.append(Finding("ok" if there else "note", f"checkpoint of {name}", fact))
+        written = tiny.folder_of(model)
+        if (written / "model_index.json").is_file():
+            findings.append(Finding("ok", f"tiny checkpoint of {name}", str(written)))
+    return findings
+
+
+def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Finding]:
+    """Returns combinations of settings that are known to fail or to compute wrong numbers.
+
+    Args:
+        environment: Environment variables.
+        tpu_kinds: What JAX calls this machine's TPUs.
+    """
+    findings = []
+    flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
+    fusion = re.search(r"--xla_tpu_enable_async_collective_fusion\w*=true", flags)
+    overlap = "--xla_tpu_overlap_compute_collective_tc=true" in flags
+    if fusion and overlap:
+        here = any("v6" in kind for kind in tpu_kinds)
+        fact = (
+            f"{fusion[0].removesuffix('=true')} together with --xla_tpu_overlap_compute_collective_tc turns sharded "
+            "attention into NaN on v6e (jax issue 38741): drop one of the two"
+        )
+        findings.append(Finding("bad" if here else "note", "LIBTPU_INIT_ARGS", fact))
+    if "\\" in flags:
+        findings.append(
+            Finding("bad", "LIBTPU_INIT_ARGS", "libtpu stops reading at a backslash: write the flags on one line")
+        )
+    if environment.get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
+        findings.append(Finding("note", "JAX_ENABLE_X64", "positions and masks become 64-bit: slower, not wrong"))
+    if not findings:
+        findings.append(Finding("ok", "known-bad combinations", "none found"))
+    return findings
+
+
+def advice(findings: list[Finding], path: str | None) -> str:
+    """Returns the one line that ends the report.
+
+    Args:
+        findings: What `examine` found.
+        path: The pack, as `--path` names it: its first model is the one to try.
+    """
+    bad = sum(finding.state == "bad" for finding in findings)
+    if bad:
+        return f"{bad} thing(s) to mend."
+    model = next(iter(find_pack(path).models()), "NAME")
+    return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'

@@ -1,0 +1,91 @@
+"""`torchport plan`: one job's plan, a sweep over strategies and meshes, or the calibration, as the flags say."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torchport.errors import BadValueError
+from torchport.files import folder
+from torchport.plan import calibrate, plan, report, sweep
+from torchport.task import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The flags of the command; None, False and () are those that were not given."""
+
+    model: str | None = None
+    config: str | None = None
+    topology: str | None = None
+    strategy: str | None = None
+    sweep: bool = False
+    calibrate: bool = False
+    write: Path | None = None
+    jobs: int | None = None
+    upstream_path: Path | None = None
+    overrides: tuple[str, ...] = ()
+    scores: str | None = None
+    stage: str | None = None
+    report: Path | None = None
+    keep: Path | None = None
+    path: str | None = None
+
+
+NAMES = {"overrides": "set", "upstream_path": "upstream-path"}
+"""What flags are called where their fields are called otherwise."""
+OF_CALIBRATION = ("calibrate", "write", "jobs", "path")
+
+
+def planned(flags: Flags) -> tuple[dict[str, Any], list[str]]:
+    """Returns what was asked for, as data and as text.
+
+    Raises:
+        BadValueError: Flags that do not go together, or are missing.
+        TorchportError: Whatever the job is refused for.
+    """
+    _check(flags)
+    if flags.calibrate:
+        if flags.write is not None:
+            folder.check_writable("--write", flags.write)
+        outcome = calibrate.calibrate(flags.path, flags.jobs)
+        if flags.write is not None:
+            calibrate.write(flags.write, outcome)
+        return calibrate.data(outcome), calibrate.lines(outcome)
+    assert flags.model is not None and flags.config is not None
+    given = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
+    place = None if flags.upstream_path is None else str(flags.upstream_path)
+    request = Request(flags.model, flags.config, path=flags.path, upstream_path=place, overrides=given)
+    bounded = flags.scores != "any"
+    if flags.sweep:
+        swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
+        return sweep.data(swept), sweep.lines(swept)
+    stages = ("denoise", "decode") if flags.stage == "all" else (flags.stage or "denoise",)
+    found = plan.plan(request, flags.topology, flags.keep, bounded, stages=stages)
+    return found, report.lines(found)
+
+
+def _check(flags: Flags) -> None:
+    """Refuses flags that nothing would read, and those that are missing."""
+    given = [field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) not in (None, False, ())]
+    shown = {name: f"--{NAMES.get(name, name)}" for name in given}
+    if flags.calibrate:
+        unread = [name for name in given if name not in OF_CALIBRATION]
+        if unread:
+            fact = f"{shown[unread[0]]} is given, and the published steps say themselves what is planned"
+            raise BadValueError("torchport plan --calibrate", fact, "Leave it out")
+        return
+    if flags.write is not None:
+        raise BadValueError(f"--write {flags.write}", "There is no factor to write", "Add --calibrate")
+    if flags.sweep and flags.strategy is not None:
+        raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
+    for name in ("stage", "report"):
+        if flags.sweep and name in given:
+            fact = f"{shown[name]} is given, and a sweep is a table of denoising steps"
+            raise BadValueError("torchport plan --sweep", fact, "Leave it out")
+    if flags.jobs is not None and not flags.sweep:
+        raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
+    missing = [name for name in ("model", "config") if name not in given]
+    if missing:
+        raise BadValueError("torchport plan", f"--{missing[0]} is missing", f"Add --{missing[0]}, or --calibrate")

@@ -1,0 +1,132 @@
+"""`torchport shard show`: what a strategy's rules match in a network, and what each device then holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torchport import patch, shard
+from torchport.compile import preflight
+from torchport.config import checkout
+from torchport.config.card import Rule, Spec, dims_of
+from torchport.config.pack import find_pack
+from torchport.shard import RuleT, activations
+from torchport.stages import family
+from torchport.task import Request, Task, accept, check_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One rule, and what it does on one device.
+
+    Attributes:
+        component: Whose weights, inputs or modules it is for.
+        kind: `weights`, `inputs` or `activations`.
+        pattern: Its regular expression.
+        specs: As they are used: one, or several where `otherwise` had to step in; of inputs whose shapes are not known
+            beforehand all, in the order in which they are tried.
+        matches: How many tensors, or modules, it is the rule of.
+        bytes: Of the matched weights on each device; None for what has no size beforehand.
+        notes: What else is to be said: how many took a fallback, whether they are gathered, or may be padded.
+    """
+
+    component: str
+    kind: str
+    pattern: str
+    specs: tuple[str, ...]
+    matches: int
+    bytes: int | None
+    notes: tuple[str, ...] = ()
+
+
+def request_of(model: str, config: str | None, strategy: str | None, path: str | None, **fields: Any) -> Request:
+    """Returns the request whose rules are shown: without a config, the published network on the strategy's own mesh.
+
+    Raises:
+        UnknownNameError: There is no such model or strategy.
+    """
+    given = tuple(fields.pop("overrides", ()))
+    if config is None:
+        card, _ = find_pack(path).card(model)
+        config, given = card.demo, (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *given)
+    if strategy is not None:
+        given = (*given, f"strategy={strategy}")
+    return Request(model, config, path=path, overrides=given, **fields)
+
+
+def shown(request: Request) -> list[Row]:
+    """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read.
+
+    Raises:
+        ShardError: Whatever `run` refuses of rules, axes, heads and meshes; see `preflight`.
+        ConfigError: The model or the config.
+    """
+    task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
+    with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
+        check_heads(task)
+        return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
+
+
+def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[Row]:
+    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearsed(task, stage)
+    shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
+    for rule, own in _by_rule(strategy.weights[name], rehearsal.weights):
+        size = shard.device_bytes({key: shapes[key] for key in own}, own, task.job.mesh, task.dtype(name))
+        yield _row(name, "weights", rule, own, size, ("gathered where they are used",) if rule.gather else ())
+    for entry, inputs in _by_rule(strategy.inputs[name], rehearsal.inputs):
+        if rehearsal.called:
+            yield _row(name, "inputs", entry, inputs, None, ())
+        else:
+            order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
+            more = ("the first that divides",) if entry.otherwise else ()
+            yield Row(name, "inputs", entry.match, order, 0, None, more)
+    rules = strategy.activations.get(name, [])
+    taken = list(activations.matched(rehearsal.module, rules, task.rules_place("activations", name)).values())
+    for kind in rules:
+        notes = ("may be padded",) if kind.uneven else ()
+        count = sum(rule is kind for rule in taken)
+        yield Row(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
+
+
+def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
+    """Yields each rule with the tensors whose first match it is."""
+    for rule in rules:
+        yield rule, {key: one for key, one in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
+
+
+def _row(name: str, kind: str, rule: Rule, found: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]) -> Row:
+    """Returns a rule's row: the specs that its tensors got, and how many got another than the first."""
+    fallen = sum(one.spec != rule.spec for one in found.values())
+    more = (*notes, f"{fallen} by fallback from {_spec(rule.spec)}") if fallen else notes
+    specs = tuple(dict.fromkeys(_spec(one.spec) for one in found.values()))
+    return Row(name, kind, rule.match, specs, len(found), size, more)
+
+
+def _spec(spec: Spec | None) -> str:
+    if spec is None or spec == "replicate":
+        return spec or "free"
+    dims = ["-" if not axes else axes[0] if len(axes) == 1 else f"({', '.join(axes)})" for axes in dims_of(spec)]
+    return f"[{', '.join(dims)}]"
+
+
+def lines(rows: list[Row]) -> list[str]:
+    """Returns the rules as an aligned table, with the bytes of each component's weights on a device."""
+    text: list[str] = []
+    for component in dict.fromkeys(row.component for row in rows):
+        own = [row for row in rows if row.component == component]
+        total = sum(row.bytes or 0 for row in own)
+        text.append(f"{component}: {_size(total)} of weights on each device")
+        for row in own:
+            held = "" if row.bytes is None else _size(row.bytes)
+            count = str(row.matches or "")
+            noted = f"  ({'; '.join(row.notes)})" if row.notes else ""
+            text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {held:>10}  {row.pattern}{noted}")
+    return text
+
+
+def _size(size: int) -> str:
+    unit = min(3, int(math.log(size, 1024))) if size else 0
+    return f"{size / 1024**unit:.3g} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

@@ -1,0 +1,187 @@
+"""What lies between the terminal and a command: the values of its flags, its text, and how it ends."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import errno
+import io
+import logging
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import click
+
+from torchport.errors import BadValueError, OutputError, StoppedError, TorchportError, printable
+from torchport.processes import path, watch
+
+log = logging.getLogger("torchport")
+AGAIN = 0.05
+"""Seconds after which a Ctrl-C comes again that was lost: time to leave what has lost it."""
+
+
+class Command(click.Command):
+    """A command whose flags' values are checked before it runs, whichever flags they are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as click does, and checks what was written: click makes another path of an empty one."""
+        written = list(args)
+        rest = super().parse_args(ctx, args)  # where --help is asked for, it ends here
+        values, _, _ = self.make_parser(ctx).parse_args(written)
+        for option in self.params:
+            for value in _texts(values.get(str(option.name))):
+                if isinstance(option, click.Option):
+                    _check(option, value)
+        if path.current() is None:
+            raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
+        return rest
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+    group_class = type
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [one for one in values if isinstance(one, str)]
+
+
+def _check(option: click.Option, value: str) -> None:
+    """Refuses a value that no command could use.
+
+    Raises:
+        BadValueError: It is empty where it is no TEXT, is not Unicode, or is a path that the system refuses.
+    """
+    flag, kind = max(option.opts, key=len), option.metavar or ""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadValueError(flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8") from error
+    if not value and kind != "TEXT":
+        raise BadValueError(f"{flag} ''", "It is empty", "Write a value, or leave the flag out")
+    if "FILE" not in kind and "DIR" not in kind:
+        return
+    try:
+        Path(value).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return  # each command says itself whether it has to be there
+    except OSError as error:
+        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        fact = f"The system refuses this path: {error.strerror}"
+        raise BadValueError(f"{flag} {shown}", fact, "Name another") from error
+
+
+def say(text: str) -> None:
+    """Prints lines to standard output, in which nothing that is quoted can control the terminal."""
+    click.echo(_lines(text))
+
+
+def _lines(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+class _Lines(logging.Formatter):
+    """What is logged, printable: names of files are in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _lines(super().format(record))
+
+
+def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
+    """Logs what a person is to see: errors alone, torchport's lines, or upstream's as well."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO if verbose else logging.ERROR)
+    if not verbose:
+        warnings.simplefilter("ignore")  # upstream's; ours are errors or log lines
+    log.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
+
+
+def run(command: click.Command) -> int:
+    """Runs a command line and returns its exit code; every refusal is one line on stderr, never a traceback."""
+    sys.unraisablehook = _unraisable
+    try:
+        return _run(command)
+    except TorchportError as error:
+        _complain(f"error[{error.id}] {error}")
+        return error.exit_code
+    except click.ClickException as error:
+        usage = io.StringIO()
+        error.show(usage)
+        _complain(_lines(usage.getvalue().rstrip()))
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        watch.end(StoppedError.exit_code, watch.AT_ONCE)
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    """Brings a Ctrl-C back that fell into a callback, as JAX's of the garbage collector, out of which nothing rises."""
+    if what.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(what)
+        return
+    again = threading.Timer(AGAIN, _thread.interrupt_main)
+    again.daemon = True
+    again.start()
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # where standard error takes nothing, nobody can be told
+        click.echo(text, err=True)
+
+
+class _UnwrittenError(OSError):
+    """Standard output does not take what is written to it; another file's OSError is none of these."""
+
+
+class _Output:
+    """Standard output, whose refusals can be told from those of any other file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise _UnwrittenError(error.errno, error.strerror) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise _UnwrittenError(error.errno, error.strerror) from error
+
+
+def _run(command: click.Command) -> int:
+    stream = sys.stdout
+    if stream is None:  # it was closed, and click prints nothing
+        return _exit_code(command)
+    try:
+        with contextlib.redirect_stdout(cast("TextIO", _Output(stream))):
+            code = _exit_code(command)
+            sys.stdout.flush()  # what Python could not write at its own end would be no line of ours
+            return code
+    except _UnwrittenError as error:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # or Python would try again at its end
+        if error.errno == errno.EPIPE:
+            return 1  # whoever read it has read enough
+        fact = f"It cannot be written: {error.strerror}"
+        raise OutputError("standard output", fact, "Free some space, or send it somewhere else") from error
+
+
+def _exit_code(command: click.Command) -> int:
+    try:
+        return int(command.main(prog_name="torchport", standalone_mode=False) or 0)
+    except SystemExit as stop:
+        return int(stop.code or 0)

@@ -1,0 +1,169 @@
+"""One program on disk: a folder with the executable, and a manifest that says what it is and what its trace called.
+
+    programs/transformer-4f1c.../manifest.json
+    programs/transformer-4f1c.../executable
+
+The executable is in JAX's own format, which is a pickle: it is read only from files that are this user's alone, and
+only after its sha256 has been compared. The trees of arguments and results are not stored: the key names every
+argument, and the result is one array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from torchport.compile.kept.key import SCHEMA, digest
+from torchport.files import cache
+
+MANIFEST, EXECUTABLE = "manifest.json", "executable"
+KEPT = 16
+"""Entries of one component; a program for another size or mesh is another entry."""
+ABANDONED = 24 * 3600
+"""Seconds after which a half-written entry belongs to a run that is no more."""
+
+
+class DamagedError(Exception):
+    """An entry that is not what it was written as."""
+
+
+class Manifest(pydantic.BaseModel):
+    """What is beside an executable.
+
+    Attributes:
+        schema_version: `key.SCHEMA`.
+        key: The parts of its key.
+        created: When it was traced.
+        trace: The patches that it was traced under, with the calls of its trace alone: `patch.Trace.as_json`.
+        size: Bytes of the executable.
+        sha256: Of the executable.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    schema_version: int
+    key: dict[str, Any]
+    created: str
+    trace: dict[str, Any]
+    size: int
+    sha256: str
+
+
+def folder(root: Path, component: str, key: dict[str, Any]) -> Path:
+    """Returns where the entry of a key lies."""
+    return root / f"{component}-{digest(key)[:32]}"
+
+
+def read(path: Path, key: dict[str, Any]) -> tuple[Manifest, bytes] | None:
+    """Returns an entry's manifest and executable, or None if there is no such entry.
+
+    Raises:
+        BadValueError: Somebody else owns it or can write to it.
+        DamagedError: It is not whole, not what its manifest says, or another key's.
+    """
+    try:
+        cache.check_trusted(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    manifest = read_manifest(path)
+    if manifest.key != json.loads(json.dumps(key)):
+        raise DamagedError("its manifest has another key than its name")
+    data = _read(path / EXECUTABLE)
+    if len(data) != manifest.size:
+        raise DamagedError(f"its executable has {len(data)} bytes, and was written with {manifest.size}")
+    if hashlib.sha256(data).hexdigest() != manifest.sha256:
+        raise DamagedError("the sha256 of its executable is not the one in its manifest")
+    return manifest, data
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns an entry's manifest.
+
+    Raises:
+        BadValueError: Somebody else owns it or can write to it.
+        DamagedError: It is missing, or is no manifest.
+    """
+    try:
+        return Manifest.model_validate(json.loads(_read(path / MANIFEST)))
+    except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
+        raise DamagedError("its manifest cannot be read") from error
+
+
+def _read(file: Path) -> bytes:
+    """Returns the bytes of a file whose owner has been looked at on the open file, so that it cannot be exchanged."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise DamagedError(f"its file '{file.name}' cannot be opened: {error.strerror}") from error
+    with os.fdopen(handle, "rb") as stream:
+        cache.check_own(file, os.fstat(handle))
+        return stream.read()
+
+
+def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], data: bytes) -> None:
+    """Writes an entry beside its place, flushed, and renames it: one that has its name is whole.
+
+    Raises:
+        OSError: It cannot be written, most often since the disk is full; nothing is left behind.
+    """
+    cache.remove_leftovers(path.parent, ".*")
+    work = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
+    try:
+        sha = hashlib.sha256(data).hexdigest()
+        manifest = Manifest(schema_version=SCHEMA, key=key, created=created, trace=trace, size=len(data), sha256=sha)
+        _put(work / EXECUTABLE, data)
+        _put(work / MANIFEST, (manifest.model_dump_json(indent=1) + "\n").encode())
+        remove(path)
+        try:
+            work.rename(path)
+        except OSError:
+            # Another run was faster; what it wrote is the same program.
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _put(file: Path, data: bytes) -> None:
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def remove(path: Path) -> None:
+    """Takes an entry away, if it is there: first its name, so that nobody finds half of it."""
+    if not path.is_dir():
+        return
+    away = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
+    path.rename(away / path.name)
+    shutil.rmtree(away)
+
+
+def of_component(root: Path, component: str) -> list[Path]:
+    """Returns the entries of a component, the one that was used last first."""
+    times: dict[Path, int] = {}
+    for path in root.glob(f"{component}-*"):
+        with contextlib.suppress(FileNotFoundError):  # another run has just replaced it
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=lambda path: times[path], reverse=True)
+
+
+def prune(root: Path, component: str) -> None:
+    """Removes the entries of a component beyond `KEPT`, those that were used least lately, and what was left half."""
+    for path in of_component(root, component)[KEPT:]:
+        remove(path)
+    for path in root.glob(".*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > ABANDONED:
+                shutil.rmtree(path)

@@ -1,0 +1,288 @@
+"""Looks programs up before they are traced, keeps those that were, and notes which is which."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from jax import monitoring
+from jax.experimental import serialize_executable
+
+from torchport import patch
+from torchport.compile.kept import entry, key
+from torchport.files import cache
+from torchport.progress import log, waiting
+from torchport.stages import family
+from torchport.task import Task
+
+FROM_JAX = "/jax/compilation_cache/cache_hits"
+"""JAX's event for an executable that its own cache delivered. Source: jax/_src/compiler.py of JAX 0.10.2."""
+
+Static = tuple[tuple[str, object], ...]
+
+
+class Programs:
+    """The programs of a run: where they are kept, and which of them were not compiled here.
+
+    Args:
+        task: The run.
+        root: Where programs lie; None where none is kept.
+
+    Attributes:
+        made: By stage, one row for each program: `program` is "compiled" or "cached"; `traced`, when; `jax_cache`,
+            whether JAX's own cache spared the compilation; `key`, that of the entry, null without one.
+    """
+
+    def __init__(self, task: Task, root: Path | None) -> None:
+        self.task = task
+        self.root = root
+        self.made: dict[str, list[dict[str, Any]]] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, task: Task) -> Iterator[Programs]:
+        """Gives the programs of a run, and has JAX keep its own beside them, unless that was switched off.
+
+        Raises:
+            OutputError: The cache folder cannot be made.
+            BadValueError: Others can write to it.
+        """
+        if task.original or cache.is_off() or not task.request.cache:
+            yield cls(task, None)
+            return
+        root = cache.make(cache.folder() / "programs")
+        cache.check_trusted(root)
+        with cache.jax_cache(cache.folder()):
+            yield cls(task, root)
+
+    @functools.cached_property
+    def common(self) -> dict[str, Any]:
+        """The parts of the key that all programs of this process have."""
+        checkout = self.task.card.checkout
+        return key.of_process([*self.task.card.upstream, *([checkout.package] if checkout else [])])
+
+    def of(
+        self,
+        stage: family.Stage,
+        module: torch.nn.Module,
+        weights: Path,
+        bounds: Mapping[str, float],
+        mesh: jax.sharding.Mesh,
+        ledger: patch.Ledger,
+    ) -> StagePrograms:
+        """Returns the programs of a stage.
+
+        Args:
+            stage: The stage.
+            module: Its network, prepared, and not traced yet.
+            weights: The checkpoint's folder.
+            bounds: The bounds of attention scores.
+            mesh: The devices.
+            ledger: The stage's patches, in force.
+        """
+        made = self.made.setdefault(stage.name, [])
+        if self.root is None:
+            return StagePrograms(None, stage, dict, {}, mesh, ledger, made)
+        parts = {
+            **key.of_stage(self.task, stage, weights, bounds),
+            **key.of_mesh(mesh),
+            "patches": dict(ledger.trace().digests),
+            "network": key.of_module(module),
+        }
+        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, made)
+
+
+class StagePrograms:
+    """The programs of one stage; see `Programs.of`.
+
+    Args:
+        root: Where programs lie; None where none is kept.
+        stage: The stage.
+        common: Returns the parts of the key that all programs of this process have: asked when a program is, since
+            hashing takes a moment.
+        parts: Those that all programs of the stage have.
+        mesh: The devices.
+        ledger: The stage's patches, in force.
+        made: Gets a row for each program; see `Programs`.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        stage: family.Stage,
+        common: Callable[[], Mapping[str, Any]],
+        parts: Mapping[str, Any],
+        mesh: jax.sharding.Mesh,
+        ledger: patch.Ledger,
+        made: list[dict[str, Any]],
+    ) -> None:
+        self.root = root
+        self.stage = stage
+        self.common = common
+        self.parts = parts
+        self.mesh = mesh
+        self.ledger = ledger
+        self.made = made
+        self.component = stage.network or ""
+        if jax.process_count() > 1:  # each has a program of its own, and they may share the folder
+            self.component += f".{jax.process_index()}"
+
+    def program(
+        self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static, lower: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Returns the program of these inputs, and whether it was loaded instead of traced.
+
+        Args:
+            weights: The network's weights, placed.
+            arrays: Its inputs, placed.
+            static: Its other arguments.
+            lower: Traces it.
+
+        Raises:
+            BadValueError: Somebody else owns the program on disk, or can write to it.
+        """
+        wanted = None if self.root is None else self._key(weights, arrays, static)
+        if self.root is None or wanted is None:
+            program, recalled, _ = self._compiled(lower)
+            self._note("compiled", _now(), recalled, None)
+            return program, False
+        path = entry.folder(self.root, self.component, wanted)
+        loaded = self._loaded(path, wanted, weights, arrays)
+        if loaded is not None:
+            return loaded, True
+        self._tell_nearest(wanted)
+        program, recalled, trace = self._compiled(lower)
+        created = _now()
+        self._note("compiled", created, recalled, path.name)
+        if recalled:
+            log.info(
+                "%s: JAX's cache had the executable, which cannot be kept a second time: it is traced at every start, "
+                "unless JAX's cache is emptied (%s)",
+                self.stage.name,
+                jax.config.jax_compilation_cache_dir,
+            )
+        else:
+            self._keep(path, wanted, created, trace, program)
+        return program, False
+
+    def _key(self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static) -> dict[str, Any] | None:
+        call = key.of_call(weights, arrays, static)
+        if call is None:
+            log.info("%s: an argument of '%s' is no plain data: it is not cached", self.stage.name, self.component)
+        return None if call is None else {**self.common(), **self.parts, **call}
+
+    def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
+        self.made.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
+
+    def _loaded(self, path: Path, wanted: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+        """Returns the program of an entry, its trace's calls credited to the ledger; None if there is no usable one."""
+        try:
+            found = entry.read(path, wanted)
+            if found is None:
+                return None
+            manifest, data = found
+            program = self._deserialised(data, weights, arrays)
+            trace = patch.Trace.from_json(manifest.trace)
+        except entry.DamagedError as error:
+            log.warning("%s: %s is damaged: %s; it is removed, and compiled anew", self.stage.name, path, error)
+            with contextlib.suppress(OSError):  # a folder that cannot be written: it is told again next time
+                entry.remove(path)
+            return None
+        self.ledger.credit(trace)
+        with contextlib.suppress(OSError):
+            os.utime(path)  # it is the one that was used last
+        self._note("cached", manifest.created, False, path.name)
+        log.info("%s: program from the cache (traced %s)", self.stage.name, manifest.created)
+        return program
+
+    def _deserialised(self, data: bytes, weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+        devices = list(self.mesh.devices.flat)
+        takes = jax.tree_util.tree_structure(((dict(weights), dict(arrays)), {}))
+        gives = jax.tree_util.tree_structure(0)
+        try:
+            # Left to itself JAX would take the client's order of devices, and bind shards to other chips.
+            return serialize_executable.deserialize_and_load(
+                data, takes, gives, backend=devices[0].client, execution_devices=devices
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            raise entry.DamagedError(f"the devices do not take it ({' '.join(str(error).split())[:200]})") from error
+
+    def _compiled(self, lower: Callable[[], Any]) -> tuple[Any, bool, dict[str, Any]]:
+        """Returns a program traced and compiled now, whether JAX's cache delivered it, and its trace alone."""
+        before = {row["id"]: row["calls"] or 0 for row in self.ledger.rows()}
+        with waiting(f"compile {self.component}"), _listening() as hits:
+            lowered = lower()
+            trace = self.ledger.trace().as_json()
+            for row in trace["rows"]:
+                row["calls"] = None if row["calls"] is None else row["calls"] - before.get(row["id"], 0)
+            hits.clear()  # of what the trace itself computes
+            program = lowered.compile()
+            return program, bool(hits), trace
+
+    def _keep(self, path: Path, wanted: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
+        """Writes an entry; a program that cannot be kept is told of, and serves this run all the same."""
+        try:
+            data, _, _ = serialize_executable.serialize(program)
+            entry.write(path, wanted, created, trace, data)
+        except OSError as error:
+            log.warning("%s: the program is not kept: %s: %s", self.stage.name, path, error.strerror or error)
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            log.warning("%s: the program is not kept: it cannot be serialised: %s", self.stage.name, said)
+        with contextlib.suppress(OSError):  # what another run removes at the same time
+            entry.prune(path.parent, self.component)
+
+    def _tell_nearest(self, wanted: dict[str, Any]) -> None:
+        """Logs in what the most similar entry of the component differs, leaving out those of this run."""
+        assert self.root is not None
+        own = {row["key"] for row in self.made}
+        nearest: tuple[int, dict[str, tuple[Any, Any]], str] | None = None
+        for path in entry.of_component(self.root, self.component):
+            if path.name in own:
+                continue
+            with contextlib.suppress(entry.DamagedError):  # not what is asked for, and so nobody's loss
+                manifest = entry.read_manifest(path)
+                found = key.differences(manifest.key, wanted)
+                if nearest is None or len(found) < nearest[0]:
+                    nearest = (len(found), found, manifest.created)
+        if nearest is not None:
+            count, found, created = nearest
+            shown = "; ".join(
+                f"{name} is {_short(new)}, was {_short(old)}" for name, (old, new) in [*found.items()][:3]
+            )
+            more = f"; and {count - 3} more" if count > 3 else ""
+            log.info("%s: the program traced %s is another: %s%s", self.stage.name, created, shown, more)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Gives a list that grows whenever JAX's cache delivers an executable."""
+    hits: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        if event == FROM_JAX:
+            hits.append(event)
+
+    monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        monitoring.unregister_event_listener(listen)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

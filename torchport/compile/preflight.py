@@ -1,0 +1,348 @@
+"""A stage's network on its mesh as shapes alone: what would fail hours later is refused before anything is loaded.
+
+The stage's own verb is carried out with a stand-in for the network, so that the names and shapes of the network's
+inputs are the verb's. `run`, `plan` and `shard show` take rules for weights and inputs from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchport import load, shard
+from torchport.attention import dispatch, sdpa
+from torchport.compile import program
+from torchport.config import machine
+from torchport.config.card import Rule, WeightRule, dims_of
+from torchport.errors import AttentionError, MeshError
+from torchport.load import checkpoint
+from torchport.shard import activations
+from torchport.stages import family, recorder
+from torchport.task import Task, check_heads, published
+
+LARGE = 2**24
+"""Elements from which a tensor of a rehearsal is a shape without values. Masks and noise levels, whose values verbs ask
+for, are far smaller."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """A stage's network, all rules of which fit.
+
+    Attributes:
+        module: What is compiled of it, on meta.
+        weights: The rule of every parameter and buffer, with the spec that fits.
+        called: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
+        inputs: The rule of every input of the largest call, with the spec that fits.
+        activations: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of
+            the largest output of one layer.
+        attention: The calls of attention, each as the arguments of `sdpa`, tensors without values.
+    """
+
+    module: torch.nn.Module
+    weights: dict[str, WeightRule]
+    called: list[recorder.Called]
+    inputs: dict[str, Rule]
+    activations: int
+    attention: list[dict[str, Any]]
+
+
+def check(task: Task) -> None:
+    """Refuses a task whose networks cannot run on its mesh and machine; patches must be in place.
+
+    Raises:
+        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
+        AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
+        MachineError: Too little memory for activations, those counted that there must be.
+    """
+    check_machine(task)
+    if task.original:
+        return
+    check_heads(task)
+    held: dict[str, int] = {}
+    for stage in task.stages:
+        if stage.network is not None:
+            found = rehearsed(task, stage)
+            check_attention(task, found)
+            held[stage.network] = found.activations
+    check_machine(task, held)
+
+
+def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({})) -> None:
+    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
+
+    Args:
+        task: The task.
+        held: Bytes that each device holds at least beside a network's weights, by component, where a rehearsal has
+            told them; it can take place only once latents and frames are known to fit.
+
+    Raises:
+        MachineError: Too few devices, devices of another kind, or too little memory.
+    """
+    if not task.original:
+        machine.prepare(task.machine)
+    devices: dict[str, int] = {}
+    host = [(0, 0)]
+    for stage in task.stages:
+        whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
+        if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
+            whole += [name for name, component in task.card.components.items() if component.dtype is None]
+        tensors = _tensor_bytes(task, stage)
+        if task.machine.platform == "cpu":  # virtual devices have the host's memory
+            tensors += held.get(str(stage.network), 0) * task.job.devices
+        host.append((sum(_host_bytes(task, name) for name in whole), tensors))
+        if stage.network and not task.original:
+            devices[stage.network] = _device_bytes(task, stage, stage.network)
+    weights, tensors = max(host, key=sum)
+    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
+    machine.require(
+        task.machine if devices else machine.HOST,
+        machine.Need(task.job.devices if devices else 0, devices, weights, task.checkpoint, tensors, dict(held)),
+        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
+    )
+
+
+def _host_bytes(task: Task, component: str) -> int:
+    """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
+    if task.checkpoint == "tiny":
+        return 0
+    dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
+    if folder is None or dtype is None:
+        return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
+    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
+
+
+def _tensor_bytes(task: Task, stage: family.Stage) -> int:
+    """Returns bytes of latents or frames that a stage holds in the host's memory at once, whatever else it holds.
+
+    Denoising steps have the latents, the prediction, and the latents that come of them. What the VAE decodes is there
+    beside the frames that are made of it; as bytes of a video, they are made one by one.
+    """
+    last = task.family.STAGES[-1]
+    if stage.name == "decode":
+        dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
+        return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
+    if stage.name != "denoise" or last.like is None:
+        return 0
+    with torch.device("meta"):
+        latents = last.like({str(last.network): published(task, str(last.network))}, task.settings).values()
+    sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
+    return 3 * sum(sizes)
+
+
+def _device_bytes(task: Task, stage: family.Stage, network: str) -> int:
+    """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
+    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
+    every = task.card.strategies[task.job.strategy].weights[network]
+    # Rules for buffers that are prepared later match nothing yet, or nothing that an earlier rule has not taken.
+    firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, name)), None) for name in shapes}
+    rules = [rule for n, rule in enumerate(every) if n in firsts]
+    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
+    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
+
+
+def rehearsed(task: Task, stage: family.Stage) -> Rehearsal:
+    """Returns a stage's network with the rules of all its tensors; patches must be in place.
+
+    Raises:
+        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
+    """
+    name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
+    mesh = shard.abstract_mesh(task.job.mesh, task.machine)
+    noise = {"noise": task.request.noise} if stage.name == "denoise" and task.request.noise is not None else {}
+    with _without_values(), jax.sharding.use_abstract_mesh(mesh):
+        own = parts(task, stage)
+        module = own[name].get_submodule(stage.submodule)
+        weights = weight_rules(task, name, module)
+        place = task.rules_place("activations", name)
+        check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
+        if stage.like is None:
+            return Rehearsal(module, weights, [], {}, 0, [])
+        largest, attended = [0], _Attention()
+        with _measured(module, largest), attended:
+            called = recorder.recorded(stage, own, module, how(stage, task), task.settings, count=False, **noise)
+        check_called()
+    inputs = input_rules(task, name, called)
+    per_device = [_held(one, rules, task, largest[0]) for one, rules in zip(called, inputs, strict=True)]
+    most = max(range(len(called)), key=lambda n: sum(tensor.numel() for tensor in called[n].tensors.values()))
+    return Rehearsal(module, weights, called, inputs[most], max(per_device), list(attended.calls.values()))
+
+
+def parts(task: Task, stage: family.Stage) -> dict[str, Any]:
+    """Returns the stage's parts as the checkpoint, or its published configuration, has them; none has storage."""
+    found: dict[str, Any] = {}
+    for name in stage.parts:
+        component = task.card.components[name]
+        found[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
+    for name in (*stage.meta, str(stage.network)):
+        found[name] = published(task, name, task.dtype(name))
+    if stage.prepare is not None:
+        stage.prepare(found, task.settings)
+    return found
+
+
+def how(stage: family.Stage, task: Task) -> program.How:
+    """Returns how the stage's network is called while it is traced."""
+    return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
+
+
+def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[str, WeightRule]:
+    """Returns the rule of every parameter and buffer of a prepared network, with the spec that fits.
+
+    Raises:
+        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
+    """
+    shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
+    rules = task.card.strategies[task.job.strategy].weights[component]
+    return shard.match(
+        rules, shapes, task.job.mesh, task.rules_place("weights", component), task.rule_places("weights", component)
+    )
+
+
+def input_rules(task: Task, component: str, called: Sequence[recorder.Called]) -> list[dict[str, Rule]]:
+    """Returns the rule of every input of each call, with the spec that fits.
+
+    Raises:
+        ShardError: A rule that matches nothing, an input without one, a dim that its axes do not divide, or a batch
+            that a rule gives every device whole.
+    """
+    rules, names = task.card.strategies[task.job.strategy].inputs[component], [k for one in called for k in one.tensors]
+    shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
+    return [_fitted(task, component, one) for one in called]
+
+
+def _fitted(task: Task, component: str, called: recorder.Called) -> dict[str, Rule]:
+    """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole."""
+    rules = task.card.strategies[task.job.strategy].inputs[component]
+    place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
+    shapes = shard.named_shapes(called.tensors)
+    found = {key: shard.input_rule(rules, key, shapes[key], task.job.mesh, place, component) for key in shapes}
+    ways, batch = task.job.mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
+    for key, rule in found.items():
+        axes = {axis for part in dims_of(rule.spec) for axis in part}
+        if ways > 1 and shapes[key][:1] == (batch,) and "dp" not in axes:
+            number = next(n for n, one in enumerate(rules) if shard.matches(one, key))
+            raise MeshError(
+                places[number],
+                f"'{rule.match}' gives every device the whole batch of '{key}' {list(shapes[key])}, an input of "
+                f"{component}, and the mesh has dp={ways}",
+                "Split it with the spec [dp]",
+                name=key,
+            )
+    return found
+
+
+def _held(called: recorder.Called, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
+    """Returns bytes that each device holds at least in a call, beside weights: its inputs, and a share of an output."""
+    output = math.prod(called.shape) * called.dtype.itemsize
+    inputs = 0
+    for name, tensor in called.tensors.items():
+        ways = math.prod(task.job.mesh.get(axis, 1) for axes in dims_of(rules[name].spec) for axis in axes)
+        inputs += tensor.numel() * tensor.dtype.itemsize // ways
+    return inputs + max(output, largest) // task.job.devices
+
+
+@contextlib.contextmanager
+def _measured(module: torch.nn.Module, largest: list[int]) -> Iterator[None]:
+    """Notes the bytes of the largest output of one layer with a matrix; no compiler can leave that one out."""
+
+    def note(_: Any, __: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            largest[0] = max(largest[0], output.numel() * output.dtype.itemsize)
+
+    layers = [part for part in module.modules() if any(p.ndim > 1 for p in part.parameters(recurse=False))]
+    handles = [part.register_forward_hook(note) for part in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Attention(TorchFunctionMode):
+    """Notes the calls of PyTorch's attention, once for each set of shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, dict[str, Any]] = {}
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes a call, and carries it out."""
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            named = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
+            given = {name: _outline(value) for name, value in (named | kwargs).items()}
+            self.calls.setdefault(repr(given), given)
+        return function(*args, **kwargs)
+
+
+def _outline(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
+
+
+def check_attention(task: Task, rehearsal: Rehearsal) -> None:
+    """Refuses attention that the implementation does not compute, or whose tile does not fit the chip.
+
+    Raises:
+        AttentionError: The config's implementation is none for this platform, dtype, head size or mask.
+        VmemError: A tile that does not fit.
+    """
+    mesh = shard.abstract_mesh(task.job.mesh, task.machine)
+    told = dispatch.Settings(task.job.attention, rehearsed=True)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh), dispatch.settings(told):
+            for call in rehearsal.attention:
+                tensors = {name: value for name, value in call.items() if isinstance(value, jax.ShapeDtypeStruct)}
+                rest = {name: value for name, value in call.items() if name not in tensors}
+                jax.eval_shape(functools.partial(sdpa.scaled_dot_product_attention, **rest), **tensors)
+    except AttentionError as error:
+        if task.job.attention is None:
+            raise
+        place = task.job_document.place(["attention"])
+        raise AttentionError(place, f"{error.place}: {error.fact}", error.remedy) from error
+
+
+_META = torch.device("meta")
+
+
+class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes tensors of `LARGE` elements, and what is computed from them, without values or memory."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Carries out an operator, without values if a tensor that it takes, or is to make, is large."""
+        kwargs = kwargs or {}
+        values = [one for value in args for one in (value if isinstance(value, list | tuple) else (value,))]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        # Without a tensor the integers are the sizes of one that is made.
+        sizes = [value for value in values if isinstance(value, int)] if not tensors else [0]
+        elements = max([math.prod(sizes), *(tensor.numel() for tensor in tensors)])
+        bare = kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors)  # without memory as it is
+        if elements < LARGE or bare:
+            return function(*args, **kwargs)
+        with self.fake:
+            return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    with _Large(), load.default_dtype(torch.float32):
+        yield

@@ -1,0 +1,308 @@
+"""Turns a module and its placed weights into a program on the mesh, through torchax; or leaves it eager.
+
+The module itself keeps no storage: its weights are arguments of the program, so that none can be left behind
+unplaced, and none becomes a constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport import shard
+from torchport.attention import dispatch
+from torchport.compile import stack
+from torchport.config.card import ActivationRule, Rule, Stack
+from torchport.errors import MachineError, VmemError
+from torchport.progress import log, waiting
+from torchport.shard.activations import constrain
+
+Static = tuple[tuple[str, object], ...]
+
+
+class Trace(Protocol):
+    """What a program remembers of the patches it was traced under."""
+
+    def check(self) -> None:
+        """Raises StaleTraceError if it is about to be traced without that set."""
+
+
+class Programs(Protocol):
+    """Where programs come from, if not from the compiler alone."""
+
+    def program(
+        self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static, lower: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Returns the program of these inputs, and whether it was loaded; `lower` traces it."""
+
+
+How = Callable[..., Any]
+"""How a network is called, `how(module, **inputs)`."""
+
+
+def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
+    """Calls a network with its inputs as keywords."""
+    return module(**inputs)
+
+
+class Eager:
+    """A module called as it is, in PyTorch, on the host: the original."""
+
+    batches = False
+    drops = False
+
+    def __init__(self, module: torch.nn.Module, how: How = plainly) -> None:
+        self.module = module
+        self.how = how
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns the inputs: the host is where they are wanted."""
+        return inputs
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the module's first output."""
+        with torch.no_grad():
+            return _first(self.how(self.module, **inputs))
+
+
+class _Network(torch.nn.Module):
+    """A module together with how it is called: what `functional_call` can put weights into."""
+
+    def __init__(self, module: torch.nn.Module, how: How) -> None:
+        super().__init__()
+        self.module = module
+        self.how = how
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.how(self.module, **inputs)
+
+
+class Compiled:
+    """A module's forward as programs on a mesh, one for each set of input shapes.
+
+    Attributes:
+        batches: True: one program takes all conditions of guidance.
+        drops: True: tokens that are masked for good need not be traced.
+        seconds: Spent tracing and compiling so far.
+    """
+
+    batches = True
+    drops = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        weights: Mapping[str, jax.Array],
+        rules: Sequence[Rule],
+        mesh: jax.sharding.Mesh,
+        *,
+        what: str,
+        place: str,
+        places: Sequence[str] = (),
+        precision: str,
+        trace: Trace | None,
+        attention: dispatch.Settings = dispatch.NONE,
+        activations: Sequence[ActivationRule] = (),
+        stacks: Mapping[str, Stack] = types.MappingProxyType({}),
+        gathered: Set[str] = frozenset(),
+        rules_place: Callable[[str], str] = str,
+        how: How = plainly,
+        kept: Programs | None = None,
+    ) -> None:
+        constrain(module, activations, mesh, rules_place("activations"))
+        counts = stack.stack(module, stacks, lambda name: rules_place(f"stacks.{name}"))
+        self.network = _Network(module, how)
+        self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
+        made_of = stack.names(weights, stacks, counts)
+        self.gathered = frozenset(name for name, parts in made_of.items() if not gathered.isdisjoint(parts))
+        for prefix in self.blocks:
+            stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
+            assert isinstance(stacked, stack.Stacked)
+            stacked.gather = functools.partial(self._whole, prefix)
+        self.weights = stack.weights(dict(weights), stacks, counts)
+        self.rules = rules
+        self.mesh = mesh
+        self.what = what
+        self.where = place
+        self.places = places
+        self.precision = precision
+        self.trace = trace
+        self.attention = attention
+        self.kept = kept
+        self.seconds = 0.0
+        self.programs: dict[Any, Any] = {}
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns the inputs as JAX arrays, each where its rule puts it.
+
+        Raises:
+            UnmatchedError: An input that no rule matches.
+            MeshError: A dim that its axes do not divide: the batch, most often.
+        """
+        return {name: self._placed(name, tensor) for name, tensor in inputs.items()}
+
+    def shapes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
+        return {name: shard.shape(tensor, self._where(name, tensor)) for name, tensor in tensors.items()}
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the module's first output, gathered on the host.
+
+        Args:
+            **inputs: Tensors of the host, arrays from `place`, and anything else as static arguments.
+        """
+        arrays = {
+            name: value if isinstance(value, jax.Array) else self._placed(name, value)
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor | jax.Array)
+        }
+        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
+        with _memory(self.what):
+            program = self._program(arrays, static)
+            return shard.to_torch(program(self.weights, arrays))
+
+    def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
+        """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+            DeadRuleError: A rule for inputs that matches none of them.
+            StaleTraceError: The patches are not in place.
+        """
+        import torchax
+        from torchax import interop
+
+        shard.check_alive(self.rules, list(arrays), self.where, self.places)
+        if self.trace is not None:
+            self.trace.check()
+
+        def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            own = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
+            with torch.no_grad():
+                return _first(torch.func.functional_call(self.network, own, (), {**tensors, **dict(static)}))
+
+        def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
+            output: jax.Array = interop.call_torch(forward, weights, inputs)
+            return output
+
+        environment = torchax.default_env()
+        # Views that stay lazy break boolean indexing and type_as.
+        environment.config.force_materialize_views = True
+        with (
+            warnings.catch_warnings(),
+            jax.set_mesh(self.mesh),
+            jax.default_matmul_precision(self.precision),
+            dispatch.settings(self.attention),
+        ):
+            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+            return jax.jit(program).lower(self.weights, dict(arrays))
+
+    def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a weight as it is used: gathered if its rule says so, those of stacked blocks block by block."""
+        from torchax import interop
+
+        key = prefix + name
+        if key not in self.gathered or (not prefix and key.startswith(self.blocks)):
+            return weight
+        where = NamedSharding(self.mesh, PartitionSpec())
+        whole: torch.Tensor = interop.call_jax(jax.lax.with_sharding_constraint, weight, where)
+        return whole
+
+    def _program(self, arrays: Mapping[str, jax.Array], static: Static) -> Any:
+        key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))
+        if key not in self.programs:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
+            log.debug("%s takes %s", self.what, shapes)
+            start = time.perf_counter()
+            self.programs[key], loaded = self._made(arrays, static)
+            spent = time.perf_counter() - start
+            self.seconds += spent
+            log.info("%s %s: %.1f s", "load" if loaded else "compile", self.what, spent)
+        return self.programs[key]
+
+    def _made(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
+        lower = functools.partial(self.lowered, arrays, static)
+        if self.kept is None:
+            with waiting(f"compile {self.what}"):
+                return lower().compile(), False
+        return self.kept.program(self.weights, arrays, static, lower)
+
+    def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
+        return shard.to_jax(tensor, self._where(name, tensor))
+
+    def _where(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
+        """Returns where the input's rule puts it."""
+        shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
+        rule = shard.input_rule(self.rules, name, shape, mesh, self.where, self.what)
+        return shard.sharding(rule, self.mesh)
+
+
+@contextlib.contextmanager
+def _memory(what: str) -> Iterator[None]:
+    """Turns XLA's word for too little memory into a refusal with the bytes it asked for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        if "memory space vmem" in str(error):
+            said = " ".join(str(error).split())[:200]
+            raise VmemError(what, f"A kernel's tile does not fit: {said}", "Take a smaller tile") from error
+        asked = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
+        shown = f" ({asked[1] or asked[2]} bytes at once)" if asked else ""
+        raise MachineError(
+            what,
+            f"Its activations do not fit into a device's memory{shown}",
+            "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
+        ) from error
+
+
+@contextlib.contextmanager
+def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Registers lowerings of torch functions and ATen overloads with torchax, and takes them out again.
+
+    Args:
+        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
+            `torch.ops.aten:add.Tensor`.
+    """
+    if not replacements:
+        yield
+        return
+    import torchax
+
+    environment = torchax.default_env()
+    before = dict(environment._ops)
+    try:
+        for target, function in replacements.items():
+            environment.override_op_definition(_operator(target), function)
+        yield
+    finally:
+        # torchax offers no way to take one back, so the table is put back as it was.
+        environment._ops.clear()
+        environment._ops.update(before)
+
+
+def _operator(target: str) -> Any:
+    import importlib
+
+    module, _, path = target.partition(":")
+    found: Any = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor = output[0] if isinstance(output, tuple) else output
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

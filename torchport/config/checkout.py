@@ -1,0 +1,110 @@
+"""Finds an upstream that is a checkout and not an installed package, puts it on the path, and keeps it quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchport.config.card import Checkout
+from torchport.errors import UpstreamError
+from torchport.files.folder import expanded, has_folder
+
+
+def find(checkout: Checkout | None, named: str | None) -> Path | None:
+    """Returns the folder of an upstream's checkout, or None for a card whose upstreams are installed packages.
+
+    Args:
+        checkout: What the card says of it.
+        named: `--upstream-path`.
+
+    Raises:
+        UpstreamError: None was named, or it is not the card's upstream; or one was named that nothing would read.
+    """
+    if checkout is None:
+        if named is not None:
+            raise UpstreamError(
+                f"--upstream-path {named}", "This model's upstreams are installed packages", "Leave the flag out"
+            )
+        return None
+    clone = f"git clone {checkout.url}, and pass --upstream-path DIR"
+    if named is None:
+        raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
+    folder = existing(named)
+    if not (folder / checkout.package).is_dir():
+        raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", clone)
+    for file, other in checkout.others.items():
+        if (folder / file).exists() and not (folder / checkout.has).is_file():
+            raise UpstreamError(f"--upstream-path {named}", f"This is {other}: it has {file}", clone)
+    if not (folder / checkout.has).is_file():
+        raise UpstreamError(f"--upstream-path {named}", f"It has no {checkout.has}", clone)
+    _check_imported(checkout, folder)
+    return folder
+
+
+def existing(named: str | Path) -> Path:
+    """Returns the folder that `--upstream-path` names.
+
+    Raises:
+        UpstreamError: There is none.
+    """
+    folder = expanded(str(named))
+    if not has_folder(folder):
+        raise UpstreamError(f"--upstream-path {named}", "There is no such folder", "Name the upstream's checkout")
+    return folder.resolve()
+
+
+def _check_imported(checkout: Checkout, folder: Path) -> None:
+    """Refuses a process that has imported another copy of the package: its modules would be mixed with these."""
+    module = sys.modules.get(checkout.package)
+    file = getattr(module, "__file__", None)
+    if file is not None and not Path(file).resolve().is_relative_to(folder):
+        raise UpstreamError(
+            f"--upstream-path {folder}", f"'{checkout.package}' was imported from {file}", "Start a new process"
+        )
+
+
+@contextlib.contextmanager
+def on_path(folder: Path | None) -> Iterator[None]:
+    """Puts a checkout first on `sys.path`, and restores the path and the environment afterwards.
+
+    Upstreams write environment variables when they are imported (RANK, MASTER_ADDR); what comes after a run shall not
+    see them.
+    """
+    if folder is None:
+        yield
+        return
+    environment, path = dict(os.environ), list(sys.path)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def hushed(hush: bool) -> Iterator[None]:
+    """Keeps upstream's own bars and notes from between torchport's while the context lasts."""
+    if not hush:
+        yield
+        return
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()

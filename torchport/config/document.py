@@ -1,0 +1,307 @@
+"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import pydantic
+import yaml
+
+from torchport.errors import (
+    ConfigError,
+    DuplicateKeyError,
+    MissingKeyError,
+    SyntaxYamlError,
+    UnknownKeyError,
+    WrongTypeError,
+    nearest,
+)
+from torchport.files import folder
+
+Location = tuple[str | int, ...]
+ModelT = TypeVar("ModelT", bound="Frozen")
+
+
+class Frozen(pydantic.BaseModel):
+    """A model read from YAML: unknown keys are refused, nothing is coerced, nothing changes after reading."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One YAML file as plain data, with the line of every value.
+
+    Attributes:
+        file: What errors call the file.
+        data: Mappings, lists, strings, numbers, booleans and None.
+        lines: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
+        flags: What was put in from the command line: the flag, by the path of the value.
+    """
+
+    file: str
+    data: Any
+    lines: Mapping[Location, int]
+    flags: Mapping[Location, str] = dataclasses.field(default_factory=dict)
+
+    def line(self, location: Sequence[str | int]) -> int:
+        """Returns the line of a location, or of the closest container of it that was written."""
+        path = tuple(location)
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+    def place(self, location: Sequence[str | int] = ()) -> str:
+        """Returns `file:line` of a location, or the flag that set it."""
+        path = tuple(location)
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.flags:
+                return self.flags[path[:length]]
+        return f"{self.file}:{self.line(path)}"
+
+
+def read_document(file: Path, shown: str | None = None) -> Document:
+    """Returns a YAML file's data with its lines.
+
+    Args:
+        file: The file to read, UTF-8.
+        shown: What errors call it; its path by default.
+
+    Raises:
+        SyntaxYamlError: No file that can be read, not YAML, no UTF-8, tags, anchors, several documents.
+        DuplicateKeyError: One key twice in a mapping.
+    """
+    name = shown or str(file)
+    try:
+        return parse_document(folder.text(file), name)
+    except OSError as error:
+        fact = f"It cannot be read: {error.strerror}"
+        raise SyntaxYamlError(name, fact, "Put a file of YAML there") from error
+    except UnicodeDecodeError as error:
+        raise SyntaxYamlError(f"{name}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
+
+
+# libyaml's parser, where PyYAML was built with it: the same events, many times as fast.
+_LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    # The plain scalars of YAML 1.2's core schema: `1e-5` is a number, and `no` is a word. Beside it, digits in groups.
+    (re.compile(r"null|Null|NULL|~|"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]+(_[0-9]+)*"), int),
+    (re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+"), lambda text: int(text, 0)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
+)
+
+
+def parse_document(text: str, file: str) -> Document:
+    """Returns YAML text as data with its lines; see `read_document`."""
+    try:
+        return _Reader(yaml.parse(text, Loader=_LOADER), file).document()
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        problem = " ".join(str(error.problem or error.context).split())
+        raise SyntaxYamlError(f"{file}:{line}", f"Not YAML: {problem}", "Mend the syntax") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split()).rstrip(".")[:200]
+        raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
+
+
+class _Reader:
+    """Makes plain data of a parser's events. Nothing is constructed from a tag, so nothing is executed."""
+
+    def __init__(self, events: Iterator[Any], file: str) -> None:
+        self.events = events
+        self.file = file
+        self.lines: dict[Location, int] = {(): 1}
+
+    def document(self) -> Document:
+        """Returns the one document of a stream."""
+        data, count = None, 0
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                count += 1
+                if count > 1:
+                    raise self._refusal(event, "A second document starts here", "Keep one document to a file")
+                data = self._value(next(self.events), ())
+        return Document(self.file, data, self.lines)
+
+    def _value(self, event: Any, path: Location) -> Any:
+        self._check_plain(event)
+        self.lines.setdefault(path, _line(event))
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items = iter(lambda: next(self.events), None)
+            inner = itertools.takewhile(lambda item: not isinstance(item, yaml.SequenceEndEvent), items)
+            return [self._value(item, (*path, number)) for number, item in enumerate(inner)]
+        return self._scalar(event)
+
+    def _mapping(self, path: Location) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            self._check_plain(event)
+            if not isinstance(event, yaml.ScalarEvent):
+                raise self._refusal(event, "A key is not a plain word", "Use a string as the key")
+            key, place = str(event.value), (*path, str(event.value))
+            if key in result:
+                fact = f"'{key}' stands here and on line {self.lines[place]}"
+                line = f"{self.file}:{_line(event)}"
+                raise DuplicateKeyError(line, fact, "Keep one of the two", key=key)
+            self.lines[place] = _line(event)
+            result[key] = self._value(next(self.events), place)
+        return result
+
+    def _scalar(self, event: Any) -> Any:
+        text = str(event.value)
+        if event.style:
+            return text  # quoted, or a block
+        for pattern, read in _CORE:
+            if pattern.fullmatch(text):
+                try:
+                    return read(text)
+                except ValueError as error:  # thousands of digits
+                    raise self._refusal(event, f"'{text}' cannot be read", "Quote it") from error
+        return text
+
+    def _check_plain(self, event: Any) -> None:
+        """Refuses anchors, and with them every alias, which is read only after its anchor; and tags."""
+        if isinstance(event, yaml.AliasEvent):
+            raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
+        if event.anchor is not None:
+            raise self._refusal(event, f"The anchor &{event.anchor} is not plain data", "Write the value out")
+        if event.tag is not None:
+            raise self._refusal(event, f"The tag {event.tag} is not plain data", "Remove the tag")
+
+    def _refusal(self, event: Any, fact: str, remedy: str) -> SyntaxYamlError:
+        return SyntaxYamlError(f"{self.file}:{_line(event)}", fact, remedy)
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1
+
+
+def overridden(document: Document, override: str) -> Document:
+    """Returns the document with one `path.to.field=value` put in, the value read as YAML."""
+    place = f"--set {override}"
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise WrongTypeError(place, "This is not path.to.field=value", "Write for example --set steps=10")
+    try:
+        value = parse_document(text, place).data
+    except SyntaxYamlError as error:
+        raise SyntaxYamlError(place, error.fact, "Quote the value") from error
+    data: Any = {**document.data} if isinstance(document.data, dict) else {}
+    inner, new = data, len(keys)
+    for depth, key in enumerate(keys[:-1], 1):
+        if not isinstance(inner.get(key), dict):
+            new = min(new, depth)  # from here on down, all is the flag's
+            inner[key] = {}
+        inner[key] = {**inner[key]}
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return dataclasses.replace(document, data=data, flags={**document.flags, tuple(keys[:new]): place})
+
+
+def validated(model: type[ModelT], document: Document) -> ModelT:
+    """Returns the document as a model.
+
+    Raises:
+        UnknownKeyError, MissingKeyError, WrongTypeError: The first mistake in the file, with its line.
+    """
+    try:
+        return model.model_validate(document.data)
+    except pydantic.ValidationError as error:
+        mistakes = [(_written(document.data, e["loc"], e["type"]), e) for e in error.errors()]
+        # Of the alternatives of one field, the one that went furthest is the one that was meant: our own checks last.
+        mistakes.sort(
+            key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0]), m[1]["type"] != "value_error")
+        )
+        raise _mistake(model, document, *mistakes[0]) from error
+
+
+def _written(data: Any, location: Sequence[str | int], kind: str) -> Location:
+    """Returns pydantic's location without the names that it gives to alternatives, which nobody wrote."""
+    path: Location = ()
+    for number, part in enumerate(location, 1):
+        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in held:
+            data = data[part]
+            path += (part,)
+        elif kind == "missing" and number == len(location):
+            path += (part,)
+    return path
+
+
+def _mistake(model: type[Frozen], document: Document, location: Location, error: Any) -> ConfigError:
+    """Returns one of pydantic's errors as ours."""
+    place = document.place(location)
+    name = ".".join(str(part) for part in location) or "the file"
+    if error["type"] == "extra_forbidden":
+        key = str(location[-1])
+        known = fields_at(model, location[:-1])
+        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, known), key=name)
+    if error["type"] == "missing":
+        return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
+    if error["type"] == "value_error":
+        return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
+    wanted = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
+    value, kind = error["input"], type(error["input"]).__name__
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    fact = f"'{name}' is empty" if value is None else f"'{name}' is {shown} ({_KINDS.get(kind, kind)})"
+    return WrongTypeError(place, fact, f"It must be {wanted}", key=name)
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "model_type": "a mapping of keys to values",
+    "dict_type": "a mapping of keys to values",
+    "list_type": "a list",
+}
+_KINDS = {
+    "str": "text",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "dict": "a mapping",
+    "list": "a list",
+}
+
+
+def fields_at(model: type[Frozen], location: Sequence[str | int]) -> list[str]:
+    """Returns the keys that a model reads at a location inside it."""
+    current: Any = model
+    for part in location:
+        current = _inside(current, part)
+    candidates = [c for c in _alternatives(current) if isinstance(c, type) and issubclass(c, pydantic.BaseModel)]
+    return sorted({field.alias or name for c in candidates for name, field in c.model_fields.items()})
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is None or get_origin(annotation) in (dict, list, tuple):
+        return [annotation]
+    return [inner for arg in get_args(annotation) for inner in _alternatives(arg)]
+
+
+def _inside(annotation: Any, part: str | int) -> Any:
+    for candidate in _alternatives(annotation):
+        if isinstance(candidate, type) and issubclass(candidate, pydantic.BaseModel):
+            for name, field in candidate.model_fields.items():
+                if part in (name, field.alias):
+                    return field.annotation
+        elif get_origin(candidate) in (list, tuple):
+            return get_args(candidate)[0]
+        elif get_origin(candidate) is dict:
+            return get_args(candidate)[1]
+    return None

@@ -1,0 +1,202 @@
+"""Where torchport keeps what it can make again, whether that may be believed, and JAX's own cache inside it.
+
+A compiled program is code, and both ways of keeping one on disk end in loading it: whoever can write to the folder can
+run code as whoever reads it. So the folder is made for its owner alone, and one that others can write is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchport.errors import BadValueError, OutputError
+from torchport.files.folder import expanded
+
+VARIABLE = "TORCHPORT_CACHE"
+OFF = "off"
+"""What the variable says where no program is to be kept or loaded; other caches then lie in their usual place."""
+
+INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
+ABANDONED = 24 * 3600
+"""Seconds after which a half-written folder has no living writer: none needs more than minutes."""
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def folder() -> Path:
+    """Returns torchport's cache folder: `$TORCHPORT_CACHE`, `$XDG_CACHE_HOME/torchport`, or `~/.cache/torchport`."""
+    named = os.environ.get(VARIABLE)
+    if named and named != OFF:
+        return expanded(named).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
+
+
+def is_off() -> bool:
+    """Whether the environment says that no program is to be kept or loaded."""
+    return os.environ.get(VARIABLE) == OFF
+
+
+def make(path: Path) -> Path:
+    """Returns a folder of the cache, made with every missing one above it for its owner alone (0700).
+
+    Raises:
+        OutputError: It cannot be made.
+    """
+    try:
+        for part in (*reversed(path.parents), path):
+            # mkdir's own `parents` would make those above by the umask, which may let the group write.
+            if not part.is_dir():
+                part.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        fact = f"The cache folder cannot be made: {error.strerror}"
+        raise OutputError(str(error.filename or path), fact, f"Name another folder with {VARIABLE}") from error
+    return path
+
+
+def remove_leftovers(path: Path, pattern: str) -> None:
+    """Removes half-written folders of the cache that are older than `ABANDONED`: their writers have died.
+
+    Args:
+        path: The folder that they lie in.
+        pattern: Of their names.
+    """
+    for left in path.glob(pattern):
+        # Another run may remove it at the same time; and what cannot be removed harms nobody.
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def check_trusted(path: Path) -> None:
+    """Refuses a folder of the cache into which somebody else can put, or may have put, something.
+
+    Args:
+        path: A folder that exists. It, and everything directly in it, must be this user's and writable by nobody else;
+            of what lies above it, links included, the superuser may be the owner, the user's own private group may
+            write, and so may anybody where the sticky bit keeps each to their own (`/tmp`).
+
+    Raises:
+        BadValueError: Others can write to it or to a folder above, or own something here.
+    """
+    for part in {**dict.fromkeys(_passed(path)), **dict.fromkeys(_passed(path.resolve()))}:
+        _check_above(part, part.lstat())
+    check_own(path, path.stat())
+    with os.scandir(path) as entries:
+        for entry in entries:
+            # What is being renamed or removed by another run of ours may be gone by now.
+            with contextlib.suppress(FileNotFoundError):
+                check_own(Path(entry.path), entry.stat(follow_symlinks=False))
+
+
+def check_own(path: Path, status: os.stat_result) -> None:
+    """Refuses a file or folder of the cache that is not this user's, or that others can write.
+
+    Raises:
+        BadValueError: It is so.
+    """
+    if status.st_uid != os.geteuid():
+        fact = f"User {status.st_uid} owns it, and what is loaded from the cache is run as user {os.geteuid()}"
+        raise BadValueError(str(path), fact, f"Remove it, {INSTEAD}", owner=status.st_uid)
+    if status.st_mode & _WRITABLE and not stat.S_ISLNK(status.st_mode):
+        raise _writable(path, status)
+
+
+def _check_above(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        fact = f"User {status.st_uid} owns it, who could put another cache there; what is loaded from it is run"
+        raise BadValueError(str(path), fact, _upper(INSTEAD), owner=status.st_uid)
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
+        return
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)):
+        raise _writable(path, status)
+
+
+def _writable(path: Path, status: os.stat_result) -> BadValueError:
+    mode = stat.S_IMODE(status.st_mode)
+    fact = f"Others can write to it (mode {mode:04o}), and what is loaded from the cache is run"
+    return BadValueError(str(path), fact, f"Run chmod go-w {path}, {INSTEAD}", mode=mode)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's own and nobody else's: by its name and its members, as OpenSSH tells on Debian."""
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False  # unknown to this system, as in a container
+    return found.gr_name == user.pw_name and found.gr_gid == user.pw_gid and set(found.gr_mem) <= {user.pw_name}
+
+
+def _upper(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _passed(path: Path) -> Iterator[Path]:
+    """Yields every folder and link that is passed on the way to a folder, from the root on."""
+    path = path.absolute()  # and no more: what '..' is depends on the links before it
+    for part in (*reversed(path.parents), path):
+        yield part
+        if part.is_symlink():
+            yield from _passed(part.parent / part.readlink())
+
+
+def host() -> str:
+    """Returns a name for this host's kind of CPU.
+
+    XLA compiles for the instructions of the CPU that it runs on; on one that lacks them a program may end in SIGILL.
+    JAX's cache does not put them into its keys.
+    """
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+        lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        words = [line for line in lines if line.partition(":")[0].strip() in named]
+    else:
+        words = [platform.system(), platform.processor()]
+    return f"{platform.machine()}-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def jax_cache(root: Path) -> Iterator[None]:
+    """Points JAX's persistent compilation cache into the cache folder, for every program however small.
+
+    Where the user has named a folder to JAX (`JAX_COMPILATION_CACHE_DIR`), theirs stays, with their thresholds.
+
+    Args:
+        root: The cache folder; `jax/<kind of CPU>` in it is used.
+
+    Raises:
+        OutputError: The folder cannot be made.
+        BadValueError: Others can write to it.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    if jax.config.jax_compilation_cache_dir:
+        yield
+        return
+    inside = make(root / "jax" / host())
+    check_trusted(inside)
+    wanted = {
+        "jax_compilation_cache_dir": str(inside),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    try:
+        compilation_cache.reset_cache()  # JAX opens its folder once; what it has open by now is another one
+        for name, value in wanted.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -1,0 +1,25 @@
+"""."""
+
+from torchport.load.module import (
+    account_component,
+    build,
+    class_of,
+    default_dtype,
+    fill,
+    part,
+    published,
+    tensors,
+    text_encoder,
+)
+
+__all__ = [
+    "account_component",
+    "build",
+    "class_of",
+    "default_dtype",
+    "fill",
+    "part",
+    "published",
+    "tensors",
+    "text_encoder",
+]

@@ -1,0 +1,383 @@
+"""A checkpoint in the diffusers format: where it is, what is in it, and whether it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchport.config.card import DTYPES, Card
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
+from torchport.files.folder import expanded
+from torchport.foreign import brief, reading
+from torchport.progress import log
+
+WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
+"""What to do about a file that is missing, or broken."""
+
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes of weights that become any of each other, as safetensors and torch call them.
+
+The eight-bit floats are not among them: their values mean nothing without scales, of which no card knows.
+"""
+
+LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
+"""Bytes that are read of a file from elsewhere: ten times the largest vocabulary; what safetensors itself reads."""
+
+CODES = {name: code for code, name in FLOATS.items()} | {
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
+    "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""torch's dtypes as safetensors calls them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder in the diffusers format (`model_index.json`, one folder per component).
+
+    Attributes:
+        folder: Where it lies.
+        identity: What the manifest calls it: `repo@commit`, or the folder's name.
+        digests: Of each component that is there, by name: two copies of one checkpoint agree.
+    """
+
+    folder: Path
+    identity: str
+    digests: dict[str, str]
+
+
+def is_folder(name: str) -> bool:
+    """Whether `--checkpoint` names a folder rather than `repo@revision`."""
+    return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that is neither `tiny`, nor a folder that is there, nor `owner/repo[@revision]`.
+
+    Raises:
+        CheckpointMissingError: It is none of them.
+    """
+    if name == "tiny" or (is_folder(name) and expanded(name).is_dir()):
+        return
+    repo, _, revision = name.partition("@")
+    if is_folder(name) or repo.count("/") != 1 or "@" in revision:
+        remedy = "Name a folder, or owner/repo@revision"
+        raise CheckpointMissingError(f"--checkpoint {name}", "There is no such folder", remedy)
+
+
+def local(name: str) -> Path | None:
+    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network.
+
+    Raises:
+        CheckpointMissingError: A folder is named that is not there.
+    """
+    if is_folder(name):
+        return _given(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or "main", local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
+    """Returns a checkpoint that is on this machine, downloading it first if it is `repo@revision`.
+
+    Args:
+        name: A folder, or `owner/repo@revision` (`main` if no revision is given).
+        card: The model card whose components the checkpoint must hold.
+
+    Raises:
+        CheckpointMissingError: No such folder, or the repository cannot be reached.
+        CheckpointBrokenError: `model_index.json` is not JSON.
+        CheckpointForeignError: Components of other classes than the card's.
+    """
+    if is_folder(name):
+        folder = _given(name)
+        identity = f"folder:{folder.name}"
+    else:
+        folder = _downloaded(name, card, variant)
+        identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
+    check_index(folder, card, variant)
+    return Checkpoint(folder, identity, digests(folder, card, variant))
+
+
+def _given(name: str) -> Path:
+    folder = expanded(name).resolve()
+    if not folder.is_dir():
+        raise CheckpointMissingError(
+            f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
+        )
+    return folder
+
+
+def _downloaded(name: str, card: Card, variant: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if local(name) is None:
+        _check_disk(name, card)
+    repo, _, revision = name.partition("@")
+    wanted = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
+    log.info("checkpoint %s ...", name)
+    try:
+        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise CheckpointMissingError(
+            f"--checkpoint {name}",
+            f"It is neither in the cache nor to be had: {reason}",
+            "Check the name and the network, or pass --checkpoint DIR with a copy of it",
+            repo=repo,
+        ) from error
+
+
+def _check_disk(name: str, card: Card) -> None:
+    """Refuses a download that the disk of the hub's cache cannot hold, before its first byte."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    size = sum((part.parameters or 0) * DTYPES[part.dtype or "bfloat16"] for part in card.components.values())
+    folder = next(parent for parent in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OutputError(
+            HF_HUB_CACHE,
+            f"{name} takes about {size / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free here",
+            "Free some space, set HF_HOME to a larger disk, or pass --checkpoint DIR",
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns a JSON object of a checkpoint.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Not a JSON object, one with a number of thousands of digits, or of gigabytes.
+    """
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    size = file.stat().st_size
+    if size > LARGEST_JSON:  # a file with holes takes no room on a disk, and all memory when it is read
+        raise CheckpointBrokenError(str(file), f"Not JSON of a checkpoint: {size} bytes", AGAIN)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointBrokenError(str(file), f"Not JSON: {brief(error)}", AGAIN) from error
+    if not isinstance(data, dict):
+        raise CheckpointBrokenError(str(file), "Not a JSON object", AGAIN)
+    return data
+
+
+def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
+    """Refuses a folder of other classes than the card's: by `model_index.json`, or by each component's `config.json`.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: No index, or one that cannot be read.
+        CheckpointForeignError: Another model's index.
+    """
+    if card.pipeline is None:
+        _check_classes(folder, card, variant)
+        return
+    file = folder / "model_index.json"
+    index = read_json(file)
+    for name, component in card.components.items():
+        library, _, class_name = component.class_.partition(":")
+        if name not in index:
+            raise CheckpointForeignError(
+                str(file),
+                f"It has no component '{name}'",
+                f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
+                component=name,
+            )
+        listed = index[name] if isinstance(index[name], list) else []
+        found = [str(word).removesuffix("Fast") for word in listed]  # transformers 4 had two of each tokenizer
+        if found != [library.partition(".")[0], class_name]:
+            raise CheckpointForeignError(
+                str(file),
+                f"'{name}' is {index[name]}",
+                f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model",
+                component=name,
+            )
+
+
+def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
+    """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
+    for name, component in card.components.items():
+        place = folder / card.folder(name, variant)
+        if not place.is_dir():
+            near = [found.name for found in place.parent.iterdir()] if place.parent.is_dir() else []
+            raise CheckpointMissingError(
+                str(place),
+                f"There is no folder for '{name}'",
+                f"Name a checkpoint that has it. {nearest(place.name, near)}",
+            )
+        config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
+        class_name = component.class_.partition(":")[2]
+        if config.get("_class_name", class_name) != class_name:
+            raise CheckpointForeignError(
+                str(place / "config.json"),
+                f"'{name}' is a {config['_class_name']}",
+                f"The card '{card.model}' wants a {class_name}: name a checkpoint of that model",
+                component=name,
+            )
+
+
+def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
+    """Returns a digest of each component of a checkpoint that is there, by `card/component`.
+
+    Two cards may read each other's stage files, and their checkpoints are laid out differently.
+
+    It covers every file's name and size, and its two ends: sixteen gigabytes are not read through for a name. A
+    safetensors header, with all names, shapes and offsets, is in the first end.
+    """
+    places = {name: folder / card.folder(name, variant) for name in card.components}
+    return {f"{card.model}/{name}": _digest(place) for name, place in places.items() if place.is_dir()}
+
+
+def _digest(folder: Path) -> str:
+    sha = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        size = file.stat().st_size
+        sha.update(os.fsencode(file.relative_to(folder).as_posix()) + f"\0{size}\0".encode())  # a name may be no UTF-8
+        with file.open("rb") as stream:
+            sha.update(stream.read(2**16))
+            if size > 2**16:
+                stream.seek(max(2**16, size - 2**16))
+                sha.update(stream.read(2**16))
+    return sha.hexdigest()[:16]
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a component, from the index or the single file.
+
+    Raises:
+        CheckpointMissingError: No safetensors, or a shard of the index is missing.
+        CheckpointBrokenError: A file is truncated or not safetensors.
+        CheckpointForeignError: More than one set of weights.
+    """
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise CheckpointForeignError(
+            str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
+        )
+    there = sorted(folder.glob("*.safetensors"))
+    files = _shards(indices[0]) if indices else there
+    for file in there:
+        if file not in files:  # upstream may read this one, and leave the index alone
+            fact = f"It holds {file.name[:120]}, which {indices[0].name[:120]} does not name"
+            raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", file=file.name)
+    if not files:
+        raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in header(file):
+            if name in found:
+                fact = f"'{name[:120]}' is in {found[name].name} and in {file.name}"
+                raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
+            found[name] = file
+    return found
+
+
+def _shards(index: Path) -> list[Path]:
+    """Returns the files that an index names: all of them beside it."""
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+        raise CheckpointBrokenError(str(index), "It has no 'weight_map'", AGAIN)
+    names = sorted(set(mapping.values()))
+    for name in names:
+        if not re.fullmatch(r"(?!\.)[\w.-]{1,255}", name, re.ASCII):
+            fact = f"Its 'weight_map' names {name[:80]!r}, which is no file of this folder"
+            raise CheckpointForeignError(str(index), fact, "Name files beside the index, without folders", name=name)
+    return [index.parent / name for name in names]
+
+
+def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Returns the file, dtype and shape of every tensor that transformers reads: from safetensors, else from a pickle.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `weight_files` and `pickled` do.
+    """
+    file = folder / "pytorch_model.bin"
+    if file.is_file() and not any(folder.glob("*.safetensors*")):
+        return {name: (file, entry) for name, entry in pickled(file).items()}
+    files = sorted(set(weight_files(folder).values()))
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((folder / name).is_file() for name in names):
+        fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
+        raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
+    return {name: (file, entry) for file in files for name, entry in header(file).items()}
+
+
+def parameters(folder: Path) -> int:
+    """Returns how many parameters a component has, from its files' headers."""
+    entries = [entry for file in sorted(set(weight_files(folder).values())) for entry in header(file).values()]
+    return sum(math.prod(entry["shape"]) for entry in entries)
+
+
+def header(file: Path) -> dict[str, Any]:
+    """Returns the tensors of a safetensors file: name to dtype, shape and offsets.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Truncated, or not safetensors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+            raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
+        try:
+            entries = json.loads(stream.read(length))
+            entries.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointBrokenError(str(file), "Its header is not safetensors'", AGAIN) from error
+    if size != end:
+        raise CheckpointBrokenError(
+            str(file),
+            f"It has {size} bytes, and its header promises {end}",
+            "Download the file again: it is truncated",
+            size=size,
+            promised=end,
+        )
+    try:
+        with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
+            return dict(entries)
+    except SafetensorError as error:
+        raise CheckpointBrokenError(str(file), f"Its header is not safetensors': {error}", AGAIN) from error
+
+
+def pickled(file: Path) -> dict[str, Any]:
+    """Returns the tensors of a file of `torch.save` as `header` does: name to dtype and shape.
+
+    Only tensors are unpickled: torch refuses whatever else such a file could run.
+
+    Args:
+        file: A state dict, or a dict with one as its `state_dict`.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Truncated, or not tensors by name.
+    """
+    import torch
+
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
+        state = torch.load(file, map_location="meta", weights_only=True)
+        state = state.get("state_dict", state)
+        return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}

@@ -1,0 +1,382 @@
+"""Builds a module without storage, fills it from safetensors, and accounts for every key."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from torchport.config.card import Component
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, UnfilledWeightError
+from torchport.foreign import check_values, reading
+from torchport.load import checkpoint
+from torchport.progress import log, track
+
+SAME = "Name a checkpoint of this model and version"
+"""What to do about files that are another model's."""
+
+
+def class_of(path: str) -> Any:
+    """Returns the class that a card names as `package.module:Class`; patches must be in place by now."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) -> torch.nn.Module:
+    """Returns a diffusers module without storage: weights on meta, buffers real, in evaluation mode.
+
+    Buffers that no file holds are computed by the class's own constructor, under the default dtype that upstream's
+    own loading would set.
+
+    Args:
+        class_path: `package.module:Class`.
+        config: As the checkpoint's `config.json` has it.
+        dtype: Of floating-point weights; what the class keeps in float32 stays float32.
+        place: The component's folder, for errors.
+
+    Raises:
+        CheckpointForeignError: A configuration that the class cannot be built from.
+    """
+    from accelerate import init_empty_weights
+
+    with default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
+        module = _constructed(class_path, config, place)
+    return _cast(module, getattr(torch, dtype))
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Gives floating-point weights a dtype, but for what the class keeps in float32, as upstream's own loading does."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+    return module
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes a dtype PyTorch's default, of what upstream creates without naming one, while the context lasts."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def published(class_path: str, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None) -> Any:
+    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand; see `build`.
+
+    Args:
+        class_path: `package.module:Class`.
+        config: As the checkpoint's `config.json` has it.
+        place: The component's folder, for errors.
+        dtype: Of weights, as `build` gives it to them; by default PyTorch's own.
+    """
+    with torch.device("meta"):
+        if dtype is None:
+            return _constructed(class_path, config, place)
+        with default_dtype(getattr(torch, dtype)):
+            return _cast(_constructed(class_path, config, place), getattr(torch, dtype))
+
+
+def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    cls = class_of(class_path)
+    with _building(class_path, place):
+        module: torch.nn.Module = cls.from_config(dict(config))
+    return module.eval().requires_grad_(False)
+
+
+MOST = 20_000
+"""Parameters of a module: a configuration that asks for more would be built until the memory ends."""
+
+
+@contextlib.contextmanager
+def _building(class_path: str, place: str) -> Iterator[None]:
+    """Refuses a configuration that a class cannot be built from, or never would be."""
+    count = itertools.count(1)
+
+    def counted(module: torch.nn.Module, name: str, parameter: object) -> None:
+        if next(count) > MOST:
+            raise ValueError(f"it asks for more than {MOST} parameters")
+
+    hook = register_module_parameter_registration_hook(counted)
+    fact, remedy = (
+        f"{class_path.partition(':')[2]} cannot be built from it",
+        SAME,
+    )
+    try:
+        with reading(CheckpointForeignError, f"{place}/config.json", fact, remedy):
+            yield
+    finally:
+        hook.remove()
+
+
+def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter and buffer of a module, filled from a component's safetensors.
+
+    Args:
+        module: Built without storage; its dtypes are those that the tensors are cast to.
+        folder: The component's folder.
+        what: What the progress bar calls it.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys or shapes that are not the module's, either way round.
+        UnfilledWeightError: A buffer that neither the files nor the constructor filled.
+    """
+    from safetensors import safe_open
+
+    wanted = module.state_dict()
+    files = account(module, folder)
+    for name, buffer in module.named_buffers():
+        if name not in wanted:
+            yield name, _filled(name, buffer, folder)
+    open_file: Path | None = None
+    stream: Any = None
+    for file, name in track(sorted((file, name) for name, file in files.items()), f"load {what}", "tensor"):
+        if file != open_file:
+            open_file, stream = file, safe_open(str(file), framework="pt")
+        tensor: torch.Tensor = stream.get_tensor(name)
+        yield name, tensor.to(wanted[name].dtype)
+
+
+def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor of a module, all keys, shapes and dtypes accounted for, either way round.
+
+    Args:
+        module: Built without storage.
+        folder: The component's.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
+    """
+    wanted, files = module.state_dict(), checkpoint.weight_files(folder)
+    missing = sorted(set(wanted) - set(files))
+    foreign = sorted(set(files) - set(wanted))
+    if missing or foreign:
+        parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
+        parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
+        raise CheckpointForeignError(
+            str(folder),
+            f"It {' and '.join(parts)}",
+            SAME,
+            missing=missing,
+            foreign=foreign,
+        )
+    for file in sorted(set(files.values())):
+        for name, entry in checkpoint.header(file).items():
+            if tuple(entry["shape"]) != tuple(wanted[name].shape):
+                raise CheckpointForeignError(
+                    str(file),
+                    f"'{name}' has shape {entry['shape']}",
+                    f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
+                    name=name,
+                )
+            _check_dtype(file, name, entry["dtype"], wanted[name].dtype)
+    return files
+
+
+def _check_dtype(file: Path, name: str, found: str, wanted: torch.dtype) -> None:
+    """Refuses a tensor whose values would be others, or mean something else, in the module's dtype."""
+    word = str(wanted).removeprefix("torch.")
+    taken = list(checkpoint.FLOATS) if wanted.is_floating_point else [checkpoint.CODES[word]]
+    if found not in taken:
+        raise CheckpointForeignError(
+            str(file),
+            f"'{name}' is of dtype {found}, and the model's is {word}",
+            f"Name a checkpoint whose '{name}' is of {' or '.join(taken)}",
+            name=name,
+        )
+
+
+def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    if tensor.is_meta:
+        raise UnfilledWeightError(
+            str(folder),
+            f"'{name}' has no storage after loading",
+            "It is a buffer that the files do not hold: report it, the class must compute it",
+            name=name,
+        )
+    return tensor
+
+
+def fill(module: torch.nn.Module, folder: Path, what: str) -> torch.nn.Module:
+    """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
+    filled = dict(tensors(module, folder, what))
+    own = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
+    module.load_state_dict(own, assign=True, strict=True)
+    module.requires_grad_(False)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _filled(name, tensor, folder)
+    return module
+
+
+def account_component(component: Component, folder: Path) -> None:
+    """Refuses a component that is not whole, or not the card's, before anything of it is read: the one door for all.
+
+    Args:
+        component: As the card has it.
+        folder: Where it lies.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+    """
+    cls = class_of(component.class_)
+    if component.pickle is not None:
+        _account_pickle(component, folder / component.pickle)
+    elif not issubclass(cls, torch.nn.Module):
+        check_part(component.class_, folder)
+    elif hasattr(cls, "from_config"):
+        config = checkpoint.read_json(folder / "config.json")
+        check_values(cls, folder / "config.json", config)
+        account(published(component.class_, config, str(folder)), folder)
+    else:
+        _account_encoder(component, folder)
+
+
+def _account_encoder(component: Component, folder: Path) -> None:
+    """Refuses a transformers model whose files lack a tensor, or hold one that is not its, before any is read.
+
+    transformers renames keys and ties weights while it loads; that knowledge is its own, so it loads them here without
+    storage. A tensor that it lacks it would draw anew in every run.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+    """
+    module = _from_pretrained(component, folder, device_map="meta")
+    whole = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    for name, (file, entry) in checkpoint.weights(folder).items():
+        if not _is_unread(component, name):
+            _check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
+
+
+def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn.Module:
+    """Returns a transformers model, every key and shape accounted for."""
+    checkpoint.weights(folder)
+    cls = class_of(component.class_)
+    _check_config(cls, folder)
+    module: torch.nn.Module
+    with _building(component.class_, str(folder)):
+        module, info = cls.from_pretrained(
+            folder,
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **how,
+        )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        keys = sorted(str(key) for key in info.get(kind) or ())
+        if kind == "unexpected_keys":
+            keys = [key for key in keys if not _is_unread(component, key)]
+        if keys:
+            raise CheckpointForeignError(
+                str(folder),
+                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')",
+                SAME,
+                keys=keys,
+            )
+    return module
+
+
+def _is_unread(component: Component, name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in component.unread)
+
+
+def _check_config(cls: Any, folder: Path) -> None:
+    """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
+    file = folder / "config.json"
+    config = checkpoint.read_json(file)
+    wanted, found = cls.config_class.model_type, config.get("model_type")
+    if found != wanted:
+        fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
+        raise CheckpointForeignError(str(file), fact, remedy)
+    if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
+        fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
+        raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in part.items():
+            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
+                fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
+                raise CheckpointForeignError(str(file), fact, remedy)
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
+                fact, known = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
+                raise CheckpointForeignError(str(file), fact, f"It must be one of {known}")
+
+
+def _account_pickle(component: Component, file: Path) -> None:
+    """Refuses weights that are no floats; upstream loads the file strictly, so that it refuses keys and shapes."""
+    for name, entry in checkpoint.pickled(file).items():
+        if not _is_unread(component, name):
+            _check_dtype(file, name, entry["dtype"], torch.float32)
+
+
+def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
+    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+    """
+    checkpoint.weight_files(folder)
+    _account_encoder(component, folder)
+    log.info("load %s ...", what)
+    module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        _filled(name, tensor, folder)
+    return module.eval().requires_grad_(False)
+
+
+def part(class_path: str, folder: Path) -> Any:
+    """Returns what has no weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
+
+    Raises:
+        CheckpointMissingError: The folder, or a file in it, is not there.
+        CheckpointBrokenError: Its files cannot be read.
+    """
+    check_part(class_path, folder)
+    with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
+        made = class_of(class_path).from_pretrained(folder, local_files_only=True)
+        if getattr(made, "chat_template", None):
+            made.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
+        return made
+
+
+def check_part(class_path: str, folder: Path) -> None:
+    """Refuses a part without weights whose files are not there, before it is needed.
+
+    Raises:
+        CheckpointMissingError: The folder, or a file in it, is not there.
+        CheckpointBrokenError: A file is not JSON.
+    """
+    if not folder.is_dir():
+        raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
+    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
+    for file in files:
+        config = checkpoint.read_json(file)
+        if file.name == getattr(cls, "config_name", None):
+            check_values(cls, file, config)
+    if not files or not _has_vocabulary(cls, folder):
+        raise CheckpointMissingError(
+            str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
+        )
+
+
+def _has_vocabulary(cls: Any, folder: Path) -> bool:
+    """Whether a tokenizer's vocabulary is there; without it transformers makes an empty one, and says nothing."""
+    names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
+    whole = names.pop("tokenizer_file", None)
+    if whole is not None and (folder / whole).is_file():
+        return True
+    return all((folder / name).is_file() for name in names.values()) and (bool(names) or whole is None)

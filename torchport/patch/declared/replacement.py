@@ -1,0 +1,119 @@
+"""Loads the Python functions that stand beside the YAML, by path, from the folders that were asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchport.errors import ReplacementError, TorchportError, nearest
+from torchport.patch.declared.entry import Entry
+
+_loaded: dict[Path, tuple[str, types.ModuleType]] = {}
+
+
+class Explained:
+    """Turns whatever foreign code raises into one of our errors, chained to it; our own errors stay what they are."""
+
+    def __init__(self, error: Callable[[BaseException], Exception]) -> None:
+        self._error = error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if isinstance(value, Exception) and not isinstance(value, TorchportError):
+            raise self._error(value) from value
+
+
+def file_of(entry: Entry, reference: str) -> Path:
+    """Returns the file of a `file.py:name`.
+
+    Raises:
+        ReplacementError: It is missing, or a link out of the folder.
+    """
+    path = entry.folder / reference.partition(":")[0]
+    if not path.is_file():
+        known = [f"{file.name}" for file in sorted(entry.folder.glob("*.py"))]
+        fact = f"No file '{path.name}' beside it for '{entry.id}'"
+        raise ReplacementError(entry.place, fact, nearest(path.name, known), patch=entry.id)
+    if not path.resolve().is_relative_to(entry.folder.parent.resolve()):
+        fact = f"'{path.name}' is a link out of the patches"
+        raise ReplacementError(entry.place, fact, "Put the file itself there", patch=entry.id)
+    return path.resolve()
+
+
+def load(entry: Entry, reference: str) -> Any:
+    """Returns what a `file.py:name` names, loading its file once.
+
+    Raises:
+        ReplacementError: The file is missing, does not load, or has no such name.
+    """
+    path = file_of(entry, reference)
+    name = reference.partition(":")[2]
+    with Explained(lambda error: _does_not_load(entry, path, error)):
+        module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
+    if name not in vars(module):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
+        raise ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
+    return vars(module)[name]
+
+
+def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
+    text = " ".join(str(error).split()).rstrip(".") or "no message"
+    fact = f"'{path.name}' does not load for '{entry.id}': {type(error).__name__}: {text}"
+    return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
+
+
+def _module(path: Path, name: str) -> types.ModuleType:
+    """Returns the module of a file; the same object as long as the file is the same, or jit caches would miss."""
+    source = path.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()
+    if path in _loaded and _loaded[path][0] == digest:
+        sys.modules[name] = _loaded[path][1]
+        return _loaded[path][1]
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    previous = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        if previous is not None:
+            sys.modules[name] = previous
+        raise
+    _loaded[path] = (digest, module)
+    return module
+
+
+def file_digest(entry: Entry) -> str:
+    """Returns the hash of the file that an entry's function stands in; empty for a stub."""
+    if entry.reference is None:
+        return ""
+    return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
+
+
+def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Returns what every entry names, by id; loading must not import any of the targets.
+
+    Raises:
+        ReplacementError: As `load`, or a patch file imports a target before it can be patched.
+    """
+    chosen = list(entries)
+    homes = {entry.module: entry for entry in chosen if entry.scope == "package" and entry.edits}
+    loaded: dict[str, Any] = {}
+    for entry in chosen:
+        if entry.reference is None:
+            continue
+        before = {name for name in homes if name in sys.modules}
+        loaded[entry.id] = load(entry, entry.reference)
+        woken = sorted(name for name in homes if name in sys.modules and name not in before)
+        if woken:
+            fact = f"Loading '{entry.reference}' imports '{woken[0]}', the target of '{homes[woken[0]].id}'"
+            raise ReplacementError(entry.place, fact, "Import it inside the function", patch=entry.id)
+    return loaded

@@ -1,0 +1,82 @@
+"""Says whether an entry fits the upstream that is installed, and whether it is needed there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from torchport.errors import ReplacementError, UnsupportedError
+from torchport.patch.declared.entry import Entry
+from torchport.patch.declared.replacement import Explained, load
+
+
+@functools.lru_cache
+def installed(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def outcome(entry: Entry) -> tuple[str, str] | None:
+    """Returns "unsupported" or "not needed" with the reason, or None where the entry is to be applied.
+
+    Raises:
+        UnsupportedError: It does not fit, and the run may not go on without it.
+    """
+    misfit = _outside(entry.fits)
+    if misfit and entry.optional is None:
+        fact = f"'{entry.id}' does not fit: {misfit}"
+        remedy = "Review it against that version and widen 'fits', or give the reason in 'optional'"
+        raise UnsupportedError(entry.place, fact, remedy, patch=entry.id)
+    if misfit:
+        return "unsupported", f"{misfit}; optional: {entry.optional}"
+    if entry.stub is not None and PathFinder.find_spec(entry.stub.package) is not None:
+        return "not needed", f"{entry.stub.package} is installed"
+    fine = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
+    if fine:
+        return "not needed", f"{fine}; delete the entry when no supported upstream needs it"
+    if entry.needed and "probe" in entry.needed and not _probed(entry, entry.needed["probe"]):
+        return "not needed", f"{entry.needed['probe']} finds no fault"
+    return None
+
+
+def _outside(ranges: Mapping[str, str]) -> str | None:
+    for name, text in ranges.items():
+        version = installed(name)
+        if text == "*":
+            continue
+        if version is None:
+            return f"{name} {text} is asked for, and no version of it is known"
+        if not _within(version, text):
+            return f"{name} is {version}, not {text}"
+    return None
+
+
+def _within(version: str, text: str) -> bool:
+    """Orders development and local versions; 2.13.0+cpu is within >=2.13 and ==2.13.0."""
+    try:
+        return SpecifierSet(text).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _probed(entry: Entry, reference: str) -> bool:
+    probe = load(entry, reference)
+
+    def failed(error: BaseException) -> ReplacementError:
+        fact = f"The probe '{reference}' of '{entry.id}' fails: {type(error).__name__}: {error}".rstrip(".")
+        return ReplacementError(entry.place, fact, "Mend the probe", patch=entry.id)
+
+    with Explained(failed):
+        answer = probe()
+    if not isinstance(answer, bool):
+        fact = f"The probe '{reference}' of '{entry.id}' answers {answer!r}"
+        raise ReplacementError(entry.place, fact, "Return True where the patch is needed, else False", patch=entry.id)
+    return answer

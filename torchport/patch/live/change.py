@@ -1,0 +1,200 @@
+"""One change of live upstream code: made, asked whether it still stands, and taken back."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
+from torchport.patch.declared.entry import Entry
+from torchport.patch.live import scope
+from torchport.patch.live.counted import Calls, Retire, counted, counted_class, wrapped
+from torchport.patch.live.target import Slot, forget, function_in, held_elsewhere, layers, locate, shaped_as, written
+from torchport.patch.rewriting import recompile, rewrite
+from torchport.patch.source import signature
+from torchport.patch.source.source import source_of
+
+
+class Change(Protocol):
+    """What `made` returns."""
+
+    def stands(self) -> bool:
+        """Asks the live object whether the change is still what it was made to be."""
+
+    def undo(self) -> None:
+        """Takes the change back, unless somebody else has changed the same place since."""
+
+
+@dataclasses.dataclass(slots=True)
+class Placed:
+    """Something put in a slot.
+
+    Attributes:
+        slot: The slot, with the original.
+        value: What was put there.
+        retire: Makes a function that was put there fall through to the original.
+        stop: Ends the counting of a class's instances.
+        held: Whether somebody besides its namespace held the original.
+    """
+
+    slot: Slot
+    value: Any
+    retire: Retire | None = None
+    stop: Callable[[], None] | None = None
+    held: bool = True
+
+    def stands(self) -> bool:
+        return self.slot.now() is self.value
+
+    def undo(self) -> None:
+        if self.stands():
+            self.slot.restore()
+        if self.retire is not None:
+            self.retire(function_in(self.slot.raw))
+        if self.stop is not None:
+            self.stop()
+
+
+@dataclasses.dataclass(slots=True)
+class Recompiled:
+    """Code swapped inside a function, which stays the same object for everybody who holds it.
+
+    Attributes:
+        slot: The slot that the function was found in.
+        function: The function, from under its decorators.
+        old: Its code before.
+        new: Its code now.
+        name: The global name that the new code calls.
+        put: What that name stands for.
+    """
+
+    slot: Slot
+    function: types.FunctionType
+    old: types.CodeType
+    new: types.CodeType
+    name: str
+    put: Callable[..., Any]
+
+    def stands(self) -> bool:
+        calls = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
+        there = calls and self.function.__globals__.get(self.name) is self.put
+        return there and any(function is self.function for function in layers(self.slot.now()))
+
+    def undo(self) -> None:
+        if self.function.__code__ is self.new:
+            self.function.__code__ = self.old
+            self.function.__globals__.pop(self.name, None)
+            forget(self.slot.raw)
+
+
+def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
+    """Makes an entry's change in a module that has been executed.
+
+    Args:
+        entry: The entry.
+        module: The target's module.
+        loaded: What the entry's `file.py:name` named, or None.
+        calls: Counts the calls.
+
+    Raises:
+        PatchError: The change cannot be made; nothing has been changed then.
+    """
+    if entry.rewrite:
+        return _recompiled(entry, module, loaded, calls)
+    slot = locate(entry, module)
+    held = held_elsewhere(slot)
+    scope.check_live(entry, slot)
+    change = _prepared(entry, slot, loaded, calls)
+    change.held = held
+    try:
+        slot.put(change.value)
+    except TypeError as error:
+        fact = f"{entry.target} cannot be set: {error}"
+        raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error
+    return change
+
+
+def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+    original = function_in(slot.raw)
+    if not callable(original):
+        fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
+        raise TargetError(entry.place, fact, "Patch the function that reads it", patch=entry.id)
+    if entry.kind == "wrap":
+        return _wrap(entry, slot, original, loaded, calls)
+    if isinstance(original, type) is not isinstance(loaded, type):
+        fact = f"{entry.target} is a {_word(original)}, and '{entry.reference}' a {_word(loaded)}"
+        raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
+    _check_signature(entry, slot, original, loaded)
+    if isinstance(loaded, type):
+        return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
+    if not entry.counted:
+        return Placed(slot, shaped_as(slot.raw, loaded))
+    call, retire = counted(loaded, calls)
+    return Placed(slot, shaped_as(slot.raw, call), retire)
+
+
+def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
+    if isinstance(original, type):
+        fact = f"{entry.target} is a class, and a wrapper takes a function"
+        raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
+    _check_signature(entry, slot, original, wrapper)
+    call, retire = wrapped(wrapper, original, calls if entry.counted else Calls())
+    return Placed(slot, shaped_as(slot.raw, call), retire)
+
+
+def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
+    method = isinstance(slot.holder, type) and not isinstance(slot.raw, (staticmethod, type))
+    signature.check(entry, signature.live_signature(original), loaded, method)
+
+
+def _word(thing: Any) -> str:
+    return "class" if isinstance(thing, type) else "function"
+
+
+def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
+    slot = locate(entry, module)
+    source = source_of(entry)
+    node = source.where(entry.path).node if source else None
+    function = written(slot.raw, entry.module, node)
+    if function is None or not slot.own:
+        fact = f"{entry.target} is a {type(slot.raw).__name__}"
+        fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
+        raise RewriteError(entry.place, fact, "Name the function that has the statements", patch=entry.id)
+    scope.check_live(entry, slot)
+    scope.check_function(entry, function)
+    old = function.__code__
+    text = recompile.source_text(entry, function)
+    taken = rewrite.parameters(entry, loaded)
+    edit = rewrite.edited(entry, text, recompile.finder(entry, old), taken)
+    _check_globals(entry, function, edit)
+    filename = _filename(entry, old.co_filename)
+    new = recompile.compiled(entry, edit.text, old, filename)
+    recompile.remember(filename, edit.text)
+    put, _ = counted(loaded, calls)
+    function.__globals__[edit.name] = put
+    function.__code__ = new
+    forget(slot.raw)
+    return Recompiled(slot, function, old, new, edit.name, put)
+
+
+def _filename(entry: Entry, home: str) -> str:
+    """Returns the name that tracebacks show for rewritten code: the patches, then upstream's file."""
+    ids = entry.id
+    if home.startswith("<torchport: "):
+        earlier, _, home = home.removeprefix("<torchport: ").removesuffix(">").partition(" in ")
+        ids = f"{earlier}, {entry.id}"
+    return f"<torchport: {ids} in {home}>"
+
+
+def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:
+    known = function.__globals__
+    if edit.name in known:
+        raise ConflictError(entry.place, f"{entry.module} already has '{edit.name}'", f"Rename '{entry.id}'")
+    builtins = known.get("__builtins__", {})
+    names = builtins if isinstance(builtins, dict) else vars(builtins)
+    for name in sorted(edit.reads):
+        if name not in known and name not in names and name not in function.__code__.co_freevars:
+            fact = f"'{entry.reference}' takes '{name}', which {entry.target} cannot see"
+            raise RewriteError(entry.place, fact, "Take names that are bound before the run", patch=entry.id)

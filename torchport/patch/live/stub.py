@@ -1,0 +1,129 @@
+"""Lets a module import a package that is absent, and nobody else: every call of what it gets raises.
+
+The module is given builtins of its own, with an `__import__` that serves the package. `sys.modules` and
+`importlib.util.find_spec` never see it, so that no capability probe finds a package that is not there. What the module
+imports through `importlib.import_module` is not served.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torchport.errors import StubCalledError, TooLateError, TorchportError
+from torchport.patch.declared.entry import Entry
+from torchport.patch.live import hook
+from torchport.patch.live.counted import Calls
+
+
+class Stub(types.ModuleType):
+    """Stands for an absent package, and for everything in it; it can be named, passed on and read, but not called."""
+
+    def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
+        super().__init__(name)
+        self.__dict__["_entry"] = entry
+        self.__dict__["_keep"] = keep
+
+    def __getattr__(self, name: str) -> Stub:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        child = Stub(f"{self.__name__}.{name}", self.__dict__["_entry"], self.__dict__["_keep"])
+        self.__dict__[name] = child
+        return child
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refusal(sys._getframe(1), "called")
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        raise self._refusal(sys._getframe(1), "made a base class")
+
+    def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
+        """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
+        entry = self.__dict__["_entry"]
+        error = StubCalledError(
+            f"{caller.f_code.co_filename}:{caller.f_lineno}",
+            f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {caller.f_code.co_qualname}",
+            patch=entry.id,
+        )
+        self.__dict__["_keep"](error)
+        return error
+
+
+class Server:
+    """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set.
+
+    Attributes:
+        stub: What it answers with; None outside every set, when it asks Python's own for everything.
+        calls: Counts the imports that were served.
+    """
+
+    def __init__(self) -> None:
+        self.stub: Stub | None = None
+        self.calls = Calls()
+
+    def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if self.stub is None or level or name.partition(".")[0] != self.stub.__name__:
+            return builtins.__import__(name, scope, local, fromlist, level)
+        self.calls.count += 1
+        found = self.stub
+        for part in name.split(".")[1:] if fromlist else ():
+            found = getattr(found, part)
+        return found
+
+
+_servers: dict[tuple[str, str], Server] = {}
+
+
+def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> Callable[[], None]:
+    """Serves the package to the entry's importers from now on; returns what takes that back.
+
+    Args:
+        entry: Of kind `stub`.
+        calls: Counts the imports that were served.
+        keep: Takes the error of each call of the stub, which upstream's own `try` may swallow.
+
+    Raises:
+        TooLateError: An importer was executed before, without the stub.
+    """
+    assert entry.stub is not None
+    undos: list[Callable[[], None]] = []
+    for name in entry.stub.importers:
+        if name in sys.modules:
+            _check_was_served(entry, sys.modules[name])
+            calls.count += 1
+        server = _servers.setdefault((entry.stub.package, name), Server())
+        server.stub, server.calls = Stub(entry.stub.package, entry, keep), calls
+        undos.append(functools.partial(setattr, server, "stub", None))
+        prepare = functools.partial(_serve, server, undos)
+        if name in sys.modules:
+            prepare(sys.modules[name])
+        undos.append(hook.arm_before(name, prepare))
+
+    def undo() -> None:
+        for step in reversed(undos):
+            step()
+
+    return undo
+
+
+def _serve(server: Server, undos: list[Callable[[], None]], module: types.ModuleType) -> None:
+    """Gives a module builtins of its own, with the server's `__import__`."""
+    before = module.__dict__.get("__builtins__", builtins.__dict__)
+    whole = vars(before) if isinstance(before, types.ModuleType) else before
+    module.__dict__["__builtins__"] = {**whole, "__import__": server}
+    undos.append(lambda: module.__dict__.__setitem__("__builtins__", before))
+
+
+def _check_was_served(entry: Entry, module: types.ModuleType) -> None:
+    """Accepts a module that an earlier run in this process has imported with the stub."""
+    assert entry.stub is not None
+    package = entry.stub.package
+    held = [value for value in module.__dict__.values() if isinstance(value, Stub)]
+    if not any(value.__name__.partition(".")[0] == package for value in held):
+        fact = f"'{module.__name__}' was imported before its stub of {package}"
+        raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)

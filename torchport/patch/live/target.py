@@ -1,0 +1,192 @@
+"""Finds a target in a live module through `__dict__`s alone, so that no lazy package is woken on the way."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torchport.errors import TargetError, nearest
+from torchport.patch.declared.entry import Entry
+from torchport.patch.rewriting.recompile import first_line
+
+_ABSENT = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """A name in a live namespace.
+
+    Attributes:
+        holder: The module, class or object whose namespace it is.
+        name: The name in it.
+        raw: What stands there, descriptors unbound; for an inherited name what the base has.
+        own: Whether it stands in the holder's own namespace.
+        path: The objects that were passed on the way, the module first.
+    """
+
+    holder: Any
+    name: str
+    raw: Any
+    own: bool
+    path: tuple[Any, ...]
+
+    def put(self, value: Any) -> None:
+        """Puts a value there; a class is set through `type`, so that its method caches are dropped."""
+        if isinstance(self.holder, type):
+            type.__setattr__(self.holder, self.name, value)
+        else:
+            vars(self.holder)[self.name] = value
+
+    def restore(self) -> None:
+        """Puts back what stood there."""
+        if self.own:
+            self.put(self.raw)
+        elif isinstance(self.holder, type):
+            type.__delattr__(self.holder, self.name)
+        else:
+            del vars(self.holder)[self.name]
+
+    def now(self) -> Any:
+        """Returns what stands there now, or a mark that equals nothing if the name is gone."""
+        return vars(self.holder).get(self.name, _ABSENT)
+
+
+def locate(entry: Entry, module: types.ModuleType) -> Slot:
+    """Returns the slot of an entry's target.
+
+    Raises:
+        TargetError: Some part of its path is not there.
+    """
+    holder: Any = module
+    passed: list[Any] = [module]
+    for depth, name in enumerate(entry.path):
+        raw, own = _look(holder, name)
+        if raw is _ABSENT:
+            raise _missing(entry, holder, depth)
+        if depth == len(entry.path) - 1:
+            return Slot(holder, name, raw, own, tuple(passed))
+        holder = raw
+        passed.append(raw)
+    raise AssertionError("a target has at least one name")
+
+
+def _look(holder: Any, name: str) -> tuple[Any, bool]:
+    own = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
+    if name in own:
+        return own[name], True
+    classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
+    if isinstance(holder, types.ModuleType):
+        return _ABSENT, False
+    for base in classes:
+        if name in vars(base):
+            return vars(base)[name], False
+    return _ABSENT, False
+
+
+def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
+    walked = entry.module + ":" + ".".join(entry.path[:depth]) if depth else entry.module
+    known = [name for name in getattr(holder, "__dict__", {}) if not name.startswith("__")]
+    remedy = nearest(entry.path[depth], known)
+    if len(remedy) > 200:
+        remedy = "Look the target up in the upstream that is installed"
+    fact = f"'{entry.id}' finds no '{entry.path[depth]}' in {walked}"
+    return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def function_in(raw: Any) -> Any:
+    """Returns the function inside a static or class method, a property, or a cached property; else `raw`."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    if isinstance(raw, property):
+        return raw.fget
+    if isinstance(raw, functools.cached_property):
+        return raw.func
+    return raw
+
+
+def layers(raw: Any) -> Iterator[types.FunctionType]:
+    """Yields the plain functions under a descriptor and its decorators, the outermost first.
+
+    A decorator leads on by the `__wrapped__` that `functools.wraps` leaves, or else by what its closure holds.
+    """
+    return (layer for layer in _layers(raw) if isinstance(layer, types.FunctionType))
+
+
+def forget(raw: Any) -> None:
+    """Empties the caches (`functools.lru_cache`) around a function whose code has become another."""
+    for layer in _layers(raw):
+        if isinstance(layer, functools._lru_cache_wrapper):
+            layer.cache_clear()
+
+
+def _layers(raw: Any) -> Iterator[Any]:
+    pending, seen = [function_in(raw)], set()
+    while pending:
+        current = pending.pop(0)
+        current = current.__func__ if isinstance(current, types.MethodType) else current
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        wrapped = getattr(current, "__dict__", {}).get("__wrapped__")
+        pending += [] if wrapped is None else [function_in(wrapped)]
+        if isinstance(current, types.FunctionType):
+            pending += [function for function in map(_content, current.__closure__ or ()) if callable(function)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return function_in(cell.cell_contents)
+    except ValueError:  # the cell is empty
+        return None
+
+
+def written(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
+    """Returns the function that a `def` made, from under the decorators that it got; None if it is not there.
+
+    Args:
+        raw: What stands in the slot.
+        module: The module of the `def`.
+        node: The `def`; if the source shows none, the innermost function by `__wrapped__` is returned.
+    """
+    functions = list(layers(raw))
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return next((f for f in functions if "__wrapped__" not in vars(f)), None)
+    line = first_line(node)
+    for function in functions:
+        code, home = function.__code__, function.__globals__.get("__name__")
+        if (code.co_name, code.co_firstlineno, home) == (node.name, line, module):
+            return function
+    return functions[0] if functions else None
+
+
+def shaped_as(raw: Any, function: Any) -> Any:
+    """Returns a function in the descriptor that the original stood in."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return type(raw)(function)
+    if isinstance(raw, property):
+        return property(function, raw.fset, raw.fdel, raw.__doc__)
+    if isinstance(raw, functools.cached_property):
+        cached = functools.cached_property(function)
+        cached.attrname = raw.attrname
+        return cached
+    return function
+
+
+def held_elsewhere(slot: Slot) -> bool:
+    """Returns whether anybody but its namespace holds what stands in a slot; of a class nobody can say."""
+    if isinstance(slot.raw, type):
+        return True
+    inner = function_in(slot.raw)
+    nested = inner is not slot.raw
+    if weakref.getweakrefcount(inner):
+        return True
+    del inner
+    # namespace, slot, argument; a descriptor, argument
+    return sys.getrefcount(slot.raw) > 3 or (nested and sys.getrefcount(function_in(slot.raw)) > 2)

@@ -1,0 +1,223 @@
+"""Rewrites a run of statements of one function into one call, as text; nothing is imported or executed.
+
+The text keeps its number of lines: the call stands on the first line of what it replaces and the rest is blank,
+so that every other line of a traceback is upstream's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchport.errors import ConflictError, RewriteError, SignatureError
+from torchport.patch.declared.entry import Entry, Rewrite
+from torchport.patch.rewriting.flow import Function, arguments, binds, bound, in_scope, read_after, reads
+from torchport.patch.rewriting.pattern import PatternError, Run, parsed, runs
+
+_RESERVED = "__torchport_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """What a rewrite makes of a file's text.
+
+    Attributes:
+        text: The whole file, with as many lines as before.
+        name: The global name that the call uses.
+        reads: The names that the call passes and the function does not bind itself.
+        line: The first line that is replaced, from 1.
+    """
+
+    text: str
+    name: str
+    reads: frozenset[str]
+    line: int
+
+
+def reserved_name(entry: Entry) -> str:
+    """Returns the global name under which the function is called; dunders are never mangled inside a class."""
+    return _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"
+
+
+def parameters(entry: Entry, function: Callable[..., Any]) -> list[str]:
+    """Returns the names that a `put` function takes, all of which are passed by keyword.
+
+    Raises:
+        SignatureError: It takes `*args`, `**kwargs` or positional-only parameters.
+    """
+    taken = inspect.signature(function).parameters.values()
+    for parameter in taken:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            fact = f"'{entry.reference}' takes '{parameter}' for '{entry.id}'"
+            raise SignatureError(entry.place, fact, "Name each value it needs as a parameter", patch=entry.id)
+    return [parameter.name for parameter in taken]
+
+
+def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], taken: Sequence[str]) -> Edit:
+    """Returns the text of a file with one function's run of statements replaced.
+
+    Args:
+        entry: The rewrite.
+        text: The file.
+        find: Finds the function in its syntax tree.
+        taken: The parameters of the `put` function.
+
+    Raises:
+        RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
+        ConflictError: The run contains what another patch put there.
+    """
+    rewrite, tree = _rewrite(entry), ast.parse(text)
+    function = find(tree)
+    found = _found(entry, rewrite, function)
+    call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in taken)})"
+    edits = [(run, _statement(entry, rewrite, function, run, call)) for run in found]
+    for run in found:
+        _check_visible(entry, function, run, taken)
+    lines = text.encode().splitlines(keepends=True)
+    for run, statement in sorted(edits, key=lambda edit: edit[0].statements[0].lineno, reverse=True):
+        _replace(lines, run, statement)
+    local = arguments(function) | bound(function.body)
+    outer = frozenset(name for name in taken if name not in local)
+    first = found[0].statements[0].lineno
+    result = b"".join(lines).decode()
+    _check_meaning(entry, tree, edits, result)
+    return Edit(result, reserved_name(entry), outer, first)
+
+
+def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
+    """Refuses a text that does not say what the tree says with its runs replaced: a statement in another block."""
+    for run, statement in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
+        run.block[run.start : run.end] = ast.parse(statement).body
+    try:
+        same = ast.dump(ast.parse(result)) == ast.dump(tree)
+    except SyntaxError:
+        same = False
+    if not same:
+        fact = f"'{entry.id}' cannot be put into {entry.target} without changing what stands around it"
+        raise _refused(entry, fact, "Match whole lines, or more of them")
+
+
+def _rewrite(entry: Entry) -> Rewrite:
+    if entry.rewrite is None:
+        raise AssertionError(f"{entry.id} is no rewrite")
+    return entry.rewrite
+
+
+def _refused(entry: Entry, fact: str, remedy: str) -> RewriteError:
+    return RewriteError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _found(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
+    try:
+        pattern = parsed(rewrite.match)
+    except PatternError as error:
+        raise _refused(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
+    found = list(runs(function, pattern))
+    for run in found:
+        for node in (node for statement in run.statements for node in ast.walk(statement)):
+            if isinstance(node, ast.Name) and node.id.startswith(_RESERVED):
+                fact = f"'{entry.id}' matches what another patch put in {entry.target} ({node.id})"
+                raise ConflictError(entry.place, fact, "Let one of the two match less", patches=[entry.id])
+    if len(found) != rewrite.times:
+        lines = ", ".join(str(run.statements[0].lineno) for run in found) or "no line"
+        fact = f"'{entry.id}' matches {len(found)} times in {entry.target} (at {lines}), not {rewrite.times}"
+        raise _refused(entry, fact, "Read the upstream that is installed and mend 'match'")
+    return found
+
+
+def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, call: str) -> str:
+    """Returns the one statement that takes a run's place."""
+    last = run.statements[-1]
+    returns = isinstance(last, ast.Return)
+    _check_jumps(entry, run.statements[:-1] if returns else run.statements)
+    if returns:
+        if rewrite.gives:
+            raise _refused(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
+        return f"return {call}"
+    gives = _gives(entry, rewrite, function, run)
+    return f"{', '.join(gives)} = {call}" if gives else call
+
+
+_JUMPS = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)
+
+
+def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
+    jumps: list[ast.AST] = [node for node in in_scope(statements) if isinstance(node, (*_JUMPS, ast.Delete))]
+    jumps += [node for statement in statements for node in _outward(statement)]
+    if jumps:
+        word = type(jumps[0]).__name__.lower()
+        fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
+        raise _refused(entry, fact, "Match less: a call cannot do that for the function")
+
+
+def _outward(statement: ast.AST) -> list[ast.AST]:
+    """Returns the breaks and continues that leave a statement."""
+    if isinstance(statement, (ast.Break, ast.Continue)):
+        return [statement]
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return []
+    loop = isinstance(statement, (ast.For, ast.AsyncFor, ast.While))
+    children = getattr(statement, "orelse", ()) if loop else ast.iter_child_nodes(statement)
+    return [jump for child in children for jump in _outward(child)]
+
+
+def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
+    inside = bound(run.statements)
+    if rewrite.gives is None and len(inside) > 1:
+        fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"
+        raise _refused(entry, fact, "Say in 'gives' which of them the function returns, in its order")
+    gives = sorted(inside) if rewrite.gives is None else rewrite.gives
+    needed = read_after(function, run.chain, run.block, run.end) & inside
+    lost = sorted(needed - set(gives))
+    if lost:
+        fact = f"'{lost[0]}' is bound in the run of '{entry.id}' and read after it"
+        raise _refused(entry, fact, f"Add '{lost[0]}' to 'gives'")
+    for name in gives:
+        if name not in inside and name in arguments(function) | _names(function):
+            fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
+            raise _refused(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
+    return gives
+
+
+def _names(function: Function) -> set[str]:
+    return bound(function.body) | set().union(*(reads(statement) for statement in function.body))
+
+
+def _check_visible(entry: Entry, function: Function, run: Run, taken: Sequence[str]) -> None:
+    """Refuses parameters that the function binds only inside or after the run."""
+    first = run.statements[0]
+    inside = {id(node) for statement in run.statements for node in in_scope([statement])}
+    loop = next((p for p, _, _ in run.chain if isinstance(p, (ast.For, ast.AsyncFor, ast.While))), None)
+    before = [
+        node
+        for node in in_scope(function.body)
+        if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
+    ]
+    names = arguments(function) | set().union(*map(binds, before))
+    names |= bound([loop]) - bound(run.statements) if loop is not None else set()
+    local = arguments(function) | bound(function.body)
+    for name in taken:
+        if name in local and name not in names:
+            fact = f"'{entry.reference}' takes '{name}', which {entry.target} binds only in or after the run"
+            raise _refused(entry, fact, "Take names that are bound before the run")
+
+
+def _replace(lines: list[bytes], run: Run, statement: str) -> None:
+    """Puts a statement in a run's place; what follows on the run's last line comes up to its first."""
+    first, last = run.statements[0], run.statements[-1]
+    start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
+    decorators = getattr(first, "decorator_list", ())
+    start = min([start, *(decorator.lineno - 1 for decorator in decorators)])
+    column = first.col_offset if not decorators else len(lines[start]) - len(lines[start].lstrip())
+    head, tail = lines[start][:column], lines[end][last.end_col_offset :]
+    # An `elif` is an `if` that stands alone in the outer one's else, and is written without that word.
+    word = b"else: " if lines[start][column:].startswith(b"elif") else b""
+    lines[start] = head + word + statement.encode() + tail
+    for index in range(start + 1, end + 1):
+        lines[index] = b"\n"
+    if not lines[start].endswith((b"\n", b"\r")):
+        lines[start] += b"\n" if end > start else b""

@@ -1,0 +1,353 @@
+"""Follows from a definition what its upstream's own source lets it use, to the border of the package.
+
+Names are resolved as Python would, without importing anything: a global of the module, a name that it imports from its
+own package, `module.name`, `self.method` and `super().method` in the classes that the source shows. What is looked up
+in any other way (a method of an argument, a table of functions) is not followed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from torchport.patch.source.capture import imported_from
+from torchport.patch.source.source import Source, at_import, binding, read_source
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+_SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_MADE_BY = ("__new__", "__init__", "__post_init__")
+_SELF, _SUPER = "<self>", "<super>"
+_ANNOTATIONS = ("annotation", "returns", "type_params")
+
+Imports = ast.Import | ast.ImportFrom
+Chain = tuple[str, ...]
+Home = tuple[str, tuple[str, ...]]
+"""A module, and the path of a definition in it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """One definition that another one uses.
+
+    Attributes:
+        source: The source of its module.
+        node: The statement that binds its name.
+        through: The `module:path` of the definition that uses it.
+    """
+
+    source: Source
+    node: ast.stmt
+    through: str
+
+
+def home_of(target: str) -> Home:
+    """Returns a `module:path` in its parts."""
+    module, _, path = target.partition(":")
+    return module, tuple(path.split("."))
+
+
+def name_of(home: Home) -> str:
+    """Returns `module:path`."""
+    return f"{home[0]}:{'.'.join(home[1])}"
+
+
+def callees(targets: Sequence[str]) -> dict[str, Callee]:
+    """Returns all that definitions use of their own packages, directly or not, without themselves.
+
+    Args:
+        targets: The definitions, as `module:path`.
+
+    Returns:
+        The callees by `module:path`, the nearest first.
+
+    Raises:
+        TargetError: A source on the way is not Python.
+    """
+    result: dict[str, Callee] = {}
+    pending = list(map(home_of, targets))
+    while pending:
+        user = pending.pop(0)
+        for home in dict.fromkeys(home for _, home in _used(user)):
+            name, found = name_of(home), definition(home)
+            if found and name not in result and name not in targets:
+                result[name] = Callee(*found, name_of(user))
+                pending.append(home)
+    return result
+
+
+def _source(module: str) -> Source | None:
+    try:
+        return read_source(module)
+    except ModuleNotFoundError:
+        return None
+
+
+def definition(home: Home) -> tuple[Source, ast.stmt] | None:
+    """Returns the source and statement of a definition; None if the source does not show it.
+
+    Raises:
+        TargetError: The source is not Python.
+    """
+    source = _source(home[0])
+    node = source.where(home[1]).node if source else None
+    if source is not None and node is None and len(home[1]) == 1:  # a loop or a `with` binds it
+        node = next(iter(source.all_names.get(home[1][0], ())), None)
+    return None if source is None or node is None else (source, node)
+
+
+def uses(home: Home) -> list[str]:
+    """Returns where the names in a definition lead: to a definition of its package, or by which import out of it."""
+    source = _source(home[0])
+    if source is None:
+        return []
+    chains, own = _names(source, home[1])
+    firsts = {chain[0] for chain in chains}
+    statements = {first: own.get(first, source.all_names.get(first, [])) for first in firsts}
+    led = {f"{first}={name}" for first in firsts for name in _imported_as(first, statements[first], source)}
+    return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _used(home)})
+
+
+def _imported_as(name: str, statements: Sequence[ast.stmt], source: Source) -> Iterator[str]:
+    """Yields what imports bind a name to, in full."""
+    for node in statements:
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
+                yield f"{imported_from(node, source.module, source)}.{alias.name}"
+            elif isinstance(node, ast.Import) and (alias.asname or alias.name.partition(".")[0]) == name:
+                yield alias.name if alias.asname else name
+
+
+def _used(user: Home) -> Iterator[tuple[Chain, Home]]:
+    """Yields the definitions of its package that a definition names, each with the names that lead to it."""
+    source = _source(user[0])
+    if source is None:
+        return
+    chains, own = _names(source, user[1])
+    owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
+    for chain in chains:
+        if chain[0] == _SUPER and not owner:  # of a class inside a function
+            continue
+        lookup = _Lookup(user[0].partition(".")[0])
+        if chain[0] in (_SELF, _SUPER):
+            found = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
+        elif chain[0] in own:
+            found = (home for statement in own[chain[0]] for home in lookup.imported(statement, source, chain))
+        else:
+            found = lookup.names(user[0], chain)
+        yield from ((chain, home) for home in found)
+
+
+@functools.cache
+def _names(source: Source, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
+    """Returns what a definition reads, and what it binds itself; a source never changes."""
+    chains: set[Chain] = set()
+    own: dict[str, list[Imports]] = {}
+    for node in bindings(source, path):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        first = _first_argument(node) if len(path) > 1 else None
+        chains |= set(_chains(node if isinstance(node, _DEFINITIONS) else _head(node), first))
+        own |= {name: own.get(name, []) + found for name, found in _bound_inside(node).items()}
+    return sorted(chains), own
+
+
+def bindings(source: Source, path: tuple[str, ...]) -> list[ast.stmt]:
+    """Returns all statements that make a global what it is; of a name in a class those that count."""
+    node, touching = source.where(path).node, source.all_names.get(path[0], [])
+    if len(path) == 1:
+        return touching
+    name = ".".join(path)
+    put = [one for one in touching if isinstance(one, ast.Assign) and name in map(ast.unparse, one.targets)]
+    return [*([] if node is None else [node]), *put]
+
+
+def _head(node: ast.stmt) -> ast.AST:
+    """Returns a statement without the blocks in it."""
+    heads = [getattr(node, field) for field in ("test", "iter", "items") if hasattr(node, field)]
+    flat = [one for head in heads for one in (head if isinstance(head, list) else [head])]
+    return ast.Module(flat, []) if hasattr(node, "body") else node
+
+
+def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
+    """Returns the names that a function binds itself, with the imports in it that bind them."""
+    own: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
+    for inner in _walked(node) if own or isinstance(node, _FUNCTIONS) else ():
+        if isinstance(inner, (ast.Import, ast.ImportFrom)):
+            for alias in inner.names:
+                own.setdefault((alias.asname or alias.name).partition(".")[0], []).append(inner)
+    return own
+
+
+def _local(scope: ast.AST) -> set[str]:
+    """Returns the arguments and assigned names of a function or comprehension, without those of scopes in it."""
+    names = {inner.arg for inner in ast.walk(getattr(scope, "args", ast.Module([], []))) if isinstance(inner, ast.arg)}
+    pending = list(_children(scope))
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id)
+        if isinstance(inner, _DEFINITIONS):
+            names.add(inner.name)
+        pending += [] if isinstance(inner, (*_SCOPES, ast.ClassDef)) else _children(inner)
+    return names
+
+
+def _first_argument(node: ast.stmt) -> str | None:
+    if not isinstance(node, _FUNCTIONS):
+        return None
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    positional = [*node.args.posonlyargs, *node.args.args]
+    return None if static or not positional else positional[0].arg
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields what stands in a node but its annotations, which compute nothing."""
+    for field, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        yield from (child for child in children if isinstance(child, ast.AST) and field not in _ANNOTATIONS)
+
+
+def _walked(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in _children(node):
+        yield from _walked(child)
+
+
+def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
+    """Yields what a definition reads: `a.b.c` as its names; the first argument of a method as `_SELF`."""
+    steps: list[str] = []
+    base = node
+    while isinstance(base, ast.Attribute):
+        steps.insert(0, base.attr)
+        base = base.value
+    called = base.func.id if isinstance(base, ast.Call) and isinstance(base.func, ast.Name) else None
+    if steps and called == "type" and isinstance(base, ast.Call) and len(base.args) == 1:
+        base = base.args[0]  # `type(self).method`
+    if isinstance(base, ast.Name):
+        first = _SELF if base.id == self_name else base.id
+        steps = steps[1:] if first == _SELF and steps[:1] == ["__class__"] else steps
+        if isinstance(base.ctx, ast.Load) and (steps or first != _SELF):
+            yield (first, *steps)
+        return
+    if steps and called == "super":
+        yield (_SUPER, *steps)
+        return
+    yield from _inside(node, self_name)
+
+
+def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
+    """Yields what the parts of a node read; a scope's own names are not read from outside it."""
+    hidden = _local(node) - {self_name} if isinstance(node, _SCOPES) else set()
+    for child in _children(node):
+        outside = isinstance(child, ast.arguments) or child in getattr(node, "decorator_list", ())
+        names = set() if outside else hidden - _imported(node)
+        yield from (chain for chain in _chains(child, self_name) if chain[0] not in names)
+
+
+def _imported(scope: ast.AST) -> set[str]:
+    """Returns the names that imports in a scope bind, which lead out of it."""
+    found = (inner for inner in _walked(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+    return {(alias.asname or alias.name).partition(".")[0] for inner in found for alias in inner.names}
+
+
+class _Lookup:
+    """One look-up of a chain of names, inside one package; nothing is asked twice, so that a circle ends.
+
+    Args:
+        package: The top-level package.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._asked: set[tuple[object, ...]] = set()
+
+    def _is_new(self, *question: object) -> bool:
+        before = len(self._asked)
+        self._asked.add(question)
+        return len(self._asked) > before
+
+    def names(self, module: str, chain: Chain) -> Iterator[Home]:
+        """Yields the definition to which names lead from a module's globals."""
+        source = _source(module)
+        if source is None or not self._is_new(module, chain):
+            return
+        nodes = source.all_names.get(chain[0], [])
+        if not nodes:
+            for star in at_import(source.tree.body):
+                if isinstance(star, ast.ImportFrom) and star.names[0].name == "*":
+                    yield from self._in(imported_from(star, module, source), chain)
+        others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
+        for node in nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield from self.imported(node, source, chain)
+        if others and isinstance(source.names.get(chain[0]), ast.ClassDef):
+            yield from self._in_class((module, (chain[0],)), chain[1:])
+        elif others and not (chain[0].startswith("__") and chain[0].endswith("__")):  # `__version__` differs by version
+            yield module, (chain[0],)
+
+    def imported(self, node: Imports, source: Source, chain: Chain) -> Iterator[Home]:
+        """Yields the definition to which names lead of which the first is bound by an import."""
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
+                home = imported_from(node, source.module, source)
+                known = _source(home)
+                if known is not None and alias.name in known.names:
+                    yield from self._in(home, (alias.name, *chain[1:]))
+                else:
+                    yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self._in(home, chain)
+            elif isinstance(node, ast.Import) and (alias.asname or alias.name.partition(".")[0]) == chain[0]:
+                yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
+
+    def _in(self, module: str, chain: Chain) -> Iterator[Home]:
+        if module.partition(".")[0] == self._package:
+            yield from self.names(module, chain)
+
+    def _in_module(self, module: str, chain: Chain) -> list[Home]:
+        """Returns what names lead to from a module: a name of it, or one of a submodule that the first of them is."""
+        source = _source(module) if chain and module.partition(".")[0] == self._package else None
+        if source is not None and chain[0] in source.names:
+            return list(self.names(module, chain))
+        deeper = self._in_module(f"{module}.{chain[0]}", chain[1:]) if chain else []
+        return deeper or (list(self._in(module, chain)) if chain else [])
+
+    def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
+        """Yields the method that a class is asked for; of a class alone what makes an instance, or else all of it."""
+        if chain:
+            yield from self.method(home, chain[0], inherited=False)
+            return
+        makers = [maker for name in _MADE_BY for maker in self.method(home, name, inherited=False)]
+        yield from makers or [home]
+
+    def method(self, home: Home, name: str, inherited: bool) -> Iterator[Home]:
+        """Yields the first definition of a method in a class, or, if it is inherited, in what is above it."""
+        place = definition(home)
+        node = place[1] if place else None
+        if not isinstance(node, ast.ClassDef) or not self._is_new(home, name, inherited):
+            return
+        if not inherited and binding(node.body, name) is not None:
+            yield home[0], (*home[1], name)
+            return
+        chains = (chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1])
+        above = (cls for chain in chains for cls in self._classes(home[0], chain))
+        homes = (list(self.method(cls, name, inherited=False)) for cls in above)
+        yield from next(filter(None, homes), [])
+
+    def _classes(self, module: str, chain: Chain) -> Iterator[Home]:
+        """Yields the class that names lead to."""
+        source = _source(module)
+        node = source.names.get(chain[0]) if source else None
+        if isinstance(node, ast.ClassDef) and len(chain) == 1:
+            yield module, (node.name,)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)) and source is not None:
+            yield from _Classes(self._package).imported(node, source, chain)
+
+
+class _Classes(_Lookup):
+    """A look-up that ends at a class itself."""
+
+    def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
+        if not chain:
+            yield home

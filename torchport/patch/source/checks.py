@@ -1,0 +1,124 @@
+"""What can be known about an entry from upstream's source, before anything of upstream is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
+from torchport.patch.declared.entry import Entry
+from torchport.patch.live import scope
+from torchport.patch.rewriting import rewrite
+from torchport.patch.rewriting.flow import Function
+from torchport.patch.source import signature
+from torchport.patch.source.capture import imported_from
+from torchport.patch.source.source import Found, Source, at_import, shown, source_of
+
+
+def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
+    """Checks entries against the source of their targets.
+
+    Args:
+        entries: What is to be applied.
+        loaded: What each names, by id.
+
+    Raises:
+        PatchError: The first entry that cannot work, with what it finds upstream.
+    """
+    texts: dict[str, str] = {}
+    for entry in entries:
+        if entry.edits:
+            check_source(entry, loaded.get(entry.id), texts)
+
+
+def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
+    """Checks one entry; `texts` holds what earlier rewrites have made of each file, by module."""
+    source = source_of(entry)
+    if source is None:
+        return
+    where = source.where(entry.path)
+    if where.node is None and not where.open:
+        raise _no_such_name(entry, source, where)
+    scope.check_written(entry, where)
+    if where.node is None or where.depth < len(entry.path):
+        return
+    if entry.rewrite:
+        _check_rewrite(entry, source, where.node, loaded, {} if texts is None else texts)
+    else:
+        _check_defined(entry, source, where.node)
+        _check_shape(entry, source, where.node, loaded)
+
+
+def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
+    body: Sequence[ast.stmt] = source.tree.body
+    if where.depth:
+        holder = source.where(entry.path[: where.depth]).node
+        body = getattr(holder, "body", [])
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    known = [node.name for node in at_import(body) if isinstance(node, kinds)]
+    name = entry.path[where.depth]
+    fact = f"'{entry.id}' finds no '{name}' in {shown(source.file)}"
+    remedy = nearest(name, known)
+    if len(remedy) > 300:
+        remedy = f"Look '{name}' up in the upstream that is installed"
+    return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _check_defined(entry: Entry, source: Source, node: ast.stmt) -> None:
+    """Refuses a function that its module only passes on from another one of its package, where others take it.
+
+    A name from another package is the importer's alone to change: its home would be out of scope.
+    """
+    if not isinstance(node, ast.ImportFrom) or entry.aliases == "report" or entry.scope == "global":
+        return
+    home, name = imported_from(node, entry.module, source), entry.path[0]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    own = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
+    if own or len(entry.path) > 1 or home.partition(".")[0] != entry.module.partition(".")[0]:
+        return
+    original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), name)
+    fact = f"{entry.target} is imported from {home} ({shown(source.file)}:{node.lineno})"
+    remedy = f"Write {home}:{original}, or 'aliases: report' to change this name alone"
+    raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> None:
+    """Checks that a function takes a function's place, and a class a class's."""
+    if isinstance(node, ast.ClassDef):
+        if entry.kind == "replace" and not isinstance(loaded, type):
+            fact = f"{entry.target} is a class, and '{entry.reference}' is none"
+            raise SignatureError(entry.place, fact, "Write a class", patch=entry.id, target=entry.target)
+        return
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    if not callable(loaded) or (entry.kind == "replace" and isinstance(loaded, type)):
+        fact = f"{entry.target} ({shown(source.file)}:{node.lineno}) is a function, and '{entry.reference}' is none"
+        raise SignatureError(entry.place, fact, "Write a function", patch=entry.id, target=entry.target)
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    method = len(entry.path) > 1 and not static
+    signature.check(entry, signature.written_signature(node), loaded, method)
+
+
+def _check_rewrite(entry: Entry, source: Source, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        fact = f"{entry.target} is imported ({shown(source.file)}:{node.lineno})"
+        raise ScopeError(entry.place, fact, "Name the module that defines it", patch=entry.id, target=entry.target)
+    if isinstance(node, ast.ClassDef):
+        fact = f"{entry.target} is a class"
+        raise RewriteError(entry.place, fact, "Name one of its methods", patch=entry.id, target=entry.target)
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return
+    text = texts.get(entry.module, source.text)
+    edit = rewrite.edited(entry, text, _finder(node), rewrite.parameters(entry, loaded))
+    texts[entry.module] = edit.text
+
+
+def _finder(node: Function) -> Callable[[ast.Module], Function]:
+    """Returns what finds a definition in an edited text, which keeps every line where it was."""
+
+    def find(tree: ast.Module) -> Function:
+        same = (other for other in ast.walk(tree) if isinstance(other, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        return next(other for other in same if (other.name, other.lineno) == (node.name, node.lineno))
+
+    return find

@@ -1,0 +1,309 @@
+"""Lock files: what upstream's source was under each target when its patch was reviewed."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pydantic
+
+from torchport.config import Document, Frozen, read_document, validated
+from torchport.errors import DriftError, OutputError, TargetError, WrongTypeError
+from torchport.files.folder import inside
+from torchport.patch.declared.entry import Entry, TargetName
+from torchport.patch.declared.reading import LOCK, upstreams
+from torchport.patch.declared.versions import installed
+from torchport.patch.source.callees import bindings, callees, definition, home_of, uses
+from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
+from torchport.patch.source.signature import written_signature
+from torchport.patch.source.source import Source, shown, source_of
+
+
+class Row(Frozen):
+    """One known-good source of a target.
+
+    Attributes:
+        versions: The distributions of `fits` that it was seen in.
+        signature: Its signature, where it is a function.
+        tree: The hash of its normalised syntax tree.
+        statements: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
+        relies_on: What the patch relies on, and all that this uses of its package: by module, each name in it
+            with its short hash, as `rotate_half:0c41d2aa`.
+    """
+
+    versions: dict[str, str]
+    signature: str | None = None
+    tree: str
+    statements: str = ""
+    relies_on: dict[str, str] = {}
+
+
+class Locked(Frozen):
+    """The known-good sources of one target."""
+
+    target: TargetName
+    rows: list[Row] = pydantic.Field(min_length=1)
+
+
+_GONE = "gone"
+_read: dict[tuple[str, int, int], dict[str, Locked]] = {}
+
+
+def read_lock(folder: Path) -> dict[str, Locked]:
+    """Returns the lock of one upstream's folder, by target; empty if there is no lock file."""
+    file = inside(folder.parent, folder / LOCK)
+    shown = f"{folder.parent.name}/{folder.name}/{LOCK}"
+    if not file.is_file():
+        if file.is_symlink() or file.exists():
+            read_document(file, shown)  # which refuses what is no file
+        return {}
+    stat = file.stat()
+    key = (str(file), stat.st_mtime_ns, stat.st_size)
+    if key not in _read:
+        document = read_document(file, shown)
+        if not isinstance(document.data, list):
+            raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
+        parts = [
+            Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
+            for index, data in enumerate(document.data)
+        ]
+        locked = [_completed(validated(Locked, part)) for part in parts]
+        _read[key] = {one.target: one for one in locked}
+    return _read[key]
+
+
+def _completed(locked: Locked) -> Locked:
+    """Returns a target with the statements that `_yaml` writes once where several rows differ in callees alone."""
+    known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
+    rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
+    return locked.model_copy(update={"rows": rows})
+
+
+def under(entry: Entry) -> ast.stmt | None:
+    """Returns the statement under an entry's target; None if it is in C, or made where its module does not show it."""
+    source = source_of(entry)
+    return source.where(entry.path).node if source else None
+
+
+def seen(entry: Entry) -> Row | None:
+    """Returns what upstream's source is now under an entry's target; None if it has no source there."""
+    node = under(entry)
+    if node is None:
+        return None
+    versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
+    return Row(
+        versions=versions,
+        signature=_signature(node),
+        tree=tree_hash(node),
+        statements=" ".join(part.key for part in parts(node)),
+        relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
+    )
+
+
+def _by_module(keys: dict[str, str]) -> dict[str, str]:
+    """Returns hashes by `module:path` in the form of a lock."""
+    result: dict[str, str] = {}
+    for name, key in sorted(keys.items()):
+        module, _, path = name.partition(":")
+        result[module] = f"{result[module]} {path}:{key}" if module in result else f"{path}:{key}"
+    return result
+
+
+def _flat(row: Row) -> dict[str, str]:
+    """Returns a row's hashes by `module:path`."""
+    parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
+    return {f"{module}:{path}": key for module, (path, _, key) in parts}
+
+
+def _signature(node: ast.stmt) -> str | None:
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    bare = ast.FunctionDef(node.name, node.args, [], [], None)
+    written = written_signature(bare)
+    return None if written is None else str(written).replace("=Ellipsis", "=...")
+
+
+def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
+    """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
+
+    A replacement does its target's work itself: it relies on what the target uses, unless no tensor passes through it.
+    """
+    result = {}
+    for target in sorted(entry.relies_on):
+        found = definition(home_of(target))
+        result[target] = _described(target, *found, "which it relies on") if found else (_GONE, ", which it relies on,")
+    own = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    for name, callee in callees([*own, *sorted(entry.relies_on)]).items():
+        result[name] = _described(name, callee.source, callee.node, f"which {callee.through} uses")
+    result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
+    used = uses(home_of(entry.target)) if own else []
+    source, node = source_of(entry), under(entry)
+    if used and source is not None and node is not None:
+        where = f" ({shown(source.file)}:{node.lineno}), by what its names lead to,"
+        result[entry.target] = bound_hash([], used)[:8], where
+    return result
+
+
+def _described(name: str, source: Source, node: ast.stmt, why: str) -> tuple[str, str]:
+    home = home_of(name)
+    key = bound_hash(bindings(source, home[1]), uses(home))
+    return key[:8], f" ({shown(source.file)}:{node.lineno}), {why},"
+
+
+def check(entry: Entry) -> str:
+    """Returns "locked"; "unlocked" where no lock has the target; "no source" where there is nothing to lock.
+
+    Raises:
+        DriftError: The source is none that the lock knows; it says what changed.
+    """
+    locked = read_lock(entry.folder).get(entry.target)
+    if locked is None:
+        return "unlocked" if under(entry) else "no source"
+    now = seen(entry)
+    if now is None:
+        raise _drifted(entry, locked, "the source is gone")
+    if any(_same(row, now) for row in locked.rows):
+        return "locked"
+    row = max(locked.rows, key=lambda row: _likeness(row, now))
+    raise _drifted(entry, locked, "; ".join(_told(entry, row, now)))
+
+
+def _same(row: Row, now: Row) -> bool:
+    """Returns whether a row is what is there now; it may have callees of other patches of the target."""
+    relied = _flat(now).items() <= _flat(row).items()
+    return relied and (row.signature, row.tree) == (now.signature, now.tree)
+
+
+def _likeness(row: Row, now: Row) -> tuple[float, int]:
+    same = _flat(row).items() & _flat(now).items()
+    return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
+
+
+def _told(entry: Entry, row: Row, now: Row) -> list[str]:
+    told = []
+    if row.signature != now.signature:
+        told.append(f"its signature was {row.signature}, is {now.signature}")
+    told += _shortened(_changed_callees(entry, _flat(row), row.tree == now.tree))
+    source = source_of(entry)
+    if row.tree != now.tree and isinstance(source, Source):
+        node = source.where(entry.path).node
+        told += _shortened(changes(row.statements.split(), node, source.text) if node is not None else [])
+    return told
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
+
+
+def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[str]:
+    """Returns in words which callees are not what they were, those that are new last: their users changed as well.
+
+    Args:
+        entry: The entry.
+        before: The hashes of a row.
+        whole: Whether the target's own statements are that row's; else these say what its names lead to.
+    """
+    changed, new = [], []
+    for name, (key, words) in _callees(entry).items():
+        if name == entry.target and not whole:
+            continue
+        if name not in before:
+            new.append(f"{name}{words} is new")
+        elif before[name] != key:
+            changed.append(f"{name}{words} {'is gone' if key == _GONE else 'changed'}")
+    return changed + new
+
+
+def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
+    versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
+    fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
+    remedy = (
+        f"Review the patch, then run: torchport patches lock {entry.upstream} "
+        "(with the --path and --upstream-path that are used here)"
+    )
+    return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> list[str]:
+    """Records upstream's source as reviewed.
+
+    Args:
+        folder: The folder of patches.
+        entries: The entries to lock; those of one upstream must all be given, what is left out is dropped.
+        write: False to only tell what would change.
+
+    Returns:
+        One line per target that is new, changed or dropped; empty if the locks are as they should be.
+
+    Raises:
+        TargetError: An entry relies on what its upstream's source does not show: its change would never be seen.
+    """
+    told: list[str] = []
+    for entry, target in ((one, target) for one in entries for target in one.relies_on):
+        if definition(home_of(target)) is None:
+            fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
+            raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
+    by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
+    for name, chosen in by_upstream.items():
+        if not any(entry.upstream == name for entry in entries):
+            continue
+        before = read_lock(Path(folder) / name)
+        after, lines = _relocked(before, chosen)
+        told += lines
+        if write and lines:
+            _write(Path(folder) / name / LOCK, _yaml(after.values()))
+    return told
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        remedy = "Copy the patches to a folder that can be written, and name it with --path"
+        raise OutputError(str(file), f"It cannot be written: {error.strerror}", remedy) from error
+
+
+def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+    after: dict[str, Locked] = {}
+    told: list[str] = []
+    for entry in entries:
+        now = seen(entry)
+        if now is None:
+            continue
+        now = _with_callees_of(now, after.get(entry.target))
+        old = before[entry.target].rows if entry.target in before else []
+        kept = [row for row in old if row.versions != now.versions and not _same(row, now)]
+        same = next((row.versions for row in old if _same(row, now)), now.versions)
+        row = now.model_copy(update={"versions": same})
+        after[entry.target] = Locked(target=entry.target, rows=[*kept, row])
+    for target in sorted(before.keys() | after.keys()):
+        if before.get(target) != after.get(target):
+            word = "changed" if target in before and target in after else "new" if target in after else "dropped"
+            told.append(f"{target}: {word}")
+    return after, told
+
+
+def _with_callees_of(now: Row, earlier: Locked | None) -> Row:
+    """Returns a row that has the callees of all the entries of one target."""
+    relied = {**(_flat(earlier.rows[-1]) if earlier else {}), **_flat(now)}
+    return now.model_copy(update={"relies_on": _by_module(relied)})
+
+
+def _yaml(locked: Iterable[Locked]) -> str:
+    out = ["# Written by: torchport patches lock. What upstream's source was when its patches were reviewed."]
+    for one in sorted(locked, key=lambda one: one.target):
+        out += [f"- target: {one.target}", "  rows:"]
+        written: set[str] = set()
+        for row in one.rows:
+            versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
+            out.append(f"    - versions: {{{versions}}}")
+            out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
+            out.append(f'      tree: "{row.tree}"')
+            out += [f'      statements: "{row.statements}"'] if row.tree not in written else []
+            written.add(row.tree)
+            if row.relies_on:
+                out.append("      relies_on:")
+                out += [f'        {module}: "{keys}"' for module, keys in sorted(row.relies_on.items())]
+    return "\n".join(out) + "\n"

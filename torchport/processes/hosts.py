@@ -1,0 +1,269 @@
+"""The processes of one run, one on each host: how they find each other, agree, and end together.
+
+Every process runs the same command over the same devices. The first one keeps the run's folder: it reads and writes
+there, and tells the others what it read. What is told goes through JAX's coordination service, not through the devices:
+somebody may have to wait for hours, and a device that waits in a program is a device that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchport import errors
+from torchport.errors import BadValueError, MachineError, TorchportError
+from torchport.processes.watch import POLL, Watch
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+CONNECT = 300
+"""Seconds in which all processes must have started: JAX's default."""
+PIECE = 2**20
+"""Bytes of one message: gRPC takes no more than 4 MiB unless told otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """How a process finds the others; without an address JAX asks the cluster that it runs in.
+
+    Attributes:
+        coordinator: `host:port` of the first process.
+        processes: How many there are.
+        process: Which of them this is, from 0.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+
+
+def asked(distributed: bool, coordinator: str | None, processes: int | None, process: int | None) -> Cluster | None:
+    """Returns the cluster that the flags name; None where none is given: one process is all.
+
+    Raises:
+        BadValueError: Flags that contradict each other, are not all there, or are no address and number.
+    """
+    flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    given = [flag for flag, value in flags.items() if value is not None]
+    if distributed and given:
+        raise BadValueError(
+            "--distributed", f"{given[0]} is given too", "Leave one out: --distributed takes all from the cluster"
+        )
+    if not given:
+        return Cluster() if distributed else None
+    missing = [flag for flag in flags if flag not in given]
+    if missing:
+        raise BadValueError(
+            given[0],
+            f"It is given without {' and '.join(missing)}",
+            "Give all three, or --distributed alone where JAX knows them",
+        )
+    assert coordinator is not None and processes is not None and process is not None
+    name, _, port = coordinator.rpartition(":")
+    if not name or not re.fullmatch(r"[1-9]\d{0,4}", port) or int(port) > 65535:
+        raise BadValueError(
+            f"--coordinator {coordinator}", "It is no host and port", "Name the first process's, such as 10.0.0.1:8476"
+        )
+    if process >= processes:
+        raise BadValueError(
+            f"--process {process}", f"There are {processes} processes", f"It must be 0 to {processes - 1}"
+        )
+    return Cluster(coordinator, processes, process)
+
+
+def _state() -> Any:
+    """Returns what JAX knows of the processes; its public functions would start the backend, which fixes it."""
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def processes() -> int:
+    """Returns how many processes run this together; 1 without a cluster."""
+    return int(_state().num_processes)
+
+
+def process() -> int:
+    """Returns which of them this is, from 0."""
+    return int(_state().process_id)
+
+
+def first() -> bool:
+    """Returns whether this process keeps the folder."""
+    return process() == 0
+
+
+@contextlib.contextmanager
+def joined(cluster: Cluster | None) -> Iterator[Watch]:
+    """Runs the context together with the cluster's other processes; alone without one.
+
+    Where a process fails, the others end within seconds, with its error and its exit code. Where one is killed, the
+    others end with a `LostProcessError`: within `watch.SILENCE` and a few seconds, and at once if it was the first.
+
+    Yields:
+        What watches the others; it wants to know the run's folder.
+
+    Raises:
+        MachineError: They do not find each other.
+    """
+    if cluster is None:
+        yield Watch(_state())
+        return
+    _connect(cluster)
+    watch = Watch(_state())
+    with watch.watching():
+        try:
+            yield watch
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                # A program says only that a connection is gone: somebody may have died.
+                watch.settle()
+            watch.over.set()
+            # What all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
+            if not getattr(error, "everywhere", False):
+                watch.fail(error)
+            raise
+
+
+def _connect(cluster: Cluster) -> None:
+    import jax
+
+    # torchport stops at SIGTERM by itself; JAX's service would take the signal away.
+    jax.config.update("jax_enable_preemption_service", False)
+    place = f"--coordinator {cluster.coordinator}" if cluster.coordinator else "--distributed"
+    try:
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.processes,
+            cluster.process,
+            initialization_timeout=CONNECT,
+            # A cluster's own idea of who is who must not mix with what was given.
+            cluster_detection_method="deactivate" if cluster.coordinator else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        remedy = (
+            "Start all processes at about the same time, with one free port on a host that all of them reach"
+            if cluster.coordinator
+            else "Name it: --coordinator HOST:PORT --processes N --process I"
+        )
+        raise MachineError(place, f"The processes of the run do not find each other: {said}", remedy) from error
+    log = logging.getLogger("torchport")
+    if not first() and log.getEffectiveLevel() < logging.WARNING:
+        log.setLevel(logging.WARNING)  # the first process speaks for all
+
+
+_number = itertools.count()
+"""Of the exchanges so far: every process makes the same ones in the same order."""
+_alone: list[bool] = []
+"""Whether the first process is at something that the others only wait for."""
+
+
+def told(make: Callable[[], T]) -> T:
+    """Returns, on every process, what the first one makes; what it refuses, all refuse.
+
+    Args:
+        make: Called by the first process alone. Returns what JSON can hold.
+    """
+    return told_with(lambda: (make(), {}))[0]
+
+
+def told_with(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
+    """Returns, on every process, what the first one makes, tensors among it, bit for bit; see `told`."""
+    if processes() == 1 or _alone:
+        return make()
+    key = f"torchport/{next(_number)}"
+    return _tell(key, make) if first() else _hear(key)
+
+
+def _tell(key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
+    from safetensors.torch import save
+
+    _alone.append(True)
+    try:
+        value, tensors = make()
+    except TorchportError as error:
+        _send(key, {"kind": type(error).__name__, "args": error.args}, b"")
+        error.__dict__["everywhere"] = True
+        raise
+    finally:
+        _alone.pop()
+    _send(key, {"value": value}, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+    return value, tensors
+
+
+def _send(key: str, said: dict[str, Any], data: bytes) -> None:
+    # What was sent stays with the service until the end: a few artefacts, each once.
+    client = _state().client
+    for start in range(0, len(data), PIECE):
+        client.key_value_set_bytes(f"{key}/{start}", data[start : start + PIECE])
+    client.key_value_set(key, json.dumps({**said, "bytes": len(data)}))
+
+
+def _hear(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
+    from safetensors.torch import load
+
+    said = json.loads(_get(key))
+    if "kind" in said:
+        raise getattr(errors, said["kind"])(*said["args"], everywhere=True)
+    client = _state().client
+    pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in range(0, said["bytes"], PIECE)]
+    return said["value"], load(b"".join(pieces))
+
+
+def _get(key: str) -> str:
+    """Returns what another process sets, however long that takes; Ctrl-C is heard every second."""
+    import jax
+
+    while True:
+        try:
+            return str(_state().client.blocking_key_value_get(key, round(1000 * POLL)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def _all(mine: str) -> list[str]:
+    """Returns what each process says, in their order."""
+    key = f"torchport/{next(_number)}"
+    _state().client.key_value_set(f"{key}/{process()}", mine)
+    return [_get(f"{key}/{number}") for number in range(processes())]
+
+
+def anywhere(mine: bool) -> bool:
+    """Returns whether something is true of any process; all must ask."""
+    if processes() == 1 or _alone:
+        return mine
+    return "yes" in _all("yes" if mine else "no")
+
+
+def agree(what: Mapping[str, Any]) -> None:
+    """Refuses processes that were not started alike: they would wait for each other, or compute nonsense.
+
+    Args:
+        what: All that decides which programs run; what JSON can hold.
+
+    Raises:
+        MachineError: Another process has something else.
+    """
+    if processes() == 1:
+        return
+    for number, said in enumerate(map(json.loads, _all(json.dumps(dict(what), default=str)))):
+        mine = json.loads(json.dumps(dict(what), default=str))
+        differs = [key for key in sorted({*said, *mine}) if said.get(key) != mine.get(key)]
+        if differs:
+            key = differs[0]
+            raise MachineError(
+                f"process {process()}",
+                f"Its {key} is {mine.get(key)!r}, and that of process {number} is {said.get(key)!r}",
+                "Start every process with the same command, versions and checkpoint",
+                key=key,
+            )

@@ -1,0 +1,29 @@
+"""."""
+
+from torchport.save.artefact import (
+    CONTACT_SHEET,
+    VIDEO,
+    check_lineage,
+    discard_stale,
+    file_of,
+    read,
+    read_manifest,
+    readable_manifest,
+    remove,
+    write,
+    write_copy,
+)
+
+__all__ = [
+    "CONTACT_SHEET",
+    "VIDEO",
+    "check_lineage",
+    "discard_stale",
+    "file_of",
+    "read",
+    "read_manifest",
+    "readable_manifest",
+    "remove",
+    "write",
+    "write_copy",
+]

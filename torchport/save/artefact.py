@@ -1,0 +1,328 @@
+"""What one stage hands to the next: a safetensors file that holds its own manifest.
+
+An artefact is one file, so that one renaming replaces it: there is never a new half beside an old one. The manifest is
+in the file's metadata, under a checksum of its own; the JSON beside it is a copy for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+
+from torchport.config.card import StageName
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
+from torchport.files import atomic
+from torchport.progress import log
+from torchport.save import hand_written
+from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
+
+_TEXT, _CHECKSUM = "torchport", "torchport.sha256"
+"""Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
+
+VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Returns the file of an artefact."""
+    return folder / f"{name}.safetensors"
+
+
+def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
+    """Writes an artefact: at every moment either the older one or this one is there, whole.
+
+    Args:
+        folder: The run's.
+        name: The stage's, or `denoise.partial`.
+        tensors: Of any dtype, in host memory.
+        facts: The manifest's other fields.
+
+    Raises:
+        NotFiniteError: A tensor holds NaN or infinity. Nothing is written.
+        OutputError: The folder cannot be written, or is full. The older artefact stays.
+    """
+    from safetensors.torch import save
+
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        _check_finite(folder, name, key, tensor)
+    manifest = Manifest(
+        schema_version=SCHEMA,
+        tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
+        sha256=_sha256(tensors),
+        **facts,
+    )
+    text = text_of(manifest)
+    data = save(tensors, {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
+    # The copy goes first: it must never describe another artefact than the one beside it.
+    atomic.remove(_copy(folder, name))
+    with atomic.writing(file_of(folder, name)) as temporary:
+        temporary.write_bytes(data)
+    return manifest
+
+
+def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Writes an artefact's manifest beside it, for people.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    atomic.write_text(_copy(folder, name), text_of(manifest))
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Returns a checksum of tensors that two runs share if they agree in every bit."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name}\0{_described(tensor)}\0".encode())
+        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise NotFiniteError(
+            str(file_of(folder, name)),
+            f"'{key}' has {bad} of {tensor.numel()} values that are NaN or infinite",
+            "Nothing was written. Compare with --backend original: if that is finite, a patch or a precision is wrong",
+            key=key,
+        )
+
+
+def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
+    """Removes what later stages once made from another artefact of this name: beside the new one it would be a lie.
+
+    Args:
+        folder: The run's.
+        name: The stage whose artefact has just been written.
+        sha256: Of that artefact.
+        later: The stages after it, in order.
+    """
+    changed: dict[StageName, str] = {name: sha256}
+    for stage in later:
+        file = file_of(folder, stage)
+        manifest = readable_manifest(file)
+        if manifest is None:
+            continue
+        inputs = manifest.inputs
+        if any(inputs.get(made) not in (None, sha) for made, sha in changed.items()):
+            log.warning("removed %s: it was made from another '%s'", file, name)
+            remove(folder, stage)
+            changed[stage] = ""
+            if stage == later[-1]:
+                atomic.remove(folder / VIDEO, folder / CONTACT_SHEET)
+
+
+def remove(folder: Path, name: str) -> None:
+    """Removes an artefact that is of no more use.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    atomic.remove(_copy(folder, name), file_of(folder, name))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor)} {list(tensor.shape)}"
+
+
+def read(
+    folder: Path, name: str, identity: Mapping[str, Any], components: Mapping[str, str], made_by: str
+) -> tuple[dict[str, torch.Tensor], Manifest | None]:
+    """Returns a stage's artefact, everything that its manifest says verified.
+
+    Args:
+        folder: Where it lies.
+        name: The stage that made it.
+        identity: What it must have been made for, as the reading stage is asked for it.
+        components: Digests of the checkpoint that the reading stage uses.
+        made_by: The command that makes it, for the error.
+
+    Returns:
+        The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
+
+    Raises:
+        ArtefactMissingError: It is not there.
+        ArtefactBrokenError: Its bytes are not what was written, or the JSON beside it is not its manifest.
+        ArtefactForeignError: It was made for another model, checkpoint, size or schema.
+    """
+    file = file_of(folder, name)
+    if not file.is_file():
+        old = folder / hand_written.FILES.get(name, "")
+        if old.is_file():
+            return hand_written.read(old, identity), None
+        raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
+    manifest = read_manifest(file, made_by)
+    if manifest.stage != name.partition(".")[0]:
+        raise ArtefactForeignError(
+            str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
+        )
+    tensors = _loaded(file, made_by)
+    if _sha256(tensors) != manifest.sha256:
+        raise _damaged(file, "Its tensors are not those that were written", made_by)
+    _check_copy(folder, name, manifest)
+    _same(file, name, identity, manifest.identity, components, manifest.components)
+    return tensors, manifest
+
+
+def _damaged(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
+    return ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {made_by}")
+
+
+def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses JSON beside an artefact that says something else: whoever changed it expects an effect."""
+    copy = _copy(folder, name)
+    if not copy.is_file():
+        return
+    if _bytes(copy) != text_of(manifest).encode():
+        raise ArtefactBrokenError(
+            str(copy),
+            f"It is not the manifest that {file_of(folder, name).name} holds, which alone counts",
+            "Remove it: the artefact is complete without it",
+        )
+
+
+def _loaded(file: Path, made_by: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(_bytes(file)))
+    except SafetensorError as error:
+        raise _damaged(file, f"It is not safetensors: {error}", made_by) from error
+
+
+def _bytes(file: Path, head: bool = False) -> bytes:
+    """Returns a file's bytes, or those of a safetensors file's header alone, without its length.
+
+    Raises:
+        ArtefactBrokenError: It cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            if not head:
+                return stream.read()
+            length = int.from_bytes(stream.read(8), "little")
+            return stream.read(min(length, file.stat().st_size))
+    except OSError as error:
+        fact = f"It cannot be read: {error.strerror}"
+        raise ArtefactBrokenError(str(file), fact, "Look at the disk and at the file's permissions") from error
+
+
+def read_manifest(file: Path, made_by: str = "the command that made it") -> Manifest:
+    """Returns the manifest that an artefact holds; the tensors are not read.
+
+    Args:
+        file: `<stage>.safetensors`.
+        made_by: The command that makes it, for the error.
+
+    Raises:
+        ArtefactForeignError: Of another schema version.
+        ArtefactBrokenError: Not an artefact, or a damaged one.
+    """
+    text = _manifest_text(file, made_by)
+    try:
+        version = Version.model_validate_json(text).schema_version
+        if version == SCHEMA:
+            return Manifest.model_validate_json(text)
+    except pydantic.ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        fact = f"Its manifest's field '{where}' is missing or not what it must be" if where else "It holds no manifest"
+        raise _damaged(file, fact, made_by) from error
+    raise _other_schema(file, version, made_by)
+
+
+def readable_manifest(file: Path) -> Manifest | None:
+    """Returns the manifest of an artefact that an earlier run may have left; None if there is none that can be read.
+
+    Args:
+        file: `<stage>.safetensors`, which need not be there.
+    """
+    if not file.is_file():
+        return None
+    try:
+        return read_manifest(file)
+    except (ArtefactBrokenError, ArtefactForeignError) as error:
+        log.warning("left as it is: %s", error)
+        return None
+
+
+def _other_schema(file: Path, version: Any, made_by: str) -> ArtefactForeignError:
+    remedy = f"This torchport reads {SCHEMA}: make the artefact again with: {made_by}"
+    return ArtefactForeignError(str(file), f"Its schema version is {version!r}", remedy)
+
+
+def _manifest_text(file: Path, made_by: str) -> str:
+    """Returns the manifest's JSON, its checksum verified."""
+    try:
+        metadata = dict(json.loads(_bytes(file, head=True)).get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(file, "It is not safetensors: its header cannot be read", made_by) from error
+    if _TEXT not in metadata:
+        if file.with_suffix(".json").is_file():
+            raise _other_schema(file, 1, made_by)  # which kept the manifest in a second file alone
+        raise _damaged(file, "It holds no manifest", made_by)
+    text = str(metadata[_TEXT])
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):
+        raise _damaged(file, "Its manifest is not the one that was written", made_by)
+    return text
+
+
+def _same(
+    file: Path,
+    name: str,
+    wanted: Mapping[str, Any],
+    found: Mapping[str, Any],
+    components: Mapping[str, str],
+    made_with: Mapping[str, str],
+) -> None:
+    """Refuses an artefact of another run."""
+    for key, value in wanted.items():
+        if key not in found or found[key] != value:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{name}' was made for {key} {found.get(key)!r}, and this run is for {value!r}",
+                "Make it again, or run with what it was made for",
+                key=key,
+                found=found.get(key),
+                wanted=value,
+            )
+    for key in sorted(set(components) & set(made_with)):
+        if components[key] != made_with[key]:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{name}' was made with another checkpoint: its {key} is {made_with[key]}",
+                f"Use the same --checkpoint for all stages; here {key} is {components[key]}",
+                key=key,
+            )
+
+
+def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
+    """Refuses an artefact whose own inputs are in its folder, but are not those it was made from.
+
+    Raises:
+        ArtefactForeignError: One of its inputs has been made again since.
+    """
+    for stage, sha in manifest.inputs.items():
+        beside = file_of(folder, stage)
+        if beside.is_file() and read_manifest(beside).sha256 != sha:
+            raise ArtefactForeignError(
+                str(file_of(folder, name)),
+                f"'{name}' was made from another '{stage}' than the one beside it",
+                f"Run --stage {name} again",
+                stage=stage,
+            )

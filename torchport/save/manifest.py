@@ -1,0 +1,110 @@
+"""What made an artefact: the manifest that it holds, as frozen fields and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import pydantic
+
+from torchport.config.card import StageName
+
+SCHEMA = 2
+"""Version of the manifest's schema; a reader refuses any other."""
+
+
+class Written(pydantic.BaseModel):
+    """A part of a manifest: nothing else in it, nothing coerced."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+class Tensor(Written):
+    """A tensor as a manifest describes it."""
+
+    dtype: str
+    shape: list[int]
+
+
+class PatchRow(Written):
+    """A patch as a manifest lists it; see `torchport.patch.ledger`."""
+
+    id: str
+    target: str
+    kind: str
+    equivalence: str | dict[str, Any]
+    state: str
+    calls: int | None
+    plumbing: bool
+    late: bool
+    drift: str
+    detail: str
+    why: str
+    place: str
+
+
+class ProgramRow(Written):
+    """A program as a manifest lists it; see `torchport.compile.kept.store`."""
+
+    program: str
+    traced: str | None
+    jax_cache: bool | None
+    key: str | None
+
+
+class Manifest(Written):
+    """What made an artefact.
+
+    Attributes:
+        run: The run that made it; one that is stopped or killed keeps its name when it goes on.
+        identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
+        components: Digest of each component of the checkpoint that was at hand.
+        inputs: sha256 of the artefacts that this one was made from, by stage.
+        patches: The ledger: every patch, what it promises, what became of it.
+        programs: One row for each program of the stage: whether it was "compiled" or "cached", and when it was traced.
+        done: Of unfinished latents: how many steps they have gone through.
+        sha256: Of the tensors: names, dtypes, shapes and values.
+    """
+
+    schema_version: int
+    stage: StageName
+    run: str
+    created: str
+    identity: dict[str, Any]
+    checkpoint: str
+    components: dict[str, str]
+    inputs: dict[StageName, str]
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    backend: str
+    patches: list[PatchRow]
+    programs: list[ProgramRow] = []
+    versions: dict[str, str]
+    seconds: dict[str, float]
+    done: int | None = pydantic.Field(default=None, ge=1)
+    tensors: dict[str, Tensor]
+    sha256: str
+
+
+def text_of(manifest: Manifest) -> str:
+    """Returns a manifest as the JSON that artefacts hold."""
+    return json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
+
+
+class Version(pydantic.BaseModel):
+    """The one field that manifests of all versions have."""
+
+    schema_version: Any
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that decide a run's numbers."""
+    names = ("torchport", "torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

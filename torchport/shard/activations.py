@@ -1,0 +1,149 @@
+"""Puts rules on what a network's modules return, so that activations are sharded where a strategy says so."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport.config.card import ActivationRule, Axis, Spec, dims_of
+from torchport.errors import DeadRuleError, MeshError, nearest
+
+
+def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: jax.sharding.Mesh, place: str) -> None:
+    """Makes every module that a rule matches return its outputs as the rule says, when it is traced.
+
+    Args:
+        module: The network; hooks are added to its submodules. The first rule that matches one is its rule.
+        rules: The rules.
+        mesh: The devices.
+        place: Where the rules are written, `file:line`.
+
+    Raises:
+        DeadRuleError: A rule that matches no module.
+        MeshError: While tracing: outputs that are fewer than a rule has specs, or a dim that its axes do not divide and
+            that may not be padded.
+    """
+    for name, rule in matched(module, rules, place).items():
+        hook = functools.partial(_constrained, name, rule, mesh, place)
+        module.get_submodule(name).register_forward_hook(hook)
+
+
+def check(
+    module: torch.nn.Module, rules: Sequence[ActivationRule], sizes: Mapping[Axis, int], place: str
+) -> Callable[[], None]:
+    """Makes every module that a rule matches refuse outputs that the rule does not fit; see `constrain`.
+
+    Args:
+        module: The network; hooks are added to its submodules.
+        rules: The rules.
+        sizes: Of the mesh's axes.
+        place: Where the rules are written, `file:line`.
+
+    Returns:
+        What refuses, once the network was called, a rule none of whose modules was: it would do nothing.
+
+    Raises:
+        DeadRuleError: A rule that matches no module.
+        MeshError: When the network is called; see `constrain`.
+    """
+    taken, called = matched(module, rules, place), set[str]()
+    for name, rule in taken.items():
+        hook = functools.partial(_checked, name, rule, sizes, place)
+        module.get_submodule(name).register_forward_hook(hook)
+        module.get_submodule(name).register_forward_hook(functools.partial(_note, called, name))
+    return functools.partial(_check_called, taken, rules, called, place)
+
+
+def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) -> None:
+    called.add(name)
+
+
+def _check_called(
+    taken: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
+) -> None:
+    for number, rule in enumerate(rules, 1):
+        own = [name for name in taken if taken[name] is rule]
+        if called.isdisjoint(own):
+            fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{own[0]}')"
+            raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
+
+
+def matched(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
+    """Returns the rule of every submodule that has one, the first that matches, by the submodule's name.
+
+    Raises:
+        DeadRuleError: A rule that is left for no module.
+    """
+    names = [name for name, _ in module.named_modules() if name]
+    numbers = {
+        name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names
+    }
+    for number, rule in enumerate(rules):
+        if number not in numbers.values():
+            fact = f"Rule {number + 1}, '{rule.match}', matches none of {len(names)} modules"
+            raise DeadRuleError(
+                place, fact, "Remove it or mend it. " + nearest(rule.match, names[:12]), rule=rule.match
+            )
+    return {name: rules[number] for name, number in numbers.items() if number is not None}
+
+
+def _constrained(
+    name: str, rule: ActivationRule, mesh: jax.sharding.Mesh, place: str, module: Any, inputs: Any, output: Any
+) -> Any:
+    """Returns a module's output with every tensor where its spec puts it: a forward hook."""
+    _checked(name, rule, dict(mesh.shape), place, module, inputs, output)
+    outputs = output if isinstance(output, tuple) else (output,)
+    specs = [*rule.outputs, *[None] * (len(outputs) - len(rule.outputs))]
+    placed = tuple(_placed(*pair, mesh) for pair in zip(outputs, specs, strict=True))
+    return placed if isinstance(output, tuple) else placed[0]
+
+
+def _checked(
+    name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, module: Any, inputs: Any, output: Any
+) -> None:
+    """Refuses a module's output that its rule does not fit: a forward hook."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    if len(outputs) < len(rule.outputs):
+        raise MeshError(
+            place,
+            f"'{rule.match}' has {len(rule.outputs)} specs, and '{name}' returns {len(outputs)} tensor(s)",
+            "Give one for each output",
+            name=name,
+        )
+    for tensor, spec in zip(outputs, rule.outputs, strict=False):
+        _check_spec(name, rule, tensor, spec, sizes, place)
+
+
+def _check_spec(
+    name: str, rule: ActivationRule, tensor: Any, spec: Spec | None, sizes: Mapping[Axis, int], place: str
+) -> None:
+    for dim, axes in enumerate(dims_of(spec)):
+        parts = math.prod(sizes[axis] for axis in axes)
+        if axes and dim >= tensor.ndim:
+            fact = f"'{rule.match}' has a spec of {dim + 1} dims, and what '{name}' returns has {tensor.ndim}"
+            raise MeshError(place, fact, "Shorten the spec", name=name)
+        if axes and tensor.shape[dim] % parts and not rule.uneven:
+            shown = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            raise MeshError(
+                place,
+                f"{shown} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}",
+                f"Choose {' x '.join(axes)} among the divisors of {tensor.shape[dim]}, or pad it with `uneven: true`",
+                name=name,
+                axis=axes[0],
+            )
+
+
+def _placed(tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh) -> Any:
+    if spec is None:
+        return tensor
+    from torchax import interop
+
+    where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
+    return interop.call_jax(jax.lax.with_sharding_constraint, tensor, where)

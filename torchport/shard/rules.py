@@ -1,0 +1,390 @@
+"""Makes the mesh, matches rules to tensors, places them, and reads the placement back.
+
+Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, several, or none, for each
+dim of a tensor, from the first on; `replicate` is written out, never implied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import ml_dtypes
+import numpy
+import torch
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from torchport.config import Document
+from torchport.config.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
+from torchport.config.machine import Machine, chip
+from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
+from torchport.shard import grid
+
+AXES: tuple[Axis, ...] = ("dp", "sp", "tp")
+Shape = tuple[int, ...]
+RuleT = TypeVar("RuleT", bound=Rule)
+
+
+def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str) -> None:
+    """Refuses a mesh that does not use every device of the machine exactly once.
+
+    Raises:
+        MeshError: The product of the axes is not the number of devices.
+    """
+    product = math.prod(mesh.values())
+    if product != devices:
+        shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
+        raise MeshError(
+            place,
+            f"The mesh {shown} takes {product} device(s), and {machine} has {devices}",
+            f"The axes' product must be {devices}",
+            mesh=dict(mesh),
+            devices=devices,
+        )
+
+
+def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
+    """Returns a job with a mesh: its own, or its strategy's where it has none or only its strategy was exchanged."""
+    exchanged = ("strategy",) in document.flags and not any(path[0] == "mesh" for path in document.flags)
+    return job.model_copy(update={"mesh": strategy.mesh}) if exchanged or "mesh" not in document.data else job
+
+
+def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
+    """Refuses an axis of the mesh that no rule of these networks names: it would only repeat the work.
+
+    Raises:
+        MeshError: There is one.
+    """
+    rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
+    specs: list[Spec | None] = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for name in networks for rule in strategy.activations.get(name, []) for spec in rule.outputs]
+    used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
+    for axis, size in job.mesh.items():
+        if networks and size > 1 and axis not in used:
+            raise MeshError(
+                document.place(["mesh", axis]),
+                f"{axis}={size} splits nothing: no rule of the strategy '{job.strategy}' names it",
+                f"Use the axes {', '.join(sorted(used))}",
+                axis=axis,
+            )
+
+
+def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
+    """Refuses an axis that does not divide what it splits (heads, the batch).
+
+    Raises:
+        MeshError: `count` is not a multiple of `size`.
+    """
+    if count % size:
+        divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        raise MeshError(
+            place,
+            f"{axis}={size} does not divide {what}, which is {count}",
+            f"{axis} must be one of {divisors}",
+            axis=axis,
+            size=size,
+            count=count,
+        )
+
+
+def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Returns JAX's mesh of these devices, all three axes named, those the job leaves out with size 1.
+
+    The devices of a group are neighbours, those of the innermost axes first: see `grid.order`.
+    """
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+    where = grid.spots(devices)
+    chosen = grid.order(sizes, where, _known_orders(sizes, devices, where))
+    arranged = numpy.empty(len(devices), dtype=object)
+    arranged[:] = [devices[number] for number in chosen]
+    return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
+
+
+def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.AbstractMesh:
+    """Returns the mesh without its devices, which need not be there: what attention and layouts depend on."""
+    kind = chip(machine)
+    device = jax.sharding.AbstractDevice(
+        device_kind=machine.kinds[0] if machine.kinds else machine.platform,
+        num_cores=None if kind is None else kind.cores,
+        platform=machine.platform,
+    )
+    sizes, types = tuple(mesh.get(axis, 1) for axis in AXES), (jax.sharding.AxisType.Auto,) * len(AXES)
+    return jax.sharding.AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
+
+
+def _known_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
+    """Returns JAX's own order, which knows the rings of some slices; none where it will not split a line of chips."""
+    if len({spot.island for spot in where}) > 1:
+        return [list(range(len(devices)))]  # JAX's is for one slice
+    try:
+        known = mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        return []
+    number = {device.id: n for n, device in enumerate(devices)}
+    return [[number[device.id] for device in known.flat]]
+
+
+def match(
+    rules: Sequence[RuleT],
+    shapes: Mapping[str, Shape],
+    mesh: Mapping[Axis, int],
+    place: str,
+    places: Sequence[str] = (),
+) -> dict[str, RuleT]:
+    """Returns the rule of every tensor, with the spec that fits its shape: its first, or one of `otherwise`.
+
+    Args:
+        rules: The rules, first match first.
+        shapes: Shape of every tensor, by name.
+        mesh: Sizes of the axes.
+        place: Where the rules are written, `file:line` of the list.
+        places: Where each rule is written; by default where the list is.
+
+    Raises:
+        UnmatchedError: A tensor that no rule matches.
+        DeadRuleError: A rule that no tensor is left for.
+        MeshError: A dim that its axes do not divide, or a spec with more entries than dims.
+    """
+    found: dict[str, RuleT] = {}
+    for name in shapes:
+        rule = next((rule for rule in rules if matches(rule, name)), None)
+        if rule is None:
+            size = math.prod(shapes[name])
+            raise UnmatchedError(
+                place,
+                f"No rule matches '{name}' {list(shapes[name])} ({size} elements)",
+                "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+                name=name,
+            )
+        found[name] = rule
+    check_alive(rules, list(shapes), place, places)
+    return {name: _fitting(name, shapes[name], rule, mesh, place) for name, rule in found.items()}
+
+
+def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
+    """Refuses a rule that is the first match of no name; see `match` for the arguments.
+
+    Raises:
+        DeadRuleError: There is one.
+    """
+    used = {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
+
+
+def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axis, int], place: str, what: str) -> Rule:
+    """Returns the rule of one input of a network, with the spec that fits its shape.
+
+    Args:
+        rules: Those for the network's inputs, first match first.
+        name: The input.
+        shape: Its sizes.
+        mesh: Sizes of the axes.
+        place: Where the rules are written.
+        what: The network.
+
+    Raises:
+        UnmatchedError: No rule matches it.
+        MeshError: A dim that its axes do not divide, the batch most often, or a spec with more entries than dims.
+    """
+    rule = next((rule for rule in rules if matches(rule, name)), None)
+    if rule is None:
+        raise UnmatchedError(
+            place,
+            f"No rule matches the input '{name}' {list(shape)} of {what}",
+            "Add a rule for it, with `spec: replicate` if every device shall have it whole",
+            name=name,
+        )
+    try:
+        return _fitting(name, shape, rule, mesh, place)
+    except MeshError as error:
+        raise MeshError(place, f"{error.fact}, an input of {what}", error.remedy, name=name) from error
+
+
+def matches(rule: Rule, name: str) -> bool:
+    """Whether a rule's pattern is the whole of a name."""
+    return re.fullmatch(rule.match, name) is not None
+
+
+def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleError:
+    covered = any(re.fullmatch(rule.match, name) for name in names)
+    fact = f"Rule {number}, '{rule.match}', " + (
+        "matches only tensors that an earlier rule has taken" if covered else f"matches none of {len(names)} tensors"
+    )
+    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+    return DeadRuleError(
+        place,
+        fact,
+        "Remove it or mend it. " + nearest(plain, names[:400] if len(names) < 12 else _some(plain, names)),
+        rule=rule.match,
+    )
+
+
+def _some(plain: str, names: list[str]) -> list[str]:
+    """Returns the few names closest to a pattern: a list of two thousand would help nobody."""
+    import difflib
+
+    return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
+
+
+def _fitting(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
+    """Returns the rule with its first spec whose axes divide the shape."""
+    for spec in (rule.spec, *rule.otherwise):
+        if spec == "replicate":
+            return rule.model_copy(update={"spec": spec})
+        if len(spec) > len(shape):
+            raise MeshError(
+                place,
+                f"'{rule.match}' has a spec of {len(spec)} dims, and '{name}' has {len(shape)}",
+                "Shorten the spec, or narrow the rule",
+                name=name,
+            )
+        if not _undivided(shape, spec, mesh):
+            return rule.model_copy(update={"spec": spec})
+    dim, axes = _undivided(shape, rule.spec, mesh)[0]
+    raise MeshError(
+        place,
+        f"{shown_axes(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
+        name=name,
+        axis=axes[0],
+    )
+
+
+def _undivided(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
+    """Returns the dims that their axes do not divide."""
+    return [(dim, axes) for dim, axes in enumerate(dims_of(spec)) if shape[dim] % _parts(axes, mesh)]
+
+
+def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
+    """Returns into how many parts axes split a dim."""
+    return math.prod(mesh.get(axis, 1) for axis in axes)
+
+
+def shown_axes(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
+    """Returns axes with their sizes, as errors have them."""
+    return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
+
+
+def device_bytes(shapes: Mapping[str, Shape], rules: Mapping[str, Rule], mesh: Mapping[Axis, int], dtype: str) -> int:
+    """Returns the bytes that the tensors take on each device under their rules: exact, from shapes alone."""
+    total = 0
+    for name, shape in shapes.items():
+        split = math.prod(_parts(axes, mesh) for axes in dims_of(rules[name].spec))
+        total += math.prod(shape) * DTYPES[dtype] // split
+    return total
+
+
+def sharding(rule: Rule, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Returns a rule as JAX's sharding on a mesh."""
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(rule.spec))))
+
+
+def gathered(rules: Mapping[str, WeightRule]) -> frozenset[str]:
+    """Returns the names of the weights that are split, and made whole where they are used."""
+    return frozenset(name for name, rule in rules.items() if rule.gather and any(dims_of(rule.spec)))
+
+
+def place(
+    tensors: Iterable[tuple[str, torch.Tensor]], rules: Mapping[str, Rule], mesh: jax.sharding.Mesh
+) -> dict[str, jax.Array]:
+    """Returns the tensors as JAX arrays, each where its rule puts it, as read back from the devices.
+
+    Args:
+        tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
+        rules: The rule of every name.
+        mesh: The devices.
+
+    Raises:
+        PlacementError: An array lies elsewhere than its rule says.
+    """
+    placed: dict[str, jax.Array] = {}
+    for name, tensor in tensors:
+        wanted = sharding(rules[name], mesh)
+        array = to_jax(tensor, wanted)
+        if not array.sharding.is_equivalent_to(wanted, array.ndim) or array.shape != tuple(tensor.shape):
+            raise PlacementError(
+                name,
+                f"It lies as {array.sharding} with shape {array.shape}",
+                f"Its rule puts it as {wanted}",
+                name=name,
+            )
+        placed[name] = array
+    return placed
+
+
+KINDS = {
+    torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float32: numpy.float32,
+    torch.float16: numpy.float16,
+    torch.int64: numpy.int32,
+    torch.int32: numpy.int32,
+    torch.bool: numpy.bool_,
+}
+"""What `to_jax` makes of torch's dtypes."""
+
+
+def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns what `to_jax` would make of a tensor, as shape, dtype and placement alone."""
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), KINDS[tensor.dtype], sharding=where)
+
+
+def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
+    """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
+
+    64-bit integers become 32-bit: JAX has no others unless asked, and token ids and masks fit.
+
+    Raises:
+        PlacementError: Integers that do not fit, or 64-bit floating-point numbers, which JAX would round.
+    """
+    array = _to_numpy(tensor)
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """Returns a JAX array, gathered from all hosts, as a torch tensor in host memory; bit for bit.
+
+    Where several processes run together, all of them must call this, and all get the whole.
+    """
+    host = to_host(array)
+    if host.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(host.view(numpy.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(host.copy())
+
+
+def to_host(array: jax.Array) -> numpy.ndarray[Any, Any]:
+    """Returns a JAX array in host memory, gathered from all hosts; see `to_torch`."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return numpy.asarray(array)
+    return numpy.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array = tensor.numpy()
+    if array.dtype in (numpy.float64, numpy.complex128):
+        raise _unrepresentable(tensor, "It would be rounded: JAX has 32-bit numbers", "Cast it where that is meant")
+    if array.dtype != numpy.int64:
+        return array
+    narrow = array.astype(numpy.int32)
+    if (narrow != array).any():
+        value = int(array[narrow != array][0]) if array.ndim else int(array)
+        raise _unrepresentable(tensor, f"It holds {value}, and JAX has 32-bit integers", "Keep integers within 32 bits")
+    return narrow
+
+
+def _unrepresentable(tensor: torch.Tensor, fact: str, remedy: str) -> PlacementError:
+    return PlacementError(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}", fact, remedy)
+
+
+def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Returns the shapes of tensors by name; meta tensors have shapes too."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

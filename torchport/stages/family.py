@@ -1,0 +1,240 @@
+"""Model families, one module each, as plain verbs over tensors: encode, denoise, decode."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from torchport.config.card import StageName
+from torchport.errors import ArtefactForeignError, BadValueError, UnknownNameError
+
+
+class Call(Protocol):
+    """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""
+
+    batches: bool
+    """Whether the conditions of guidance go through it as one batch, or one after the other as upstream has it."""
+    drops: bool
+    """Whether tokens that are masked, whatever their values, are left out beforehand; the original keeps them."""
+
+    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+        """Returns inputs that will be passed many times, where the network wants them."""
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """Returns the network's (first) output as a tensor in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a stage is asked to make.
+
+    Attributes:
+        prompt: What to show.
+        negative_prompt: What to avoid.
+        seed: Of the noise.
+        height: In pixels.
+        width: In pixels.
+        frames: Of the video.
+        steps: Denoising steps.
+        guidance_scale: Of classifier-free guidance; 1.0 is off.
+        dtypes: Of the components, by name.
+        vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
+        variant: Which of several networks in the checkpoint.
+        image: A file with the first frame, for image-to-video.
+        text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
+    """
+
+    prompt: str
+    negative_prompt: str
+    seed: int
+    height: int
+    width: int
+    frames: int
+    steps: int
+    guidance_scale: float
+    dtypes: Mapping[str, torch.dtype]
+    vae_tiling: bool | None
+    variant: str | None = None
+    image: Path | None = None
+    text_bucket: int | None = None
+
+    def traced(self) -> Settings:
+        """Returns the settings that a network is called with while it is traced: those its program may depend on.
+
+        The others are blank, so that no program can depend on them unseen.
+        """
+        image = None if self.image is None else Path("image")
+        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, image=image)
+
+
+PIECE = 256
+"""Attention kernels read keys in pieces of this many: a sequence of whole pieces need not be padded in every block."""
+
+
+def fit_text(
+    values: Sequence[Sequence[torch.Tensor]], bucket: int | None, others: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Returns tokens and masks of prompts with as much padding as the program wants; a masked token changes nothing.
+
+    Args:
+        values: Tokens [1, L, D] of each condition of guidance, their masks [1, L], nonzero if valid, and so on in
+            pairs, one pair for each text encoder.
+        bucket: Padding that all conditions share is cut, to a multiple of this, so that similar prompts share a
+            program; None: it stays.
+        others: Tokens of the text's stream beside these: the first pair is padded until all are a multiple of
+            `PIECE`; None: it is not.
+    """
+    fitted = [list(value) for value in values]
+    for n in range(0, len(fitted) if bucket else 0, 2):
+        longest = max(int(mask.bool().nonzero()[:, 1].max()) + 1 if mask.any() else 1 for mask in fitted[n + 1])
+        length = -(-longest // (bucket or 1)) * (bucket or 1)
+        fitted[n], fitted[n + 1] = ([part[:, :length] for part in group] for group in fitted[n : n + 2])
+    if others is not None:
+        more = -(others + sum(group[0].shape[1] for group in fitted[::2])) % PIECE
+        fitted[0] = [torch.nn.functional.pad(tokens, (0, 0, 0, more)) for tokens in fitted[0]]
+        fitted[1] = [torch.nn.functional.pad(mask, (0, more)) for mask in fitted[1]]
+    return fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What the loop tells its caller, and asks of it.
+
+    Attributes:
+        track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
+        finished: Called after each step with its number (from 1) and what the loop would need to go on.
+        resume: The number of finished steps and what `finished` was given after them, by an earlier, stopped run.
+    """
+
+    track: Callable[..., Iterable[Any]] = lambda items, done, total: items
+    finished: Callable[[int, Mapping[str, torch.Tensor]], None] = lambda number, state: None
+    resume: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of a family, as data that `run` carries down the path.
+
+    Attributes:
+        name: encode, denoise or decode.
+        run: The verb: `run(parts, call, settings, steps, **inputs)` returns the artefact's tensors.
+        uses: The settings that change what it makes; its manifest has these, and a flag for another has no effect.
+        needs: The stages whose artefacts are its inputs.
+        parts: The components it uses whole, on the host.
+        network: The component that goes through torchax, or None.
+        submodule: The attribute of the network that is compiled (`decoder`), or "" for all of it.
+        meta: Components of which it needs the configuration alone; built without storage.
+        prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
+        like: Returns what its inputs are like, `like(parts, settings)`: shapes and dtypes, for planning.
+        load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
+        loads: The components that `load` reads: their files are accounted for before upstream sees them.
+        call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
+    """
+
+    name: StageName
+    run: Callable[..., dict[str, torch.Tensor]]
+    uses: tuple[str, ...]
+    needs: tuple[StageName, ...] = ()
+    parts: tuple[str, ...] = ()
+    network: str | None = None
+    submodule: str = ""
+    meta: tuple[str, ...] = ()
+    prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
+    like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
+    load: Callable[[Path, Settings], dict[str, Any]] | None = None
+    loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+    call: Callable[..., Any] | None = None
+
+
+def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
+    """Refuses inputs of other shapes than the stage before makes them with these settings: its network would not run.
+
+    Raises:
+        ArtefactForeignError: A tensor of another shape.
+    """
+    for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
+        if name in inputs and inputs[name].shape != like.shape:
+            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this checkpoint takes {list(like.shape)}"
+            remedy = f"Run --stage {stage.needs[0]} with this model and checkpoint"
+            raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
+
+
+def latents_like(
+    parts: Mapping[str, Any], settings: Settings, *, space: str, time: str, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns latents of the shape and dtype that a VAE decodes: `like` of a stage.
+
+    Args:
+        parts: The VAE.
+        settings: The video's size.
+        space: The name in its configuration of the pixels along a side of a latent position.
+        time: The name of the frames of a latent frame.
+        dtype: Of the latents, by default the transformer's.
+    """
+    config = parts["vae"].config
+    sides = [
+        1 + (settings.frames - 1) // config[time],
+        settings.height // config[space],
+        settings.width // config[space],
+    ]
+    made = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
+    return {"latents": made}
+
+
+def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
+    """Refuses latents of another shape than the job's: as many tokens in another order would pass everywhere else.
+
+    Args:
+        latents: What denoising starts from.
+        sizes: C, T, H, W of the job.
+
+    Raises:
+        BadValueError: They are of another shape.
+    """
+    if tuple(latents.shape) != (1, *sizes):
+        fact = f"It has the shape {list(latents.shape)}"
+        raise BadValueError("noise", fact, f"For this height, width and frames it must be {[1, *sizes]}")
+
+
+class Called(torch.nn.Module):
+    """Stands where upstream's own module of one input stood, and passes that input on to a call.
+
+    Args:
+        call: What computes in its place.
+        name: The input, as the module's `forward` names it.
+        progress: Advanced before each call.
+    """
+
+    def __init__(self, call: Call, name: str, progress: Iterator[Any]) -> None:
+        super().__init__()
+        self.call = call
+        self.name = name
+        self.progress = progress
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what the call returns."""
+        next(self.progress, None)
+        return self.call(**{self.name: tensor})
+
+
+def family(name: str, place: str) -> ModuleType:
+    """Returns the module of a family's verbs.
+
+    Raises:
+        UnknownNameError: There is no such module.
+    """
+    full = f"torchport.stages.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+        raise UnknownNameError(
+            place, f"'family' is '{name}', and there is no torchport/stages/{name}.py", "Add it, or mend the name"
+        ) from error

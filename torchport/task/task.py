@@ -1,0 +1,366 @@
+"""One run as it was asked for: read, checked, and refused before anything is loaded or downloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from torchport import load, patch, shard
+from torchport.config import Document, machine
+from torchport.config import checkout as upstream
+from torchport.config.card import STAGES, Card, Job, StageName, check_job, check_names
+from torchport.config.pack import Pack, find_pack
+from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.load import checkpoint
+from torchport.stages import family as pipelines
+
+Backend = Literal["torchax", "original"]
+DEFAULT_SEED = 42
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line, or from Python.
+
+    Attributes:
+        model: Name of a model card.
+        config: A config: a path, or a name in `configs/`.
+        prompt: What to show; may be left out where no prompt is encoded.
+        negative_prompt: What to avoid; by default nothing.
+        seed: Of the noise; by default 42.
+        checkpoint: A folder, `repo@revision`, or `tiny`; by default the config's, else the card's.
+        out: The output folder; by default a new one under `outputs/`.
+        inputs: Where earlier stages' artefacts are read; by default `out`.
+        stage: One stage, or `all`.
+        backend: `torchax`, or `original`: upstream, eager, in PyTorch.
+        overrides: `path.to.field=value`, into the config.
+        path: The pack; by default the checkout's or the wheel's own.
+        noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
+        image: A file with the first frame, for image-to-video.
+        upstream_path: The checkout of an upstream that is no installed package.
+        cache: Whether compiled programs are kept, and loaded instead of traced.
+    """
+
+    model: str
+    config: str
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    seed: int | None = None
+    checkpoint: str | None = None
+    out: Path | None = None
+    inputs: Path | None = None
+    stage: str = "all"
+    backend: Backend = "torchax"
+    overrides: tuple[str, ...] = ()
+    path: str | None = None
+    noise: torch.Tensor | None = None
+    image: Path | None = None
+    upstream_path: str | None = None
+    cache: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A request with all that it names, read and found consistent.
+
+    Attributes:
+        request: As it was asked for.
+        pack: Where its data lies.
+        card: The model card.
+        job: The config, overrides applied.
+        card_document: The card's lines, for errors.
+        job_document: The config's lines, for errors.
+        machine: What the config names.
+        family: The module of the model's verbs.
+        settings: What the stages are asked to make.
+        folder: The output folder.
+        upstream: The upstream's checkout, where it is one.
+    """
+
+    request: Request
+    pack: Pack
+    card: Card
+    job: Job
+    card_document: Document
+    job_document: Document
+    machine: machine.Machine
+    family: ModuleType
+    settings: pipelines.Settings
+    folder: Path
+    upstream: Path | None
+
+    @property
+    def original(self) -> bool:
+        """Whether upstream runs as it is, in PyTorch."""
+        return self.request.backend == "original"
+
+    @property
+    def inputs(self) -> Path:
+        """Where earlier stages' artefacts are read."""
+        return self.request.inputs or self.folder
+
+    @property
+    def stages(self) -> list[pipelines.Stage]:
+        """The stages to run, in order."""
+        return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint's name: the flag's, else the config's, else the card's."""
+        return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
+
+    def patches(self, stages: Sequence[pipelines.Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages.
+
+        Those of torchax come with every stage that goes through it. For the original, only those are returned that
+        upstream cannot start without: plumbing, and what the card names.
+        """
+        names: dict[str, None] = {}
+        for stage in stages:
+            through_torchax = stage.network is not None and not self.original
+            names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *self.card.patches.get(stage.name, [])])
+        entries = patch.read(self.pack.patches, list(names))
+        if not self.original:
+            return entries
+        needed = {entry.id for entry in patch.read(self.pack.patches, self.card.original)}
+        return [entry for entry in entries if entry.plumbing or entry.id in needed]
+
+    def component_folder(self, weights: Path, component: str) -> Path:
+        """Returns where a component lies in the checkpoint."""
+        return weights / self.card.folder(component, self.settings.variant)
+
+    def dtype(self, component: str) -> str:
+        """Returns a component's dtype by name."""
+        return str(self.settings.dtypes[component]).removeprefix("torch.")
+
+    def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
+        """Returns where the sharding rules of a component are written, `file:line`."""
+        return self.card_document.place(["strategies", self.job.strategy, kind, component])
+
+    def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
+        """Returns where each sharding rule of a component is written, `file:line`."""
+        strategy = self.card.strategies[self.job.strategy]
+        rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
+        path = ["strategies", self.job.strategy, kind, component]
+        return [self.card_document.place([*path, number]) for number in range(len(rules))]
+
+    def program_place(self, component: str, what: str) -> str:
+        """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
+        if what == "activations":
+            return self.rules_place("activations", component)
+        return self.card_document.place(["stacks", component, what.removeprefix("stacks.")])
+
+    def identity(self, stage: StageName) -> dict[str, Any]:
+        """Returns what a stage's artefact is made for, and must be read for."""
+        identity: dict[str, Any] = {"model": self.card.artefacts}
+        if stage == "encode":
+            return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
+        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
+
+    def shown(self, stage: pipelines.Stage) -> dict[str, Any]:
+        """Returns the settings that a stage uses, as its manifest keeps them."""
+        settings = dataclasses.asdict(self.settings)
+        settings["image"] = str(self.settings.image) if self.settings.image else None
+        settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
+        shown = {key: settings[key] for key in stage.uses}
+        if "dtypes" in shown:
+            shown["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
+        if "seed" in shown:
+            shown["noise"] = _digest(self.request.noise)
+        return shown
+
+    def asked(self) -> dict[str, Any]:
+        """Returns the settings that were asked for by a flag, not by a config or a default."""
+        keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
+        asked = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
+        flags = ("prompt", "negative_prompt", "seed")
+        return asked | {key: getattr(self.request, key) for key in flags if getattr(self.request, key) is not None}
+
+    def command(self, stage: StageName, folder: Path) -> str:
+        """Returns the command that makes a stage's artefact in a folder, for this task."""
+        request = self.request
+        words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
+        if stage == "encode":
+            words += ["--prompt", request.prompt or "..."]
+        named = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
+        for flag, value in named.items():
+            words += [flag, value] if value is not None else []
+        words += ["--backend", "original"] if self.original else []
+        for override in request.overrides:
+            words += ["--set", override]
+        return shlex.join([*words, "--out", str(folder)])
+
+
+def _digest(noise: torch.Tensor | None) -> str | None:
+    """Returns what tells given noise from other noise, and from that of the seed, in a manifest."""
+    if noise is None:
+        return None
+    raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def accept(request: Request) -> Task:
+    """Returns the task of a request: everything that is written has been read and checked.
+
+    Raises:
+        ConfigError: Something written is wrong, by file and line, or flag.
+        MeshError: The mesh does not fit the machine or the batch.
+    """
+    pack = find_pack(request.path)
+    card, card_document = pack.card(request.model)
+    job, job_document = pack.job(request.config, request.overrides)
+    _check_request(request)
+    check_job(job, card, job_document)
+    own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
+    slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
+    family = pipelines.family(card.family, card_document.place(["family"]))
+    check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
+    if request.backend == "torchax":
+        mesh_place = job_document.place(["mesh" if job is own else "strategy"])
+        shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
+        shard.check_divides(
+            "dp",
+            job.mesh.get("dp", 1),
+            f"the batch of guidance_scale {job.guidance_scale}",
+            family.batch(job.guidance_scale),
+            job_document.place(["mesh", "dp"]),
+        )
+        networks = [s.network for s in family.STAGES if s.network and request.stage in (s.name, "all")]
+        shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
+    checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
+    checkout = upstream.find(card.checkout, request.upstream_path)
+    _check_image(request, family)
+    _check_variant(request, card, job, family, job_document if job.variant else card_document)
+    folder = request.out or _new_folder(request)
+    settings = _settings(request, card, job)
+    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
+
+
+def _check_request(request: Request) -> None:
+    if request.stage not in (*STAGES, "all"):
+        raise UnknownNameError(
+            f"--stage {request.stage}", "There is no such stage", nearest(request.stage, [*STAGES, "all"])
+        )
+    if request.prompt is None and request.stage in ("encode", "all"):
+        raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
+    for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
+        try:
+            (text or "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadValueError(
+                flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8"
+            ) from error
+    if request.checkpoint == "":
+        raise BadValueError("--checkpoint ''", "It is empty", "Write a value, or leave the flag out")
+    if request.out is not None and request.out == Path():
+        raise BadValueError("--out", "It is empty, or the current folder", "Name a folder of its own")
+    if request.stage == "all" and request.inputs is not None:
+        raise BadValueError(
+            f"--inputs {request.inputs}", "All stages are run here, and none is read", "Leave it out, or name a --stage"
+        )
+
+
+def _check_image(request: Request, family: ModuleType) -> None:
+    if request.image is None:
+        return
+    if not family.TAKES_IMAGE:
+        raise BadValueError(
+            f"--image {request.image}", f"'{request.model}' makes videos from text alone", "Leave the flag out"
+        )
+    if not request.image.is_file():
+        raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(request.image) as picture:
+            picture.verify()
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise BadValueError(
+            f"--image {request.image}", "It is no picture that can be read", "Name a picture"
+        ) from error
+
+
+def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a variant that the family has not, or that is made for another task; upstream would notice late."""
+    variant, place = job.variant or card.variant, document.place(["variant"])
+    if variant is None:
+        return
+    if variant not in family.VARIANTS:
+        raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
+    made_for, asked = family.task(variant), "t2v" if request.image is None else "i2v"
+    if request.stage in ("encode", "all") and made_for != asked:
+        remedy = "Add --image FILE" if asked == "t2v" else "Leave --image out"
+        other = f"--set variant={variant.replace(made_for, asked)}"
+        raise BadValueError(place, f"'{variant}' is made for {made_for}, and this is {asked}", f"{remedy}, or {other}")
+
+
+def _new_folder(request: Request) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
+    stem = Path("outputs") / f"{request.model}-{config}-{now}"
+    return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
+
+
+def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
+    dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
+    return pipelines.Settings(
+        prompt=request.prompt or "",
+        negative_prompt=request.negative_prompt or "",
+        seed=DEFAULT_SEED if request.seed is None else request.seed,
+        height=job.height,
+        width=job.width,
+        frames=job.frames,
+        steps=job.steps,
+        guidance_scale=job.guidance_scale,
+        dtypes={name: getattr(torch, dtype) for name, dtype in dtypes.items() if dtype},
+        vae_tiling=job.vae_tiling,
+        text_bucket=job.text_bucket,
+        variant=job.variant or card.variant,
+        image=request.image,
+    )
+
+
+def published(task: Task, component: str, dtype: str | None = None) -> Any:
+    """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default.
+
+    Args:
+        task: The task.
+        component: Its name in the card.
+        dtype: Of its weights, as a run loads them; by default PyTorch's own, where only shapes count.
+    """
+    config, place = dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
+    if task.checkpoint != "tiny":
+        folder = checkpoint.local(task.checkpoint)
+        place = str(task.component_folder(folder, component)) if folder else component
+        published = dict(task.card.components[component].published)
+        config = checkpoint.read_json(Path(place) / "config.json") if folder else published
+    return load.published(task.card.components[component].class_, config, place, dtype)
+
+
+def check_heads(task: Task) -> None:
+    """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
+
+    Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
+
+    Raises:
+        MeshError: It does not.
+        BadValueError: The card names something that the checkpoint's configuration has not.
+    """
+    networks = [] if task.original else [stage.network for stage in task.stages]
+    for axis, path in task.card.strategies[task.job.strategy].divides.items():
+        component, _, key = path.partition(".")
+        if component in networks:
+            config = dict(published(task, component).config)
+            place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
+            if not isinstance(config.get(key), int):
+                raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
+            written = task.job_document.place(["mesh", axis])
+            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)

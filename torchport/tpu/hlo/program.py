@@ -1,0 +1,266 @@
+"""A scheduled program, and what can be asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchport.errors import UnknownNameError, nearest
+from torchport.tpu.hlo.instruction import Computation, Instruction, Source
+from torchport.tpu.hlo.trips import Trips
+
+KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
+_BUFFERS = {"ConcatBitcast", "AllocateBuffer"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """An instruction, and how many times it is executed.
+
+    Attributes:
+        instruction: Which.
+        times: By one run of what was walked.
+        beside: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another
+            that waits for it.
+    """
+
+    instruction: Instruction
+    times: int
+    beside: bool = False
+
+    @property
+    def cycles(self) -> int:
+        """What the compiler estimates for all of these times; 0 without an estimate."""
+        return (self.instruction.cycles or 0) * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """An exchange between devices; one that starts and ends in two instructions is one.
+
+    Attributes:
+        kind: One of `KINDS`.
+        bytes: Of its output on one device, each time.
+        times: How many times it is executed.
+        groups: As an instruction has them.
+        source: The line that asks for it.
+        overlapped: Whether the core can do other work between its start and its end.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    groups: tuple[tuple[int, ...], ...]
+    source: Source | None
+    overlapped: bool
+
+    @property
+    def group_size(self) -> int:
+        """How many devices exchange with one another: those of the largest group; 2 for a permutation."""
+        return max(map(len, self.groups), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop: its body's computation, iterations of one execution, executions, estimated cycles of one iteration."""
+
+    body: str
+    trips: int
+    times: int
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A scheduled program, the same on every device.
+
+    Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
+
+    Attributes:
+        file: Where it was read.
+        devices: How many it runs on.
+        entry: The computation that it begins with.
+        computations: By name.
+    """
+
+    file: Path
+    devices: int
+    entry: str
+    computations: dict[str, Computation]
+
+    def walk(self, of: str | None = None) -> Iterator[Execution]:
+        """Yields every instruction that runs, with how many times; a fusion is one instruction.
+
+        A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
+        cycles is taken to run, every time.
+
+        Raises:
+            TopologyError: It cannot be told how many times a loop runs.
+            UnknownNameError: No computation is named so.
+        """
+        if of is not None and of not in self.computations:
+            raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
+        yield from self._walk(of or self.entry, 1, False)
+
+    def constants(self) -> int:
+        """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
+        every = [one for part in self.computations.values() for one in part.instructions.values()]
+        return sum(one.bytes for one in every if one.opcode == "constant")
+
+    def cycles(self, of: str | None = None) -> int:
+        """Returns the estimated cycles of what the core does itself, without Pallas kernels and collectives."""
+        return sum(found.cycles for found in self._priced(of))
+
+    def kernels(self, of: str | None = None) -> dict[str, int]:
+        """Returns how many times each Pallas kernel is called, by its name."""
+        count: Counter[str] = Counter()
+        for found in self.walk(of):
+            for _, inner in self._inner(found.instruction):
+                if inner.kernel:
+                    count[inner.kernel] += found.times
+        return dict(count)
+
+    def largest(self, number: int, of: str | None = None) -> list[Execution]:
+        """Returns the instructions with the most estimated cycles over all their times, the largest first."""
+        return sorted(self._priced(of), key=lambda found: -found.cycles)[:number]
+
+    def unpriced(self, of: str | None = None) -> list[Execution]:
+        """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
+
+        Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
+        """
+        left = [found for found in self.walk(of) if not found.beside and self._unpriced(found.instruction)]
+        return sorted(left, key=lambda found: -found.instruction.bytes * found.times)
+
+    def collectives(self, of: str | None = None) -> list[Collective]:
+        """Returns the exchanges between devices, in the order in which they begin."""
+        found = []
+        for run in self.walk(of):
+            for fusion, inner in self._inner(run.instruction):
+                kind, size = inner.opcode.removesuffix("-start"), inner.bytes
+                if kind not in KINDS or (inner.chain and fusion is not None and not self._begins(fusion)):
+                    continue
+                if fusion is not None and self._scatters(fusion):
+                    kind, size = "reduce-scatter", fusion.bytes
+                apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
+                source = inner.source or run.instruction.source
+                found.append(Collective(kind, size, run.times, inner.groups, source, apart))
+        return found
+
+    def loop_bodies(self, of: str | None = None) -> list[Loop]:
+        """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
+
+        Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
+        are those of one block.
+        """
+        loops = []
+        for found in self.walk(of):
+            if found.instruction.opcode == "while":
+                body = found.instruction.calls[1]
+                loops.append(Loop(body, self._trips[body], found.times, self.cycles(body)))
+        return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
+
+    def _walk(self, name: str, times: int, beside: bool) -> Iterator[Execution]:
+        for instruction in self.computations[name].instructions.values():
+            yield Execution(instruction, times, beside)
+            for called, more in self._called(instruction):
+                yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
+
+    def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Returns the computations that one execution runs, and how many times; a fusion's is part of it."""
+        if instruction.opcode == "while":
+            condition, body = instruction.calls
+            return [(condition, self._trips[body] + 1), (body, self._trips[body])]
+        if instruction.opcode == "conditional":
+            return [(max(instruction.calls, key=self.cycles), 1)]
+        # Only one that starts names what it wraps; an update or the end of it may name it again. What a reduction
+        # applies to each pair of elements is part of it. A custom call with a computation runs it on the SparseCore.
+        runs = instruction.opcode in ("call", "custom-call", "async-start")
+        return [(called, 1) for called in instruction.calls] if runs else []
+
+    def _inner(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
+        """Yields an instruction, and with the fusion that it is in each one that a fusion holds."""
+        yield None, instruction
+        if instruction.opcode == "fusion":
+            for called in instruction.calls:
+                for inner in self.computations[called].instructions.values():
+                    yield from ((fusion or instruction, found) for fusion, found in self._inner(inner))
+
+    def _scatters(self, fusion: Instruction) -> bool:
+        """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
+        inside = self.computations[fusion.calls[0]]
+        root = inside.instructions[inside.root]
+        kept = inside.instructions[root.operands[0]] if root.operands else root
+        return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
+
+    def _begins(self, fusion: Instruction) -> bool:
+        """Whether a fusion begins an exchange that others, which name it again, go on with while they compute."""
+        return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
+
+    def _apart(self, instruction: Instruction) -> bool:
+        """Whether it is a Pallas kernel or a collective, or holds one."""
+        names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
+        return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
+
+    def _priced(self, of: str | None) -> Iterator[Execution]:
+        for found in self.walk(of):
+            kernel = any(inner.kernel for _, inner in self._inner(found.instruction))
+            if found.instruction.cycles and not found.beside and not kernel:
+                yield found
+
+    def _unpriced(self, instruction: Instruction) -> bool:
+        free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
+        free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+        return instruction.cycles is None and not free and not self._apart(instruction)
+
+    @functools.cached_property
+    def _trips(self) -> Trips:
+        return Trips(self.file, self.computations)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """What one more block adds to a program.
+
+    Attributes:
+        cycles: Estimated cycles, as `Program.cycles` counts them.
+        collectives: How many exchanges, by kind, bytes of output on one device and size of the group.
+        kernels: How many calls of each Pallas kernel.
+    """
+
+    cycles: float
+    collectives: dict[tuple[str, int, int], float]
+    kernels: dict[str, float]
+
+
+def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
+    """Returns what a block adds: the difference of two programs that differ in their number of blocks alone.
+
+    This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
+    says which block an instruction is of. The first and the last block differ from those between them (what the last
+    one computes for nobody is removed), so both programs should have two blocks or more.
+
+    Args:
+        fewer: The program with fewer blocks.
+        more: The same with more of them.
+        blocks: How many more; at least 1.
+    """
+    sent, calls = _exchanges(more), Counter(more.kernels())
+    sent.subtract(_exchanges(fewer))
+    calls.subtract(fewer.kernels())
+    return PerBlock(
+        (more.cycles() - fewer.cycles()) / blocks,
+        {exchange: count / blocks for exchange, count in sent.items() if count},
+        {kernel: count / blocks for kernel, count in calls.items() if count},
+    )
+
+
+def _exchanges(program: Program) -> Counter[tuple[str, int, int]]:
+    count: Counter[tuple[str, int, int]] = Counter()
+    for found in program.collectives():
+        count[found.kind, found.bytes, found.group_size] += found.times
+    return count
