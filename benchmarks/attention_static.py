@@ -4,7 +4,7 @@
 
 Percent of peak is useful, unpadded bfloat16 arithmetic over what the matrix units could do in the bundles that run:
 `steady` in the steady loop, which is how the public figures are read, `peak` in a whole call at the job's length, with
-its first, last and ragged tiles (`torchport.tpu.cost` has the rule). Bundles are cycles as long as the kernel does not wait
+its first, last and ragged tiles (rule: `torchport.tpu.cost`). Bundles are cycles as long as the kernel does not wait
 for the matrix units, which is counted, or for HBM: `HBM` is the part of the steady loop that fetching takes at the
 published bandwidth, and above 0.9 a tile is no result. XLA's passes over q, k and v around the kernel are not in it.
 

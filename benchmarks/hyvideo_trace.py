@@ -109,9 +109,7 @@ def measure(sizes: tuple[int, int, int], blocks: int, tables: bool = True) -> di
         key: jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16, sharding=shard.sharding(rules[key], mesh))
         for key, shape in shapes.items()
     }
-    program = compile.Compiled(
-        module, weights, [], mesh, what="transformer", place=__file__, precision="default", trace=None
-    )
+    program = compile.Compiled(compile.Network(module, [], "transformer", __file__, "default"), weights, mesh)
     lowered = program.lowered(inputs(sizes, tables), (("mask_type", "t2v"),))
     clock.append(time.perf_counter())
     found = constants(lowered)

@@ -21,8 +21,8 @@ import jax
 import torch
 from jax.extend.core import primitives
 
-from torchport import compile, load, patch, shard, task
-from torchport.compile import preflight
+from torchport import compile, engine, load, patch, shard, task
+from torchport.compile import network as builder
 from torchport.config import card
 from torchport.config import checkout as upstream
 from torchport.load import tiny
@@ -84,7 +84,7 @@ def compared(found: task.Task, stage: family.Stage, module: Any, inputs: dict[st
     """Returns how far a network is from upstream's at both precisions, and what its products are."""
     name = str(stage.network)
     strategy, mesh = found.card.strategies["tp"], shard.make_mesh({}, jax.devices()[:1])
-    how = preflight.how(stage, found)
+    how = builder.how(stage, found)
     dtype = found.settings.dtypes[name]
     rows: dict[str, Any] = {"component": f"{found.card.model}: {name}", "dtype": found.dtype(name)}
     rows["card"] = found.card.components[name].precision
@@ -100,21 +100,12 @@ def compared(found: task.Task, stage: family.Stage, module: Any, inputs: dict[st
     found_rules = shard.match(strategy.weights[name], shard.named_shapes(tensors), {}, "card")
     with (
         patch.applied(found.patches([stage]), stage=stage.name) as ledger,
-        compile.operators({op.target: op.function for op in ledger.ops()}),
+        engine.operators({op.target: op.function for op in ledger.ops()}),
     ):
         for precision in ("default", "highest"):
             with as_on_a_tpu() as counts:
-                program = compile.Compiled(
-                    module,
-                    shard.place(tensors.items(), found_rules, mesh),
-                    strategy.inputs[name],
-                    mesh,
-                    what=name,
-                    place="card",
-                    precision=precision,
-                    trace=None,
-                    how=how,
-                )
+                network = compile.Network(module, strategy.inputs[name], name, "card", precision, how=how)
+                program = compile.Compiled(network, shard.place(tensors.items(), found_rules, mesh), mesh)
                 rows[precision] = difference(program(**inputs), eager)
                 rows[f"{precision}, products"] = dataclasses.asdict(counts)
     return rows
@@ -128,7 +119,7 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
     [stage] = found.stages
     component = str(stage.network)
     with upstream.on_path(found.upstream), patch.applied(found.patches([stage])), upstream.hushed(True):
-        parts = preflight.parts(found, stage)
+        parts = builder.as_shapes(found, stage)
         settings = found.card.components[component].class_
         values = {**found.card.tiny.components[component], **config}
         module = load.class_of(settings).from_config(values).eval().requires_grad_(False)
@@ -136,7 +127,7 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
         if name == "decode":
             inputs = {"hidden_states": torch.randn(1, 32, 3, 4, 6, generator=torch.Generator().manual_seed(1))}
         else:
-            [called] = recorder.recorded(stage, parts, module, preflight.how(stage, found), found.settings, count=False)
+            [called] = recorder.recorded(stage, parts, module, builder.how(stage, found), found.settings, count=False)
             ones = {key: torch.ones(tensor.shape, dtype=tensor.dtype) for key, tensor in called.tensors.items()}
             inputs = {**ones, **dict(called.static)}
         if stage.prepare is not None:

@@ -12,9 +12,8 @@ import pytest
 from torchport import __version__, errors
 from torchport.__main__ import cli
 from torchport.commands import explain
-from torchport.config import machine
 from torchport.processes import hosts
-from torchport.task import Request
+from torchport.task import Request, devices
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")
 RUN = ("run", "--model", "hunyuan", "--config", "configs/demo.yaml", "--prompt", "A cat", "--backend", "original")
@@ -84,7 +83,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
     ],
 )
 def test_bad_input_is_refused_in_one_line(refused, kind, changed, text, monkeypatch):
-    monkeypatch.setattr(machine, "host_memory", lambda: 2**50)
+    monkeypatch.setattr(devices, "host_memory", lambda: 2**50)
     assert text in refused(kind, *RUN, *SMALL, *changed)
 
 

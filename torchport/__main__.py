@@ -80,7 +80,7 @@ def run(
     from torchport.run import run as carry
     from torchport.task import Request
 
-    summary = carry(Request(**options), hosts.asked(distributed, coordinator, processes, process))
+    summary = carry(Request(**options), hosts.cluster_of(distributed, coordinator, processes, process))
     if hosts.first():
         _print_summary(summary, quiet)
 

@@ -9,9 +9,8 @@ def scaled_dot_product_attention(
     Raises:
         AttentionError: Dropout, or a mask of all pairs of tokens that is too large to hold.
     """
-    from torchax import interop
-
+    from torchport import engine
     from torchport.attention import sdpa
 
     inputs = (query, key, value, attn_mask, dropout_p, is_causal)
-    return interop.call_jax(sdpa.scaled_dot_product_attention, *inputs, scale=scale, enable_gqa=enable_gqa)
+    return engine.call_jax(sdpa.scaled_dot_product_attention, *inputs, scale=scale, enable_gqa=enable_gqa)

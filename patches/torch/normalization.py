@@ -30,9 +30,9 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
     Raises:
         BadValueError: An input of integers, or whose last dims are others; PyTorch refuses both, too.
     """
-    from torchax import interop
+    from torchport import engine
 
-    return interop.call_jax(layer_norm, input, normalized_shape, weight, bias, eps)
+    return engine.call_jax(layer_norm, input, normalized_shape, weight, bias, eps)
 
 
 def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):

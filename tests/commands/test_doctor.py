@@ -12,6 +12,7 @@ from torchport.commands.doctor import Finding, advice, examine, known_bad
 from torchport.config import machine
 from torchport.files import cache
 from torchport.save import manifest
+from torchport.task import devices
 
 FUSION = "--xla_tpu_enable_async_collective_fusion=true"
 OVERLAP = "--xla_tpu_overlap_compute_collective_tc=true"
@@ -123,7 +124,7 @@ def test_64_bit_numbers_are_a_note(value, noted):
 
 
 def test_a_tpu_is_shown_with_its_memory(findings, monkeypatch):
-    monkeypatch.setattr(machine, "found_devices", lambda name: (8, "TPU v6 lite", 32 * machine.GIB))
+    monkeypatch.setattr(devices, "found_devices", lambda name: (8, "TPU v6 lite", 32 * machine.GIB))
     assert findings()["tpu devices"].fact == "8 of kind 'TPU v6 lite', 32.0 GiB each"
 
 

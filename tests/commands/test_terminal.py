@@ -270,7 +270,7 @@ def _in_removed(torchport, capsys, prepare, words):
 INTERRUPTED = """if True:
     import gc, signal, sys, time
     import click
-    from torchport import terminal
+    from torchport.commands import terminal
     from torchport.processes.stopping import Stopping
 
     def collected(phase, info):

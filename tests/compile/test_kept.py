@@ -76,8 +76,8 @@ class Kept:
             parts = {**self.parts, "patches": dict(ledger.trace().digests)}
             self.made = []
             kept = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
-            options = {"what": "net", "place": "card.yaml:9", "precision": "highest", "trace": ledger.trace()}
-            yield compile.Compiled(module.to("meta"), weights, INPUTS, self.mesh, kept=kept, **options), ledger
+            network = compile.Network(module.to("meta"), INPUTS, "net", "card.yaml:9", "highest")
+            yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), kept=kept), ledger
 
     def run(self, **static):
         """Returns what the network computes, and whether its program was compiled or cached."""
@@ -494,7 +494,7 @@ def test_an_argument_that_is_no_plain_data_has_no_key(kept, said):
     assert key.of_call({}, {}, (("scale", 1.0), ("sizes", (1, [2, None])), ("dtype", torch.float32))) is not None
     assert key.of_call({}, {}, (("generator", object()),)) is None
     with kept.stage() as (network, _):
-        network.network.how = lambda module, scale, **inputs: module(**inputs)
+        network.bound.how = lambda module, scale, **inputs: module(**inputs)
         network(x=X, scale=type("Thing", (), {})())
     assert kept.made == [{"program": "compiled", "traced": kept.made[0]["traced"], "jax_cache": False, "key": None}]
     assert "denoise: an argument of 'net' is no plain data: it is not cached" in said()

@@ -10,7 +10,7 @@ import torch
 from torchport import patch
 from torchport import shard as sharding
 from torchport.commands import shard
-from torchport.compile import preflight
+from torchport.compile import network, preflight
 from torchport.compile.preflight import check, check_machine
 from torchport.config import checkout, machine
 from torchport.config.card import ActivationRule, Rule, WeightRule
@@ -25,7 +25,7 @@ from torchport.errors import (
     UnmatchedError,
 )
 from torchport.load import checkpoint
-from torchport.task import Request, accept
+from torchport.task import Request, accept, devices
 
 GIB = 2**30
 
@@ -69,8 +69,8 @@ def absent(*args, local_files_only=False, **kwargs):
 def need(monkeypatch):
     """Records what a task says that it takes, on a machine that has everything."""
     kept = []
-    monkeypatch.setattr(machine, "prepare", lambda named: None)
-    monkeypatch.setattr(machine, "require", lambda named, need, instead: kept.append((named, need, instead)))
+    monkeypatch.setattr(devices, "prepare", lambda named: None)
+    monkeypatch.setattr(devices, "require", lambda named, need, instead: kept.append((named, need, instead)))
 
     def ask(found):
         check_machine(found)
@@ -119,7 +119,7 @@ def test_a_checkpoint_whose_configuration_is_no_network_is_refused(asked, tiny_f
 
 def test_a_machine_that_is_too_small_is_refused_before_anything_is_loaded(asked, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    monkeypatch.setattr(machine, "host_memory", lambda: GIB)
+    monkeypatch.setattr(devices, "host_memory", lambda: GIB)
     text = refusal(MachineError, lambda: check_machine(asked(checkpoint="a/b@c")))
     assert "the checkpoint a/b@c" in text and "this machine has 1.0 GiB of free host memory" in text
 
@@ -262,7 +262,7 @@ def test_attention_that_cannot_work_here_is_refused_before_encoding(port, sets, 
 
 def test_attention_is_checked_for_the_machine_that_is_named(port, monkeypatch):
     """Its devices need not be there: 1,024 features of the VAE are too many for the kernels, and it is named."""
-    monkeypatch.setattr(machine, "require", lambda *args: None)
+    monkeypatch.setattr(devices, "require", lambda *args: None)
     v6e = ("machine=v6e:2x4", "attention=splash_transposed")
     check(port(*v6e, stage="denoise", prompt=None))
     task = port(*v6e, "dtypes={transformer: float16}", stage="denoise", prompt=None)
@@ -279,7 +279,7 @@ def test_latents_and_frames_are_counted_in_the_hosts_memory(asked, need):
 
 
 def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkeypatch):
-    monkeypatch.setattr(machine, "host_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(devices, "host_memory", lambda: 24 * GIB)
     monkeypatch.setattr(preflight, "rehearsed", None)  # nothing is carried out
     for sets, size in ((["height=16384", "width=16384"], "30.0"), (["frames=1048573"], "96.0")):
         text = refusal(MachineError, lambda sets=sets: check(asked(sets, backend="torchax")))
@@ -288,8 +288,8 @@ def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkey
 
 
 def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monkeypatch):
-    monkeypatch.setattr(machine, "host_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(machine, "found_devices", lambda platform: (8, "TPU v6 lite", None))
+    monkeypatch.setattr(devices, "host_memory", lambda: 1000 * GIB)
+    monkeypatch.setattr(devices, "found_devices", lambda platform: (8, "TPU v6 lite", None))
     large = ("height=16384", "width=16384", "frames=241")
     task = port("machine=v6e:2x4", *large, stage="denoise", prompt=None)
     text = refusal(MachineError, lambda: check(task))
@@ -322,7 +322,7 @@ def test_noise_of_another_size_with_as_many_tokens_is_refused_before_anything_is
 
 def test_rotary_tables_of_another_size_with_as_many_tokens_are_refused(port):
     task = port("height=64", "width=96")
-    rope = preflight.parts(task, task.stages[1])["transformer"].rope
+    rope = network.as_shapes(task, task.stages[1])["transformer"].rope
     assert rope(torch.zeros(1, 1, 2, 4, 6, device="meta"))[0].shape[0] == 2 * 4 * 6
     with pytest.raises(BadValueError) as caught:
         rope(torch.zeros(1, 1, 2, 6, 4, device="meta"))

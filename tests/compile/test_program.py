@@ -1,5 +1,6 @@
 """Programs on the mesh: equal to the eager module, their inputs placed by rule, operators registered and taken out."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,7 +9,7 @@ import torch
 from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
-from torchport import compile, patch, shard
+from torchport import compile, engine, patch, shard
 from torchport.config.card import Rule, Stack, WeightRule
 from torchport.errors import DeadRuleError, MeshError, StaleTraceError, UnmatchedError
 from torchport.plan import aot
@@ -49,9 +50,7 @@ def compiled(module, mesh, rules=INPUTS, trace=None):
     placed = shard.match(WEIGHTS, shard.named_shapes(tensors), sizes, "card.yaml:1")
     bare = Halves().to("meta").eval().requires_grad_(False)
     arrays = shard.place(tensors.items(), placed, mesh)
-    return compile.Compiled(
-        bare, arrays, rules, mesh, what="halves", place="card.yaml:9", precision="highest", trace=trace
-    )
+    return compile.Compiled(compile.Network(bare, rules, "halves", "card.yaml:9", "highest"), arrays, mesh, trace=trace)
 
 
 def test_a_program_computes_what_the_eager_module_does(module, program):
@@ -109,7 +108,8 @@ def test_an_input_that_no_rule_matches_is_refused(module, mesh8):
 
 def test_a_rule_for_inputs_that_matches_none_is_refused_when_the_program_is_traced(module, mesh8):
     program = compiled(module, mesh8, [Rule(match="xs", spec=["dp"]), Rule(match="x|mask", spec=["dp"])])
-    program.places = ["card.yaml:10", "card.yaml:11"]
+    places = ["card.yaml:10", "card.yaml:11"]
+    program.network = dataclasses.replace(program.network, places=places)
     with pytest.raises(DeadRuleError) as caught:
         program(x=torch.randn(2, 8))
     assert str(caught.value) == (
@@ -168,12 +168,13 @@ def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_
     tensors = {name: tensor.clone() for name, tensor in module.named_parameters()}
     found = shard.match(rules, shard.named_shapes(tensors), dict(mesh.shape), "card.yaml:1")
     arrays = shard.place(tensors.items(), found, mesh)
-    options = {"what": "blocks", "place": "card.yaml:9", "precision": "highest", "trace": None}
     stacks = {"blocks": Stack(carries=["x"])} if stacked else {}
     inputs = [Rule(match="x", spec=["dp", "sp"])]
-    program = compile.Compiled(
-        module.to("meta"), arrays, inputs, mesh, gathered=shard.gathered(found), stacks=stacks, **options
+    gathered = shard.gathered(found)
+    network = compile.Network(
+        module.to("meta"), inputs, "blocks", "card.yaml:9", "highest", stacks=stacks, gathered=gathered
     )
+    program = compile.Compiled(network, arrays, mesh)
     torch.testing.assert_close(program(x=x), expected, rtol=1e-5, atol=1e-5)
     text = program.lowered(program.place(x=x), ()).compile().as_text()
     shapes = re.findall(r"= \(?(f32\[[\d,]+\])\S* all-gather", text)
@@ -218,7 +219,7 @@ def test_an_operator_is_registered_for_the_length_of_a_with_and_then_as_before(p
     before = dict(operators)
     x = torch.randn(2, 8)
     plain = program(x=x)
-    with compile.operators({"torch.ops.aten:relu": always_two}):
+    with engine.operators({"torch.ops.aten:relu": always_two}):
         assert operators != before
         program.programs.clear()
         assert not torch.allclose(program(x=x), plain)
@@ -233,7 +234,7 @@ def test_operators_are_taken_out_after_an_error_too():
     before = dict(torchax.default_env()._ops)
     with (
         pytest.raises(KeyError),
-        compile.operators({"torch.nn.functional:gelu": len, "torch.ops.aten:add.Tensor": len}),
+        engine.operators({"torch.nn.functional:gelu": len, "torch.ops.aten:add.Tensor": len}),
     ):
         raise KeyError
     assert torchax.default_env()._ops == before
@@ -241,5 +242,5 @@ def test_operators_are_taken_out_after_an_error_too():
 
 def test_without_operators_torchax_is_not_asked(monkeypatch):
     monkeypatch.setattr("torchax.default_env", None)
-    with compile.operators({}):
+    with engine.operators({}):
         pass

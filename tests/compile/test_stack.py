@@ -71,8 +71,8 @@ def compiled(module, stacks):
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rules = dict.fromkeys(tensors, RULES[0])
     weights = shard.place(((name, t.detach()) for name, t in tensors.items()), rules, mesh)
-    options = {"what": "network", "place": "card.yaml:1", "precision": "highest", "trace": None}
-    return compile.Compiled(module.to("meta"), weights, INPUTS, mesh, stacks=stacks, **options)
+    bare = compile.Network(module.to("meta"), INPUTS, "network", "card.yaml:1", "highest", stacks=stacks)
+    return compile.Compiled(bare, weights, mesh)
 
 
 def inputs():

@@ -237,18 +237,11 @@ def placed(
     devices = shard.make_mesh(mesh, jax.devices()[:count])
     tensors = dict(weights.named_parameters()) | dict(weights.named_buffers())
     matched = shard.match(rules, shard.named_shapes(tensors), mesh, "test:1")
-    return compile.Compiled(
-        module,
-        shard.place(tensors.items(), matched, devices),
-        inputs,
-        devices,
-        what="hyvideo",
-        place="test:1",
-        precision="highest",
-        trace=ledger.trace() if ledger is not None else None,
-        gathered=shard.gathered(matched),
-        **options,
+    network = compile.Network(
+        module, inputs, "hyvideo", place="test:1", precision="highest", gathered=shard.gathered(matched), **options
     )
+    weights = shard.place(tensors.items(), matched, devices)
+    return compile.Compiled(network, weights, devices, trace=ledger.trace() if ledger is not None else None)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from torchport import compile, patch
+from torchport import engine, patch
 from torchport.errors import BadValueError
 
 ULP = 2**-8
@@ -33,7 +33,7 @@ def lowered(pack):
         with contextlib.ExitStack() as stack:
             if ours:
                 ledger = stack.enter_context(patch.applied(patch.read(pack.patches, ["torch/normalization"])))
-                stack.enter_context(compile.operators({op.target: op.function for op in ledger.ops()}))
+                stack.enter_context(engine.operators({op.target: op.function for op in ledger.ops()}))
             stack.enter_context(torchax.default_env())
             env = torchax.default_env()
             tensors = [None if one is None else torchax.tensor.Tensor(_array(one), env) for one in (x, weight, bias)]
@@ -155,7 +155,7 @@ def test_mean_and_reciprocal_deviation_of_float32_are_pytorchs(pack):
 
     x = rows(10.0)
     ledger_of = patch.applied(patch.read(pack.patches, ["torch/normalization"]))
-    with ledger_of as ledger, compile.operators({op.target: op.function for op in ledger.ops()}), torchax.default_env():
+    with ledger_of as ledger, engine.operators({op.target: op.function for op in ledger.ops()}), torchax.default_env():
         tensor = torchax.tensor.Tensor(_array(x), torchax.default_env())
         found = [part.jax() for part in torch.ops.aten.native_layer_norm.default(tensor, [2048], None, None, 1e-6)]
     wanted = torch.ops.aten.native_layer_norm.default(x, [2048], None, None, 1e-6)

@@ -19,7 +19,7 @@ from torchport.errors import BadValueError, MachineError
 from torchport.processes import hosts, watch
 from torchport.processes.hosts import Cluster, asked
 from torchport.run import run
-from torchport.task import Request
+from torchport.task import Request, devices
 
 SMALL = ("height=64", "width=96", "frames=5", "steps=2", "strategy=ulysses", "mesh={dp: 2, sp: 4}")
 PROMPT = "A cat walks past a red sign"
@@ -100,7 +100,10 @@ def test_two_processes_make_what_one_makes(alone, tmp_path, root):
 
 def test_an_axis_that_crosses_processes_makes_the_same_latents(alone, tmp_path, root):
     """With the order of devices changed, so that all of a block's exchanges are between processes."""
-    crossing = "from torchport import grid, __main__; grid.order = lambda *_: [0, 1, 4, 5, 2, 3, 6, 7]; __main__.main()"
+    crossing = (
+        "from torchport import __main__; from torchport.shard import grid; "
+        "grid.order = lambda *_: [0, 1, 4, 5, 2, 3, 6, 7]; __main__.main()"
+    )
     flags = ("--stage", "denoise", "--inputs", alone, "--out", tmp_path / "out")
     codes, said = finished(tmp_path, root, *[["-c", crossing, *job(*flags)]] * 2)
     assert codes == [0, 0], "\n".join(said)
@@ -151,10 +154,10 @@ def _wait_for(log, text):
 CHILD = """if True:
     import os, sys, threading, time
     import jax
-    from torchport import hosts, watch
+    from torchport.processes import hosts, watch
     from torchport.errors import MeshError
     jax.config.update("jax_platforms", "cpu")
-    cluster = hosts.asked(False, sys.argv[2], int(sys.argv[4]), int(sys.argv[6]))
+    cluster = hosts.cluster_of(False, sys.argv[2], int(sys.argv[4]), int(sys.argv[6]))
     watch.SILENCE = 5
 
     def mine(number):
@@ -193,20 +196,20 @@ CHILD = """if True:
     def talk():
         import torch
         assert (hosts.processes(), hosts.first()) == (2, hosts.process() == 0)
-        assert [hosts.told(lambda: mine(number)) for number in range(3)] == [0, 1, 2]
+        assert [hosts.from_first(lambda: mine(number)) for number in range(3)] == [0, 1, 2]
         made = torch.randn(1_000_000, generator=torch.Generator().manual_seed(1))
         made = {"large": made, "half": made[:7].bfloat16(), "none": made[:0], "part": made[::2]}
-        value, tensors = hosts.told_with(lambda: (mine({"a": [1]}), made))
+        value, tensors = hosts.pair_from_first(lambda: (mine({"a": [1]}), made))
         assert value == {"a": [1]} and all(torch.equal(tensors[name], made[name]) for name in made)
         # What the first process does alone asks nobody.
-        assert hosts.told(lambda: [hosts.told(lambda: mine(5)), hosts.anywhere(True)]) == [5, True]
-        assert hosts.anywhere(hosts.process() == 1) and not hosts.anywhere(False)
+        assert hosts.from_first(lambda: [hosts.from_first(lambda: mine(5)), hosts.any_process(True)]) == [5, True]
+        assert hosts.any_process(hosts.process() == 1) and not hosts.any_process(False)
         try:
-            hosts.told(refused)
+            hosts.from_first(refused)
         except MeshError as error:
             print("refused:", error, error.everywhere, flush=True)
-        hosts.agree({"frames": 5, "prompt": "a"})
-        hosts.agree({"frames": 5 + hosts.process(), "prompt": "a"})
+        hosts.check_same({"frames": 5, "prompt": "a"})
+        hosts.check_same({"frames": 5 + hosts.process(), "prompt": "a"})
 
     def main():
         with hosts.joined(cluster):
@@ -246,7 +249,7 @@ LOST = "It was killed, or its host is lost. Start all processes again with the s
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("case", ["dying() or hosts.anywhere(False)", "program()"], ids=["exchange", "program"])
+@pytest.mark.parametrize("case", ["dying() or hosts.any_process(False)", "program()"], ids=["exchange", "program"])
 def test_a_process_that_is_killed_is_named_by_the_others(tmp_path, root, killed, case):
     """While they wait for what it says, and in a program together with it."""
     codes, said = children(tmp_path, root, case.replace("()", f"({killed})"))
@@ -315,8 +318,8 @@ def test_the_original_runs_on_one_host(request_for):
 
 
 def test_one_process_talks_to_itself():
-    assert hosts.told(lambda: 3) == 3 and hosts.anywhere(True) and not hosts.anywhere(False)
-    hosts.agree({"a": 1})
+    assert hosts.from_first(lambda: 3) == 3 and hosts.any_process(True) and not hosts.any_process(False)
+    hosts.check_same({"a": 1})
     with hosts.joined(None):
         assert hosts.processes() == 1 and hosts.first()
 
@@ -324,15 +327,15 @@ def test_one_process_talks_to_itself():
 def test_a_machines_devices_are_shared_out_among_processes(monkeypatch):
     monkeypatch.setattr(hosts, "processes", lambda: 3)
     with pytest.raises(MachineError) as caught:
-        machine.prepare(machine.Machine("cpu:8", "cpu", 8))
+        devices.prepare(machine.Machine("cpu:8", "cpu", 8))
     assert str(caught.value) == (
         "machine cpu:8: Its devices cannot be shared out evenly among 3 processes. Name a multiple of the number of "
         "processes."
     )
-    need = machine.Need(4, {"transformer": 1}, 0, "tiny")
-    machine.require(machine.Machine("cpu:8", "cpu", 8), dataclasses.replace(need, devices=8), "x")
+    need = devices.Need(4, {"transformer": 1}, 0, "tiny")
+    devices.require(machine.Machine("cpu:8", "cpu", 8), dataclasses.replace(need, devices=8), "x")
     with pytest.raises(MachineError, match="this machine has 8 devices in 3 processes"):
-        machine.require(machine.Machine("cpu:4", "cpu", 4), need, "x")
+        devices.require(machine.Machine("cpu:4", "cpu", 4), need, "x")
 
 
 @pytest.mark.parametrize("ago", [0, watch.SILENCE + 1])

@@ -46,17 +46,16 @@ def program(rules, tokens=8):
     module = Network()
     tensors = {name: t.detach() for name, t in module.named_parameters()}
     weights = shard.place(tensors.items(), dict.fromkeys(tensors, Rule(match=".*", spec="replicate")), mesh)
-    options = {"what": "network", "place": "card.yaml:1", "precision": "highest", "trace": None}
-    made = compile.Compiled(
+    network = compile.Network(
         module,
-        weights,
         [Rule(match="x", spec=["dp"])],
-        mesh,
+        "network",
+        place="card.yaml:1",
+        precision="highest",
         activations=rules,
-        rules_place=lambda what: "card.yaml:9",
-        **options,
+        place_of=lambda what: "card.yaml:9",
     )
-    return made, {"x": torch.randn(2, tokens, 4)}
+    return compile.Compiled(network, weights, mesh), {"x": torch.randn(2, tokens, 4)}
 
 
 def test_what_a_module_returns_is_sharded_as_its_rule_says_and_the_numbers_stay():

@@ -150,7 +150,8 @@ def test_a_mesh_of_a_slice_that_is_not_there_is_compact(root):
     """What JAX alone makes of these: lines of v6e:4x4, and an error where an axis takes half a line."""
     code = """if True:
         import json, sys
-        from torchport import grid, shard
+        from torchport import shard
+        from torchport.shard import grid
         from torchport.config.machine import parse_machine
         from torchport.tpu.absent import describe
         said = {}

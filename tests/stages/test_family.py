@@ -48,7 +48,7 @@ def test_a_family_that_does_not_exist_is_refused():
     with pytest.raises(UnknownNameError) as caught:
         pipelines.family("no_such_family", "card.yaml:5")
     assert str(caught.value) == (
-        "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/pipelines/no_such_family.py. "
+        "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/stages/no_such_family.py. "
         "Add it, or mend the name."
     )
 

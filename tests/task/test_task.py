@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchport import task
+from torchport.compile.network import check_heads
 from torchport.errors import BadValueError, MeshError, TorchportError, UnknownNameError, UpstreamError, WrongTypeError
-from torchport.task import accept, check_heads
+from torchport.task import accept, task
 
 GIB = 2**30
 

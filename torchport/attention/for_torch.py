@@ -6,13 +6,13 @@ Shapes: B batch, H heads, S queries, T keys, D features of a head.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from torchport import engine
 from torchport.errors import AttentionError
 
 
@@ -40,21 +40,13 @@ def attention(
     Returns:
         [B, H, S, D] of q's dtype.
     """
-    if not _traced(q_BHSD):
+    if not engine.is_traced(q_BHSD):
         return _eager(q_BHSD, k_BHTD, v_BHTD, lengths, scale, causal)
-    from torchax import interop
-
     from torchport.attention import dispatch
 
     inputs = {"lengths": lengths, "scale": scale, "causal": causal, "bound": bound}
-    output: torch.Tensor = interop.call_jax(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
+    output: torch.Tensor = engine.call_jax(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
     return output
-
-
-def _traced(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is torchax's; without torchax there is none."""
-    module = sys.modules.get("torchax.tensor")
-    return module is not None and isinstance(tensor, module.Tensor)
 
 
 def _eager(
@@ -101,7 +93,7 @@ def token_multiple(tokens: torch.Tensor) -> int:
     import jax
 
     # A rehearsal's tokens have shapes alone, and it says for which mesh by an abstract one.
-    if not _traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
+    if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
         return 1
     from torchport.attention import joint
 
@@ -135,7 +127,7 @@ def joint(
     """
     size = rotary[0].shape[1]
     heads = pictures.q.shape[2] // size
-    if _traced(pictures.q):
+    if engine.is_traced(pictures.q):
         from torchport.attention import joint as form
 
         if form.fits(pictures.q.shape[0], heads, size):
@@ -162,8 +154,6 @@ def _jointly(
     bound: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes `joint` by the kernel."""
-    from torchax import interop
-
     from torchport.attention import joint as form
 
     norms = [norm for stream in (pictures, text) for norm in (stream.norm_q, stream.norm_k)]
@@ -176,7 +166,7 @@ def _jointly(
 
     gains = [None if norm is None else norm.weight for norm in norms]
     streams = [[s.q, s.k, s.v, *gains[2 * n : 2 * n + 2]] for n, s in enumerate((pictures, text))]
-    output: tuple[torch.Tensor, torch.Tensor] = interop.call_jax(
+    output: tuple[torch.Tensor, torch.Tensor] = engine.call_jax(
         run, streams, tuple(rotary), lengths, project.weight, project.bias
     )
     return output

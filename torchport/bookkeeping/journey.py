@@ -10,18 +10,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 
-from torchport import patch, save
+from torchport import compile, patch, save
 from torchport.bookkeeping import resume
-from torchport.bookkeeping.record import write_manifest
-from torchport.compile import kept as programs
+from torchport.compile.kept import Programs
+from torchport.compile.network import Kept
+from torchport.config.card import STAGES
 from torchport.errors import ArtefactForeignError
+from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save.manifest import Manifest, versions
+from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
@@ -43,11 +46,11 @@ class Journey:
         steps: Denoising steps that this run took.
     """
 
-    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, kept: programs.Programs) -> None:
+    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, programs: Programs) -> None:
         self.task = task
         self.weights = weights
         self.stopping = stopping
-        self.programs = kept
+        self.programs = programs
         self.run = ""
         self.unfinished = resume.Unfinished(task)
         self.seconds: dict[str, float] = {}
@@ -70,7 +73,7 @@ class Journey:
                 continue
             log.info("%s was finished before the stop", stage.name)
             self._note(stage, finished[stage.name])
-            hosts.told(functools.partial(self._complete, stage, finished[stage.name]))
+            hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
 
     def _finished(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
@@ -82,7 +85,7 @@ class Journey:
             manifests = resume.finished(self.task, name, self.weights)
             return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
 
-        self.run, finished = hosts.told(before)
+        self.run, finished = hosts.from_first(before)
         return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
@@ -97,7 +100,7 @@ class Journey:
         Raises:
             SaveError: An artefact is missing, damaged, or another run's.
         """
-        noted, tensors = hosts.told_with(lambda: self._read(stage))
+        noted, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= noted["shas"]
         self._settings = {**noted["settings"], **self._settings}
         inputs = dict(tensors)
@@ -136,6 +139,20 @@ class Journey:
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
 
+    def kept(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> Kept:
+        """Returns what says where a stage's programs are kept; see `network.compiled`."""
+        return functools.partial(self.programs.of, stage, self.weights.folder, mesh, ledger)
+
+    def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
+        """Notes the seconds that a stage ran, and those of them in which its programs were compiled.
+
+        Programs are compiled when they are first called, inside the verb.
+        """
+        lap("run")
+        compiling = call.seconds if isinstance(call, compile.Compiled) else 0.0
+        self.seconds[f"{stage.name} compile"] = compiling
+        self.seconds[f"{stage.name} run"] -= compiling
+
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
         """Writes a stage's artefact, and what goes beside it.
 
@@ -149,9 +166,9 @@ class Journey:
             resume.begin(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
-        manifest = Manifest.model_validate(hosts.told(written))
+        manifest = Manifest.model_validate(hosts.from_first(written))
         self._note(stage, manifest)
-        hosts.told(lambda: self._tidy(stage, outputs, manifest))
+        hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
 
     def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
         """Returns a manifest's facts about how a stage was run, as of now."""
@@ -210,13 +227,35 @@ class Journey:
             OutputError: The folder cannot be written.
         """
         video = self.task.folder / save.VIDEO if any(stage.name == "decode" for stage in self.task.stages) else None
-        hosts.told(lambda: write_manifest(self.task, video, self._manifests))
-        hosts.told(lambda: resume.forget(self.task))
+        hosts.from_first(lambda: _write_manifest(self.task, video, self._manifests))
+        hosts.from_first(lambda: resume.forget(self.task))
         return video
 
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""
         return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
+
+
+def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
+    """Writes the manifest of the run itself: the video, if it made one, and every stage's.
+
+    Args:
+        task: The run.
+        video: The video.
+        finished: Manifests of the stages that this run has finished; those of others are read from the folder.
+    """
+    manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
+    stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
+    rows = [row for stage in stages.values() for row in stage["patches"]]
+    manifest = {
+        "schema_version": SCHEMA,
+        "model": task.card.model,
+        "title": task.card.title,
+        "video": video.name if video else None,
+        "deviations": [row for row in rows if row["equivalence"] != "bitwise"],
+        "stages": stages,
+    }
+    atomic.write_json(task.folder / "manifest.json", manifest)
 
 
 def _check_asked(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:

@@ -47,7 +47,7 @@ class Unfinished:
         Raises:
             OutputError: They cannot be written.
         """
-        hosts.told(lambda: save.write(self.task.folder, PARTIAL, state, {**facts, "done": number}).sha256)
+        hosts.from_first(lambda: save.write(self.task.folder, PARTIAL, state, {**facts, "done": number}).sha256)
         self.step = number
 
     def read(self, weights: checkpoint.Checkpoint, shas: Mapping[str, str]) -> tuple[int, dict[str, torch.Tensor]]:
@@ -61,7 +61,7 @@ class Unfinished:
             ArtefactForeignError: Latents of another job lie there.
             ArtefactBrokenError: They are damaged.
         """
-        self.step, tensors = hosts.told_with(lambda: _unfinished(self.task, weights, shas))
+        self.step, tensors = hosts.pair_from_first(lambda: _unfinished(self.task, weights, shas))
         return self.step, dict(tensors)
 
 

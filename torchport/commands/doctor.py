@@ -17,6 +17,7 @@ from torchport.errors import BadValueError
 from torchport.files import cache
 from torchport.load import tiny
 from torchport.save import manifest
+from torchport.task import devices
 
 State = Literal["ok", "note", "bad"]
 
@@ -83,18 +84,18 @@ def _devices() -> list[Finding]:
     findings = []
     platforms: tuple[machine.Platform, ...] = ("tpu", "cuda", "cpu")
     for name in platforms:
-        count, kind, memory = machine.found_devices(name)
+        count, kind, memory = devices.found_devices(name)
         if count:
             size = f", {memory / machine.GIB:.1f} GiB each" if memory else ""
             findings.append(Finding("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
         elif name != "cpu":
             findings.append(Finding("note", f"{name} devices", "none: configs/demo.yaml runs without"))
-    findings.append(Finding("ok", "host memory", f"{machine.host_memory() / machine.GIB:.1f} GiB free"))
+    findings.append(Finding("ok", "host memory", f"{devices.host_memory() / machine.GIB:.1f} GiB free"))
     return findings
 
 
 def _tpu_kinds() -> set[str]:
-    count, kind, _ = machine.found_devices("tpu")
+    count, kind, _ = devices.found_devices("tpu")
     return {kind} if count else set()
 
 

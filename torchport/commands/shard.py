@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchport import patch, shard
-from torchport.compile import preflight
+from torchport.compile import network, preflight
 from torchport.config import checkout
 from torchport.config.card import Rule, Spec, dims_of
 from torchport.config.pack import find_pack
 from torchport.shard import RuleT, activations
 from torchport.stages import family
-from torchport.task import Request, Task, accept, check_heads
+from torchport.task import Request, Task, accept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def shown(request: Request) -> list[Row]:
     """
     task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
     with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
-        check_heads(task)
+        network.check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 
 

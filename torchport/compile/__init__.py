@@ -1,5 +1,8 @@
-"""."""
+"""A stage's network becomes programs on a mesh.
 
-from torchport.compile.program import Compiled, Eager, operators, plainly
+`network` builds them, and `preflight` refuses beforehand what cannot run. `kept` loads them instead of compiling.
+"""
 
-__all__ = ["Compiled", "Eager", "operators", "plainly"]
+from torchport.compile.program import Compiled, Eager, Network, plainly
+
+__all__ = ["Compiled", "Eager", "Network", "plainly"]

@@ -1,7 +1,7 @@
 """A stage's network on its mesh as shapes alone: what would fail hours later is refused before anything is loaded.
 
 The stage's own verb is carried out with a stand-in for the network, so that the names and shapes of the network's
-inputs are the verb's. `run`, `plan` and `shard show` take rules for weights and inputs from here.
+inputs are the verb's. `run` and `shard show` refuse what is refused here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchport import load, shard
 from torchport.attention import dispatch, sdpa
-from torchport.compile import program
-from torchport.config import machine
+from torchport.compile import network
 from torchport.config.card import Rule, WeightRule, dims_of
+from torchport.config.machine import HOST
 from torchport.errors import AttentionError, MeshError
 from torchport.load import checkpoint
 from torchport.shard import activations
 from torchport.stages import family, recorder
-from torchport.task import Task, check_heads, published
+from torchport.task import Task, devices
 
 LARGE = 2**24
 """Elements from which a tensor of a rehearsal is a shape without values. Masks and noise levels, whose values verbs ask
@@ -69,7 +69,7 @@ def check(task: Task) -> None:
     check_machine(task)
     if task.original:
         return
-    check_heads(task)
+    network.check_heads(task)
     held: dict[str, int] = {}
     for stage in task.stages:
         if stage.network is not None:
@@ -91,8 +91,8 @@ def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({
         MachineError: Too few devices, devices of another kind, or too little memory.
     """
     if not task.original:
-        machine.prepare(task.machine)
-    devices: dict[str, int] = {}
+        devices.prepare(task.machine)
+    sizes: dict[str, int] = {}
     host = [(0, 0)]
     for stage in task.stages:
         whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
@@ -103,12 +103,12 @@ def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({
             tensors += held.get(str(stage.network), 0) * task.job.devices
         host.append((sum(_host_bytes(task, name) for name in whole), tensors))
         if stage.network and not task.original:
-            devices[stage.network] = _device_bytes(task, stage, stage.network)
+            sizes[stage.network] = _device_bytes(task, stage, stage.network)
     weights, tensors = max(host, key=sum)
     given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
-    machine.require(
-        task.machine if devices else machine.HOST,
-        machine.Need(task.job.devices if devices else 0, devices, weights, task.checkpoint, tensors, dict(held)),
+    devices.require(
+        task.machine if sizes else HOST,
+        devices.Need(task.job.devices if sizes else 0, sizes, weights, task.checkpoint, tensors, dict(held)),
         f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
     )
 
@@ -136,20 +136,21 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
     if stage.name != "denoise" or last.like is None:
         return 0
     with torch.device("meta"):
-        latents = last.like({str(last.network): published(task, str(last.network))}, task.settings).values()
+        latents = last.like({str(last.network): network.published(task, str(last.network))}, task.settings).values()
     sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
     return 3 * sum(sizes)
 
 
-def _device_bytes(task: Task, stage: family.Stage, network: str) -> int:
+def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    shapes = shard.named_shapes(dict(published(task, network).get_submodule(stage.submodule).named_parameters()))
-    every = task.card.strategies[task.job.strategy].weights[network]
+    module = network.published(task, name)
+    shapes = shard.named_shapes(dict(module.get_submodule(stage.submodule).named_parameters()))
+    every = task.card.strategies[task.job.strategy].weights[name]
     # Rules for buffers that are prepared later match nothing yet, or nothing that an earlier rule has not taken.
-    firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, name)), None) for name in shapes}
+    firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, key)), None) for key in shapes}
     rules = [rule for n, rule in enumerate(every) if n in firsts]
-    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", network))
-    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(network))
+    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
+    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(name))
 
 
 def rehearsed(task: Task, stage: family.Stage) -> Rehearsal:
@@ -162,52 +163,23 @@ def rehearsed(task: Task, stage: family.Stage) -> Rehearsal:
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
     noise = {"noise": task.request.noise} if stage.name == "denoise" and task.request.noise is not None else {}
     with _without_values(), jax.sharding.use_abstract_mesh(mesh):
-        own = parts(task, stage)
-        module = own[name].get_submodule(stage.submodule)
-        weights = weight_rules(task, name, module)
+        parts = network.as_shapes(task, stage)
+        module = network.module_of(stage, parts)
+        weights = network.weight_rules(task, name, module)
         place = task.rules_place("activations", name)
         check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
         largest, attended = [0], _Attention()
         with _measured(module, largest), attended:
-            called = recorder.recorded(stage, own, module, how(stage, task), task.settings, count=False, **noise)
+            called = recorder.recorded(
+                stage, parts, module, network.how(stage, task), task.settings, count=False, **noise
+            )
         check_called()
     inputs = input_rules(task, name, called)
     per_device = [_held(one, rules, task, largest[0]) for one, rules in zip(called, inputs, strict=True)]
     most = max(range(len(called)), key=lambda n: sum(tensor.numel() for tensor in called[n].tensors.values()))
     return Rehearsal(module, weights, called, inputs[most], max(per_device), list(attended.calls.values()))
-
-
-def parts(task: Task, stage: family.Stage) -> dict[str, Any]:
-    """Returns the stage's parts as the checkpoint, or its published configuration, has them; none has storage."""
-    found: dict[str, Any] = {}
-    for name in stage.parts:
-        component = task.card.components[name]
-        found[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
-    for name in (*stage.meta, str(stage.network)):
-        found[name] = published(task, name, task.dtype(name))
-    if stage.prepare is not None:
-        stage.prepare(found, task.settings)
-    return found
-
-
-def how(stage: family.Stage, task: Task) -> program.How:
-    """Returns how the stage's network is called while it is traced."""
-    return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
-
-
-def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[str, WeightRule]:
-    """Returns the rule of every parameter and buffer of a prepared network, with the spec that fits.
-
-    Raises:
-        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
-    """
-    shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
-    rules = task.card.strategies[task.job.strategy].weights[component]
-    return shard.match(
-        rules, shapes, task.job.mesh, task.rules_place("weights", component), task.rule_places("weights", component)
-    )
 
 
 def input_rules(task: Task, component: str, called: Sequence[recorder.Called]) -> list[dict[str, Rule]]:

@@ -7,10 +7,10 @@ unplaced, and none becomes a constant.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport import shard
+from torchport import engine, shard
 from torchport.attention import dispatch
 from torchport.compile import stack
 from torchport.config.card import ActivationRule, Rule, Stack
@@ -75,7 +75,38 @@ class Eager:
             return _first(self.how(self.module, **inputs))
 
 
-class _Network(torch.nn.Module):
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What determines a network's programs beside its mesh, its weights and its inputs.
+
+    Attributes:
+        module: The network; a program that is made of it changes it.
+        inputs: The rules for its inputs.
+        name: What it is called in logs and errors.
+        place: Where the rules for inputs are written, for errors.
+        places: The same of each rule; may be empty.
+        precision: Of matrix products and convolutions, as JAX names it.
+        activations: The rules for what its modules return.
+        stacks: Its repeated blocks that become one block of stacked weights, by the path of their list.
+        gathered: Weights that are gathered where they are used.
+        place_of: Returns where one of the card's fields for this network is written, for errors.
+        how: How it is called.
+    """
+
+    module: torch.nn.Module
+    inputs: Sequence[Rule]
+    name: str
+    place: str
+    precision: str
+    places: Sequence[str] = ()
+    activations: Sequence[ActivationRule] = ()
+    stacks: Mapping[str, Stack] = dataclasses.field(default_factory=dict)
+    gathered: Set[str] = frozenset()
+    place_of: Callable[[str], str] = str
+    how: How = plainly
+
+
+class _Bound(torch.nn.Module):
     """A module together with how it is called: what `functional_call` can put weights into."""
 
     def __init__(self, module: torch.nn.Module, how: How) -> None:
@@ -88,7 +119,15 @@ class _Network(torch.nn.Module):
 
 
 class Compiled:
-    """A module's forward as programs on a mesh, one for each set of input shapes.
+    """A network's forward as programs on a mesh, one for each set of input shapes.
+
+    Args:
+        network: The network; its module is changed.
+        weights: Its weights where their rules put them: arrays, or shapes for a program that is only compiled.
+        mesh: The devices.
+        trace: The patches under which alone it may be traced.
+        attention: What the config and the weights say of attention.
+        kept: Where programs come from, if not from the compiler alone.
 
     Attributes:
         batches: True: one program takes all conditions of guidance.
@@ -101,41 +140,29 @@ class Compiled:
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        weights: Mapping[str, jax.Array],
-        rules: Sequence[Rule],
+        network: Network,
+        weights: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         *,
-        what: str,
-        place: str,
-        places: Sequence[str] = (),
-        precision: str,
-        trace: Trace | None,
+        trace: Trace | None = None,
         attention: dispatch.Settings = dispatch.NONE,
-        activations: Sequence[ActivationRule] = (),
-        stacks: Mapping[str, Stack] = types.MappingProxyType({}),
-        gathered: Set[str] = frozenset(),
-        rules_place: Callable[[str], str] = str,
-        how: How = plainly,
         kept: Programs | None = None,
     ) -> None:
-        constrain(module, activations, mesh, rules_place("activations"))
-        counts = stack.stack(module, stacks, lambda name: rules_place(f"stacks.{name}"))
-        self.network = _Network(module, how)
+        module, stacks = network.module, network.stacks
+        constrain(module, network.activations, mesh, network.place_of("activations"))
+        counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
+        self.network = network
+        self.bound = _Bound(module, network.how)
         self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
-        made_of = stack.names(weights, stacks, counts)
-        self.gathered = frozenset(name for name, parts in made_of.items() if not gathered.isdisjoint(parts))
+        parts = stack.names(weights, stacks, counts)
+        self.gathered = frozenset(name for name, held in parts.items() if not network.gathered.isdisjoint(held))
         for prefix in self.blocks:
             stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
             assert isinstance(stacked, stack.Stacked)
             stacked.gather = functools.partial(self._whole, prefix)
         self.weights = stack.weights(dict(weights), stacks, counts)
-        self.rules = rules
         self.mesh = mesh
-        self.what = what
-        self.where = place
-        self.places = places
-        self.precision = precision
+        self.precision = network.precision
         self.trace = trace
         self.attention = attention
         self.kept = kept
@@ -153,7 +180,7 @@ class Compiled:
 
     def shapes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {name: shard.shape(tensor, self._where(name, tensor)) for name, tensor in tensors.items()}
+        return {name: shard.shape(tensor, self._sharding(name, tensor)) for name, tensor in tensors.items()}
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Returns the module's first output, gathered on the host.
@@ -167,7 +194,7 @@ class Compiled:
             if isinstance(value, torch.Tensor | jax.Array)
         }
         static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
-        with _memory(self.what):
+        with _memory(self.network.name):
             program = self._program(arrays, static)
             return shard.to_torch(program(self.weights, arrays))
 
@@ -178,25 +205,20 @@ class Compiled:
             DeadRuleError: A rule for inputs that matches none of them.
             StaleTraceError: The patches are not in place.
         """
-        import torchax
-        from torchax import interop
-
-        shard.check_alive(self.rules, list(arrays), self.where, self.places)
+        shard.check_alive(self.network.inputs, list(arrays), self.network.place, self.network.places)
         if self.trace is not None:
             self.trace.check()
 
         def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
             own = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
             with torch.no_grad():
-                return _first(torch.func.functional_call(self.network, own, (), {**tensors, **dict(static)}))
+                return _first(torch.func.functional_call(self.bound, own, (), {**tensors, **dict(static)}))
 
         def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
-            output: jax.Array = interop.call_torch(forward, weights, inputs)
+            output: jax.Array = engine.call_torch(forward, weights, inputs)
             return output
 
-        environment = torchax.default_env()
-        # Views that stay lazy break boolean indexing and type_as.
-        environment.config.force_materialize_views = True
+        engine.begin_trace()
         with (
             warnings.catch_warnings(),
             jax.set_mesh(self.mesh),
@@ -209,41 +231,39 @@ class Compiled:
 
     def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Returns a weight as it is used: gathered if its rule says so, those of stacked blocks block by block."""
-        from torchax import interop
-
         key = prefix + name
         if key not in self.gathered or (not prefix and key.startswith(self.blocks)):
             return weight
         where = NamedSharding(self.mesh, PartitionSpec())
-        whole: torch.Tensor = interop.call_jax(jax.lax.with_sharding_constraint, weight, where)
+        whole: torch.Tensor = engine.call_jax(jax.lax.with_sharding_constraint, weight, where)
         return whole
 
     def _program(self, arrays: Mapping[str, jax.Array], static: Static) -> Any:
         key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))
         if key not in self.programs:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
-            log.debug("%s takes %s", self.what, shapes)
+            log.debug("%s takes %s", self.network.name, shapes)
             start = time.perf_counter()
             self.programs[key], loaded = self._made(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            log.info("%s %s: %.1f s", "load" if loaded else "compile", self.what, spent)
+            log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
         return self.programs[key]
 
     def _made(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
         lower = functools.partial(self.lowered, arrays, static)
         if self.kept is None:
-            with waiting(f"compile {self.what}"):
+            with waiting(f"compile {self.network.name}"):
                 return lower().compile(), False
         return self.kept.program(self.weights, arrays, static, lower)
 
     def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
-        return shard.to_jax(tensor, self._where(name, tensor))
+        return shard.to_jax(tensor, self._sharding(name, tensor))
 
-    def _where(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
+    def _sharding(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
         """Returns where the input's rule puts it."""
         shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
-        rule = shard.input_rule(self.rules, name, shape, mesh, self.where, self.what)
+        rule = shard.input_rule(self.network.inputs, name, shape, mesh, self.network.place, self.network.name)
         return shard.sharding(rule, self.mesh)
 
 
@@ -265,41 +285,6 @@ def _memory(what: str) -> Iterator[None]:
             f"Its activations do not fit into a device's memory{shown}",
             "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
         ) from error
-
-
-@contextlib.contextmanager
-def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Registers lowerings of torch functions and ATen overloads with torchax, and takes them out again.
-
-    Args:
-        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
-            `torch.ops.aten:add.Tensor`.
-    """
-    if not replacements:
-        yield
-        return
-    import torchax
-
-    environment = torchax.default_env()
-    before = dict(environment._ops)
-    try:
-        for target, function in replacements.items():
-            environment.override_op_definition(_operator(target), function)
-        yield
-    finally:
-        # torchax offers no way to take one back, so the table is put back as it was.
-        environment._ops.clear()
-        environment._ops.update(before)
-
-
-def _operator(target: str) -> Any:
-    import importlib
-
-    module, _, path = target.partition(":")
-    found: Any = torch.ops.aten if module == "torch.ops.aten" else importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _first(output: Any) -> torch.Tensor:

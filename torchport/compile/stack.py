@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torchport import engine
 from torchport.config.card import Stack
 from torchport.errors import StackError, nearest
 
@@ -69,8 +70,6 @@ class Stacked(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the last block; weights are [count, ...] while this is called."""
-        from torchax import interop
-
         bound = inspect.signature(self.block.forward).bind(*args, **kwargs)
         missing = [name for name in self.carries if name not in bound.arguments]
         if missing:
@@ -98,11 +97,11 @@ class Stacked(torch.nn.Module):
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
                 layer = jax.lax.optimization_barrier(item[0])
-                return interop.call_torch(step, carry, layer, item[1], fixed), None
+                return engine.call_torch(step, carry, layer, item[1], fixed), None
 
             return jax.lax.scan(one, carry, (layers, jnp.arange(self.count)))[0]
 
-        outputs = interop.call_jax(scan, tuple(bound.arguments[name] for name in self.carries), weights, tensors)
+        outputs = engine.call_jax(scan, tuple(bound.arguments[name] for name in self.carries), weights, tensors)
         self._check_state(before)
         return outputs if len(self.carries) > 1 else outputs[0]
 

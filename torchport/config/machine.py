@@ -1,14 +1,13 @@
-"""The machine a job runs on: what it is called, what it has, and whether it can carry the job."""
+"""The machine a job runs on: what it is called, and what it has."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from typing import Any, Literal
+from typing import Literal
 
-from torchport.errors import BadValueError, MachineError
-from torchport.processes import hosts
+from torchport.errors import BadValueError
 
 Platform = Literal["cpu", "cuda", "tpu"]
 GIB = 2**30
@@ -143,152 +142,3 @@ def parse_machine(name: str, place: str) -> Machine:
 def chip(machine: Machine) -> Chip | None:
     """Returns the kind of chip that a TPU machine is made of; None for a machine of CPUs or GPUs."""
     return TPU_CHIPS.get(machine.name.partition(":")[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """What a job takes, in bytes, computed from shapes alone.
-
-    Attributes:
-        devices: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-        device_bytes: Weights on each device, by component.
-        host_bytes: Weights that are held in the host's memory at once.
-        checkpoint: What is read, and from where.
-        host_tensors: Latents and frames that are held there beside them, those counted that there must be.
-        activations: What each device must hold beside weights, by component, of which one runs at a time; likewise.
-    """
-
-    devices: int
-    device_bytes: dict[str, int]
-    host_bytes: int
-    checkpoint: str
-    host_tensors: int = 0
-    activations: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-def prepare(machine: Machine) -> None:
-    """Makes this process's JAX have its share of the machine's virtual CPU devices, if it is a CPU machine.
-
-    Raises:
-        MachineError: JAX was started in this process with another number of devices, or the processes of the run cannot
-            have equally many.
-    """
-    import jax
-
-    if machine.platform != "cpu":
-        return
-    own, rest = divmod(machine.devices, hosts.processes())
-    if rest:
-        raise MachineError(
-            f"machine {machine.name}",
-            f"Its devices cannot be shared out evenly among {hosts.processes()} processes",
-            "Name a multiple of the number of processes",
-        )
-    try:
-        jax.config.update("jax_num_cpu_devices", own)
-        jax.config.update("jax_platforms", "cpu")  # no TPU is woken, or held, for a run beside it
-    except RuntimeError as error:
-        # JAX fixes the number when its CPU backend starts.
-        if len(jax.devices("cpu")) < machine.devices:
-            raise MachineError(
-                f"machine {machine.name}",
-                f"JAX runs in this process with {len(jax.devices('cpu'))} CPU device(s)",
-                f"Start a new process, or call jax.config.update('jax_num_cpu_devices', {machine.devices}) first",
-            ) from error
-
-
-def devices(machine: Machine) -> list[Any]:
-    """Returns the JAX devices of the machine that a job may use."""
-    import jax
-
-    found: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)
-    return found[: machine.devices]
-
-
-def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that this machine cannot carry; nothing has been loaded or downloaded yet.
-
-    Args:
-        machine: The machine that the config names.
-        need: What the job takes.
-        instead: The command to run instead.
-
-    Raises:
-        MachineError: Too few devices, devices of another kind, or too little memory on one or on the host.
-    """
-    found, kind, memory = found_devices(machine.platform) if need.devices else (0, "none", None)
-    lacks = []
-    if found < need.devices:
-        lacks.append(f"{found} device(s) of kind '{kind}'" if found else f"no {machine.platform} device")
-    elif found > need.devices and need.devices and hosts.processes() > 1:
-        # Some process would have no part in the programs that all of them must start.
-        lacks.append(f"{found} devices in {hosts.processes()} processes")
-    elif machine.kinds and kind not in machine.kinds:
-        lacks.append(f"{found} devices of kind '{kind}'")
-    limit = memory if memory is not None else machine.memory
-    most = max(need.activations.values(), default=0)
-    if found and limit is not None and sum(need.device_bytes.values()) + most > limit:
-        lacks.append(f"{_gib(limit)} on each device")
-    host = host_memory()
-    if need.host_bytes + need.host_tensors > host:
-        lacks.append(f"{_gib(host)} of free host memory")
-    if not lacks:
-        return
-    more = "more" if need.activations else "activations"
-    wants = [*_on_devices(machine, need), _on_host(need), f"the checkpoint {need.checkpoint}"]
-    raise MachineError(
-        f"machine {machine.name}",
-        f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}",
-        _remedy(machine, need, limit, host, instead),
-        need=need,
-        found=found,
-    )
-
-
-def _on_devices(machine: Machine, need: Need) -> list[str]:
-    if not need.devices:
-        return []
-    parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items())
-    most = max(need.activations.values(), default=0)
-    beside = f" and at least {_gib(most)} of activations" if most else ""
-    return [f"{need.devices} device(s) of {machine.name} with {parts} of weights{beside} on each"]
-
-
-def _on_host(need: Need) -> str:
-    beside = f" and at least {_gib(need.host_tensors)} for latents and frames" if need.host_tensors else ""
-    return f"{_gib(need.host_bytes)} of host memory for weights{beside}"
-
-
-def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
-    """Returns what to do: where weights alone would fit, the video is what is too large."""
-    weights = limit is None or sum(need.device_bytes.values()) <= limit
-    whole = limit is None or sum(need.device_bytes.values()) + max(need.activations.values(), default=0) <= limit
-    large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
-    smaller = "Make the video smaller with --set height=, width= or frames=; or run it" if large else "Run it"
-    where = f"a {machine.name}" if need.devices and not large else "a larger machine"
-    return f"{smaller} on {where}, or run here: {instead}"
-
-
-def found_devices(platform: Platform) -> tuple[int, str, int | None]:
-    """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
-    import jax
-
-    try:
-        devices = jax.devices("gpu" if platform == "cuda" else platform)
-    except RuntimeError:
-        # JAX raises this for a platform that it was not installed with, or that has no device.
-        return 0, "none", None
-    own = [device for device in devices if device.process_index == hosts.process()]
-    stats = own[0].memory_stats() if own and platform != "cpu" else None
-    return len(devices), devices[0].device_kind, (stats or {}).get("bytes_limit")
-
-
-def host_memory() -> int:
-    """Returns the bytes of host memory that a process can take without swapping."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -17,9 +16,9 @@ from typing import Any
 
 import jax
 
-from torchport import compile, patch, shard
+from torchport import compile, engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import preflight
+from torchport.compile import network, preflight
 from torchport.config import checkout
 from torchport.config.machine import Machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
@@ -27,7 +26,7 @@ from torchport.files import atomic
 from torchport.processes import child
 from torchport.shard import grid
 from torchport.stages import family, recorder
-from torchport.task import Request, Task, accept, check_heads
+from torchport.task import Request, Task, accept
 from torchport.tpu import absent, bundles
 
 SCHEDULED = "*after_codegen.txt"
@@ -65,8 +64,8 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
     with checkout.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-        with compile.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
-            check_heads(task)
+        with engine.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
+            network.check_heads(task)
             outline = _outline(task, stage, devices)
             if not bounded:
                 outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
@@ -74,34 +73,13 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
 
 def _outline(task: Task, stage: family.Stage, devices: Any) -> Outline:
-    name, job, card, parts = str(stage.network), task.job, task.card, preflight.parts(task, stage)
-    module = parts[name].get_submodule(stage.submodule)
-    mesh, strategy = shard.make_mesh(job.mesh, devices), card.strategies[job.strategy]
-    held = dict(module.named_parameters()) | dict(module.named_buffers())
-    rules = preflight.weight_rules(task, name, module)
-    weights = {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
-    called = recorder.recorded(stage, parts, module, preflight.how(stage, task), task.settings)
+    name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
+    module, how = network.module_of(stage, parts), network.how(stage, task)
+    weights = network.shapes(task, stage, module, mesh)
+    called = recorder.recorded(stage, parts, module, how, task.settings)
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
-    program = compile.Compiled(
-        module,
-        weights,
-        strategy.inputs[name],
-        mesh,
-        what=name,
-        place=task.rules_place("inputs", name),
-        places=task.rule_places("inputs", name),
-        precision=card.components[name].precision,
-        trace=None,
-        # No gains are at hand: that they keep scores within their bound is assumed, and said.
-        attention=dispatch.Settings(job.attention, dict.fromkeys(card.score_bounds, 1.0), kernels.append),
-        activations=strategy.activations.get(name, []),
-        stacks=card.stacks.get(name, {}) if job.stacked else {},
-        gathered=shard.gathered(rules),
-        rules_place=functools.partial(task.program_place, name),
-        how=preflight.how(stage, task),
-    )
-    return Outline(program, called, kernels)
+    return Outline(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
 
 
 def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import jax
 import pydantic
 import torch
 
-from torchport import compile, load, patch, shard
+from torchport import compile, engine, load, patch, shard
 from torchport.attention import dispatch, tiles
 from torchport.config import Frozen, checkout, read_document, validated
 from torchport.config.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack
@@ -182,7 +182,7 @@ def compiled(asked: Asked) -> dict[str, Any]:
     strategy, calls = drawn.strategies[asked.strategy], list[dispatch.Traced]()
     with patch.applied(entries, stage="denoise") as ledger:
         found = {op.target: _around(op.target, op.function, strategy, mesh) for op in ledger.ops()}
-        with compile.operators(found), checkout.hushed(True):
+        with engine.operators(found), checkout.hushed(True):
             program = _program(drawn, strategy, mesh, asked, calls)
             inputs = {
                 name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
@@ -214,12 +214,10 @@ def _around(target: str, function: Callable[..., Any], strategy: Drawn, mesh: ja
 
 
 def _put(spec: Spec | None, mesh: jax.sharding.Mesh, tensor: Any) -> Any:
-    from torchax import interop
-
     if spec is None:
         return tensor
     where = shard.sharding(Rule(match=".*", spec=spec), mesh)
-    return interop.call_jax(jax.lax.with_sharding_constraint, tensor, where)
+    return engine.call_jax(jax.lax.with_sharding_constraint, tensor, where)
 
 
 def _program(
@@ -233,21 +231,18 @@ def _program(
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     rules = shard.match(strategy.weights, shard.named_shapes(held), asked.mesh, asked.file)
     weights = {name: shard.shape(tensor, shard.sharding(rules[name], mesh)) for name, tensor in held.items()}
-    return compile.Compiled(
+    network = compile.Network(
         module,
-        weights,
         strategy.inputs,
-        mesh,
-        what=NETWORK,
+        NETWORK,
         place=asked.file,
         precision="default",
-        trace=None,
-        attention=dispatch.Settings(asked.attention, {}, note),
         activations=strategy.activations,
         stacks=drawn.stacks,
-        rules_place=lambda what: f"{asked.file} {what}",
+        place_of=lambda what: f"{asked.file} {what}",
         how=_gathered,
     )
+    return compile.Compiled(network, weights, mesh, attention=dispatch.Settings(asked.attention, {}, note))
 
 
 def _network(drawn: Sketch) -> torch.nn.Module:

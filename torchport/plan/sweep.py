@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
+from torchport.compile import network
 from torchport.config import checkout
 from torchport.config.card import Axis, Card, Rule, Strategy
 from torchport.config.machine import Machine, parse_machine
@@ -19,7 +20,7 @@ from torchport.plan.plan import plan
 from torchport.processes import workers
 from torchport.save.manifest import versions
 from torchport.shard import AXES
-from torchport.task import Request, accept, check_heads
+from torchport.task import Request, accept
 
 STAGE = "denoise"
 OWN = ("strategy", "mesh")
@@ -147,7 +148,7 @@ def _refusal(request: Request, choice: Choice) -> TorchportError | None:
         task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)))
         # Heads are counted by the network's configuration, which its class has.
         with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
-            check_heads(task)
+            network.check_heads(task)
     except MeshError as error:
         return error
     return None

@@ -45,7 +45,9 @@ class Cluster:
     process: int | None = None
 
 
-def asked(distributed: bool, coordinator: str | None, processes: int | None, process: int | None) -> Cluster | None:
+def cluster_of(
+    distributed: bool, coordinator: str | None, processes: int | None, process: int | None
+) -> Cluster | None:
     """Returns the cluster that the flags name; None where none is given: one process is all.
 
     Raises:
@@ -167,21 +169,26 @@ _alone: list[bool] = []
 """Whether the first process is at something that the others only wait for."""
 
 
-def told(make: Callable[[], T]) -> T:
+def from_first(make: Callable[[], T]) -> T:
     """Returns, on every process, what the first one makes; what it refuses, all refuse.
 
     Args:
         make: Called by the first process alone. Returns what JSON can hold.
     """
-    return told_with(lambda: (make(), {}))[0]
+    return pair_from_first(lambda: (make(), {}))[0]
 
 
-def told_with(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
-    """Returns, on every process, what the first one makes, tensors among it, bit for bit; see `told`."""
+def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
+    """Returns, on every process, what the first one makes, tensors among it, bit for bit; see `from_first`."""
     if processes() == 1 or _alone:
         return make()
     key = f"torchport/{next(_number)}"
     return _tell(key, make) if first() else _hear(key)
+
+
+def tensors_from_first(make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns, on every process, the tensors that the first one makes, bit for bit; see `from_first`."""
+    return dict(pair_from_first(lambda: (None, make()))[1])
 
 
 def _tell(key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
@@ -238,14 +245,14 @@ def _all(mine: str) -> list[str]:
     return [_get(f"{key}/{number}") for number in range(processes())]
 
 
-def anywhere(mine: bool) -> bool:
+def any_process(mine: bool) -> bool:
     """Returns whether something is true of any process; all must ask."""
     if processes() == 1 or _alone:
         return mine
     return "yes" in _all("yes" if mine else "no")
 
 
-def agree(what: Mapping[str, Any]) -> None:
+def check_same(what: Mapping[str, Any]) -> None:
     """Refuses processes that were not started alike: they would wait for each other, or compute nonsense.
 
     Args:

@@ -59,7 +59,7 @@ class Stopping:
 
     def wanted(self) -> bool:
         """Returns whether any process of the run was asked to stop; all of them must call this."""
-        if hosts.anywhere(bool(self.asked)):
+        if hosts.any_process(bool(self.asked)):
             self.asked = self.asked or "another process"
         return bool(self.asked)
 

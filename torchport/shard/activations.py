@@ -12,6 +12,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from torchport import engine
 from torchport.config.card import ActivationRule, Axis, Spec, dims_of
 from torchport.errors import DeadRuleError, MeshError, nearest
 
@@ -143,7 +144,5 @@ def _check_spec(
 def _placed(tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh) -> Any:
     if spec is None:
         return tensor
-    from torchax import interop
-
     where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))
-    return interop.call_jax(jax.lax.with_sharding_constraint, tensor, where)
+    return engine.call_jax(jax.lax.with_sharding_constraint, tensor, where)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchport import load, patch, shard
+from torchport import patch, shard
 from torchport.config import Document, machine
 from torchport.config import checkout as upstream
 from torchport.config.card import STAGES, Card, Job, StageName, check_job, check_names
@@ -83,6 +83,7 @@ class Task:
         settings: What the stages are asked to make.
         folder: The output folder.
         upstream: The upstream's checkout, where it is one.
+        shapes: Components as shapes, each built once; see `network.published`.
     """
 
     request: Request
@@ -96,6 +97,7 @@ class Task:
     settings: pipelines.Settings
     folder: Path
     upstream: Path | None
+    shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def original(self) -> bool:
@@ -326,41 +328,3 @@ def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
         variant=job.variant or card.variant,
         image=request.image,
     )
-
-
-def published(task: Task, component: str, dtype: str | None = None) -> Any:
-    """Returns a component without storage: of the checkpoint if it is on this machine, else the class's own default.
-
-    Args:
-        task: The task.
-        component: Its name in the card.
-        dtype: Of its weights, as a run loads them; by default PyTorch's own, where only shapes count.
-    """
-    config, place = dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
-    if task.checkpoint != "tiny":
-        folder = checkpoint.local(task.checkpoint)
-        place = str(task.component_folder(folder, component)) if folder else component
-        published = dict(task.card.components[component].published)
-        config = checkpoint.read_json(Path(place) / "config.json") if folder else published
-    return load.published(task.card.components[component].class_, config, place, dtype)
-
-
-def check_heads(task: Task) -> None:
-    """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
-
-    Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
-
-    Raises:
-        MeshError: It does not.
-        BadValueError: The card names something that the checkpoint's configuration has not.
-    """
-    networks = [] if task.original else [stage.network for stage in task.stages]
-    for axis, path in task.card.strategies[task.job.strategy].divides.items():
-        component, _, key = path.partition(".")
-        if component in networks:
-            config = dict(published(task, component).config)
-            place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
-            if not isinstance(config.get(key), int):
-                raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
-            written = task.job_document.place(["mesh", axis])
-            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)

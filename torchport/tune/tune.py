@@ -17,10 +17,11 @@ from typing import Any
 
 from torchport.attention import tiles, transposed
 from torchport.attention.tiles import Implementation, SplashTile, Tile
-from torchport.config.machine import MIB, found_devices
+from torchport.config.machine import MIB
 from torchport.errors import OutputError, TopologyError, VmemError
 from torchport.files import folder
 from torchport.progress import track
+from torchport.task.devices import found_devices
 from torchport.tpu.bundles import compile_kernel
 from torchport.tpu.cost import Figures, figures, least, padding
 from torchport.tune import kernel_call

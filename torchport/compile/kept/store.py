@@ -71,21 +71,21 @@ class Programs:
     def of(
         self,
         stage: family.Stage,
-        module: torch.nn.Module,
         weights: Path,
-        bounds: Mapping[str, float],
         mesh: jax.sharding.Mesh,
         ledger: patch.Ledger,
+        module: torch.nn.Module,
+        bounds: Mapping[str, float],
     ) -> StagePrograms:
         """Returns the programs of a stage.
 
         Args:
             stage: The stage.
-            module: Its network, prepared, and not traced yet.
             weights: The checkpoint's folder.
-            bounds: The bounds of attention scores.
             mesh: The devices.
             ledger: The stage's patches, in force.
+            module: Its network, prepared, and not traced yet.
+            bounds: The bounds of attention scores.
         """
         made = self.made.setdefault(stage.name, [])
         if self.root is None:

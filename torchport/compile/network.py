@@ -1,0 +1,257 @@
+"""The only builder of a stage's program.
+
+`run` gives it the weights of a checkpoint, `plan` gives it their shapes. Everything else is the same, so that a plan is
+a plan of the program that runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from torchport import load, shard
+from torchport.attention import bound, dispatch
+from torchport.compile import program
+from torchport.config.card import WeightRule
+from torchport.errors import BadValueError, CheckpointBrokenError, nearest
+from torchport.foreign import reading
+from torchport.load import checkpoint
+from torchport.progress import log
+from torchport.stages.family import Stage
+from torchport.task import Task
+
+Kept = Callable[[torch.nn.Module, Mapping[str, float]], program.Programs]
+"""Returns where a network's programs are kept, by its module and the bounds of its attention scores."""
+
+
+def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
+    """Returns a stage's parts as a checkpoint has them; patches must be in place.
+
+    Args:
+        task: The run.
+        stage: The stage.
+        folder: The checkpoint's.
+
+    Returns:
+        By name: encoders and tokenizers with their weights, on the host; the network, and what lends only its
+        configuration, with weights on meta and buffers on the host.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+    """
+    with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
+        parts = stage.load(folder, task.settings) if stage.load is not None else {}
+    for name in stage.parts:
+        component, own = task.card.components[name], task.component_folder(folder, name)
+        if component.dtype is None:
+            parts[name] = load.part(component.class_, own)
+        else:
+            parts[name] = load.text_encoder(component, own, task.dtype(name), name)
+    for name in (*stage.meta, *([stage.network] if stage.network else [])):
+        if name not in parts:  # upstream's own loading may have brought it whole
+            own = task.component_folder(folder, name)
+            config = checkpoint.read_json(own / "config.json")
+            parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(own))
+    if stage.prepare is not None:
+        stage.prepare(parts, task.settings)
+    return parts
+
+
+def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
+    """Returns the same parts as shapes alone, on meta: of the checkpoint if it is on this machine, else as published.
+
+    Encoders that only upstream's own code can load are not among them.
+    """
+    parts: dict[str, Any] = {}
+    for name in stage.parts:
+        component = task.card.components[name]
+        parts[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
+    for name in (*stage.meta, str(stage.network)):
+        parts[name] = load.published(*_configuration(task, name), task.dtype(name))
+    if stage.prepare is not None:
+        stage.prepare(parts, task.settings)
+    return parts
+
+
+def published(task: Task, component: str) -> Any:
+    """Returns a component as shapes: of the checkpoint if it is on this machine, else as its class has it by default.
+
+    It is built once for a task, in PyTorch's own dtype: whoever changes it takes `as_shapes`.
+    """
+    class_path, config, place = _configuration(task, component)
+    key = json.dumps([class_path, config], sort_keys=True, default=str)
+    if key not in task.shapes:
+        task.shapes[key] = load.published(class_path, config, place)
+    return task.shapes[key]
+
+
+def _configuration(task: Task, component: str) -> tuple[str, dict[str, Any], str]:
+    """Returns a component's class, its configuration, and where that is written."""
+    entry = task.card.components[component]
+    if task.checkpoint == "tiny":
+        return entry.class_, dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
+    root = checkpoint.local(task.checkpoint)
+    if root is None:
+        return entry.class_, dict(entry.published), component
+    folder = task.component_folder(root, component)
+    return entry.class_, checkpoint.read_json(folder / "config.json"), str(folder)
+
+
+def check_heads(task: Task) -> None:
+    """Refuses a mesh whose axis does not divide what the card says it splits: the heads, most often.
+
+    Of a checkpoint that is not on this machine yet, the class's own configuration counts: the published one.
+
+    Raises:
+        MeshError: It does not.
+        BadValueError: The card names something that the checkpoint's configuration has not.
+    """
+    networks = [] if task.original else [stage.network for stage in task.stages]
+    for axis, path in task.card.strategies[task.job.strategy].divides.items():
+        component, _, key = path.partition(".")
+        if component in networks:
+            config = dict(published(task, component).config)
+            place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
+            if not isinstance(config.get(key), int):
+                raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
+            written = task.job_document.place(["mesh", axis])
+            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)
+
+
+def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
+    """Returns what is compiled of a stage's network: a submodule of it, where the stage names one."""
+    module: torch.nn.Module = parts[str(stage.network)].get_submodule(stage.submodule)
+    return module
+
+
+def how(stage: Stage, task: Task) -> program.How:
+    """Returns how the stage's network is called while it is traced."""
+    return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
+
+
+def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[str, WeightRule]:
+    """Returns the rule of every parameter and buffer of a prepared network, with the spec that fits.
+
+    Raises:
+        ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
+    """
+    shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
+    rules = task.card.strategies[task.job.strategy].weights[component]
+    return shard.match(
+        rules, shapes, task.job.mesh, task.rules_place("weights", component), task.rule_places("weights", component)
+    )
+
+
+def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> program.Eager:
+    """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+    """
+    name = str(stage.network)
+    load.fill(parts[name], task.component_folder(folder, name), name)
+    call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
+    return program.Eager(module_of(stage, parts), call)
+
+
+def placed(
+    task: Task, stage: Stage, parts: Mapping[str, Any], mesh: jax.sharding.Mesh, folder: Path
+) -> dict[str, jax.Array]:
+    """Returns the checkpoint's weights of a stage's network, each where its rule puts it.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+        ShardError: What `weight_rules` refuses.
+    """
+    name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
+    rules = weight_rules(task, name, module_of(stage, parts))
+    tensors = load.tensors(parts[name], task.component_folder(folder, name), name)
+    own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
+    return shard.place(own, rules, mesh)
+
+
+def shapes(
+    task: Task, stage: Stage, module: torch.nn.Module, mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the same as shapes, each where its rule would put it; nothing is read.
+
+    Raises:
+        ShardError: What `weight_rules` refuses.
+    """
+    rules = weight_rules(task, str(stage.network), module)
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
+
+
+def compiled(
+    task: Task,
+    stage: Stage,
+    module: torch.nn.Module,
+    weights: Mapping[str, Any],
+    mesh: jax.sharding.Mesh,
+    *,
+    trace: program.Trace | None = None,
+    record: Callable[[Any], None] | None = None,
+    kept: Kept | None = None,
+) -> program.Compiled:
+    """Returns a stage's network as programs on a mesh; nothing is traced yet.
+
+    Args:
+        task: The job.
+        stage: The stage, which has a network.
+        module: What is compiled of its network, from `module_of`; it is changed.
+        weights: Of the module, from `placed` or `shapes`.
+        mesh: The devices.
+        trace: The patches under which alone it may be traced.
+        record: Is given each call of attention while it is traced; see `dispatch.Settings`.
+        kept: Returns where its programs are kept.
+
+    Raises:
+        ShardError: Rules that do not fit.
+        CardError: Blocks that cannot be stacked.
+    """
+    name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
+    bounds = _score_bounds(task, name, weights)
+    network = program.Network(
+        module,
+        strategy.inputs[name],
+        name,
+        place=task.rules_place("inputs", name),
+        places=task.rule_places("inputs", name),
+        precision=task.card.components[name].precision,
+        activations=strategy.activations.get(name, []),
+        stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
+        gathered=shard.gathered(weight_rules(task, name, module)),
+        place_of=functools.partial(task.program_place, name),
+        how=how(stage, task),
+    )
+    attention = dispatch.Settings(task.job.attention, bounds, record)
+    programs = kept(module, bounds) if kept is not None else None
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, kept=programs)
+
+
+def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the bounds of a network's attention scores that its gains give.
+
+    Where weights are shapes no gains are at hand: it is assumed that they keep scores within the card's bounds.
+    """
+    entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
+    if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
+        return dict.fromkeys(entries, 1.0)
+    # A gain that lies on several hosts is none that this one can read.
+    spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
+    weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
+    bounds: dict[str, float] = {}
+    for what, entry in entries.items():
+        place = task.card_document.place(["score_bounds", what])
+        limit = bound.of_weights(weights, entry.queries, entry.keys, what, place)
+        if limit is not None:
+            bounds[what] = limit
+            log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
+    return bounds

@@ -1,0 +1,81 @@
+"""The engine under a port: torchax, behind a few functions.
+
+No other file of torchport imports it, so that it can be exchanged. It is imported when a function is called: its
+patches must be in place by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a JAX function with PyTorch tensors of the engine, and returns what it returns as such tensors."""
+    from torchax import interop
+
+    return interop.call_jax(function, *args, **kwargs)
+
+
+def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a PyTorch function with JAX arrays, and returns what it returns as arrays; `jax.jit` may trace it."""
+    from torchax import interop
+
+    return interop.call_torch(function, *args, **kwargs)
+
+
+def is_traced(value: object) -> bool:
+    """Returns whether a value is a tensor of the engine; before the engine is imported there is none."""
+    module = sys.modules.get("torchax.tensor")
+    return module is not None and isinstance(value, module.Tensor)
+
+
+def begin_trace() -> None:
+    """Prepares the engine for a trace: a view becomes a tensor at once.
+
+    Views that stay lazy break boolean indexing and `type_as`.
+    """
+    import torchax
+
+    torchax.default_env().config.force_materialize_views = True
+
+
+@contextlib.contextmanager
+def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Registers lowerings of torch functions and ATen overloads, and takes them out again.
+
+    Args:
+        replacements: The function by target, `torch.nn.functional:scaled_dot_product_attention` or
+            `torch.ops.aten:add.Tensor`.
+    """
+    if not replacements:
+        yield
+        return
+    import torchax
+
+    environment = torchax.default_env()
+    before = dict(environment._ops)
+    try:
+        for target, function in replacements.items():
+            environment.override_op_definition(_operator(target), function)
+        yield
+    finally:
+        # torchax offers no way to take one back, so the table is put back as it was.
+        environment._ops.clear()
+        environment._ops.update(before)
+
+
+def _operator(target: str) -> Any:
+    name, _, path = target.partition(":")
+    if name == "torch.ops.aten":
+        import torch
+
+        value: Any = torch.ops.aten
+    else:
+        value = importlib.import_module(name)
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
