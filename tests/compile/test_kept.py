@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import compile, patch, shard
 from torchport.compile import kept as programs
 from torchport.compile.kept import entry, key, store
+from torchport.compile.kept.jax_cache import jax_cache
 from torchport.config.card import Rule
 from torchport.errors import BadValueError, NotCalledError
 from torchport.files import cache
@@ -315,7 +316,7 @@ def test_the_programs_that_were_used_least_lately_make_room(kept, monkeypatch):
 
 def test_a_program_that_jaxs_cache_delivered_is_not_kept_a_second_time(kept, said, tmp_path):
     """On a CPU, serialised again it lacks its functions, and fails when it is called."""
-    with cache.jax_cache(tmp_path / "cache"):
+    with jax_cache(tmp_path / "cache"):
         first, _ = kept.run()
         entry.remove(kept.file("executable").parent)
         again, how = kept.run()
@@ -438,7 +439,7 @@ def test_flags_of_the_compilers_and_the_upstream_are_in_the_key(monkeypatch, var
 
 def test_a_setting_of_jax_and_the_default_dtype_are_in_the_key_and_a_folder_is_not(tmp_path):
     before = key.of_process([])
-    with jax.numpy_dtype_promotion("strict"), cache.jax_cache(tmp_path):
+    with jax.numpy_dtype_promotion("strict"), jax_cache(tmp_path):
         found = key.differences(before, key.of_process([]))
     assert found.keys() == {"jax.jax_numpy_dtype_promotion"}
     torch.set_default_dtype(torch.float64)

@@ -7,6 +7,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from torchport.compile.kept.jax_cache import jax_cache
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
 
@@ -132,7 +133,7 @@ def test_jax_keeps_programs_in_the_folder_for_the_length_of_a_with(tmp_path):
     def square(x):
         return x * x + 3
 
-    with cache.jax_cache(tmp_path):
+    with jax_cache(tmp_path):
         inside = tmp_path / "jax" / cache.host()
         assert jax.config.jax_compilation_cache_dir == str(inside)
         jax.jit(square)(2.0)
@@ -146,7 +147,7 @@ def test_jax_keeps_programs_in_the_folder_for_the_length_of_a_with(tmp_path):
 def test_a_folder_that_the_user_has_named_to_jax_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
     try:
-        with cache.jax_cache(tmp_path / "ours"):
+        with jax_cache(tmp_path / "ours"):
             assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
         assert not (tmp_path / "ours").exists()
     finally:
@@ -156,7 +157,7 @@ def test_a_folder_that_the_user_has_named_to_jax_stays(tmp_path):
 
 def test_jaxs_programs_are_not_loaded_from_a_folder_that_others_can_write(tmp_path):
     cache.make(tmp_path / "jax" / cache.host()).chmod(0o777)
-    with pytest.raises(BadValueError, match="Others can write to it"), cache.jax_cache(tmp_path):
+    with pytest.raises(BadValueError, match="Others can write to it"), jax_cache(tmp_path):
         pass
     assert not jax.config.jax_compilation_cache_dir
 

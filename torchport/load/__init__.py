@@ -1,4 +1,4 @@
-"""."""
+"""Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
 
 from torchport.load.module import (
     account_component,

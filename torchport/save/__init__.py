@@ -1,4 +1,4 @@
-"""."""
+"""A stage's files: the artefact with its manifest, stage files of hand-written ports, pictures, video."""
 
 from torchport.save.artefact import (
     CONTACT_SHEET,

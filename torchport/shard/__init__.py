@@ -1,4 +1,4 @@
-"""."""
+"""Where weights, inputs and activations lie on a mesh, and which devices of a slice are neighbours."""
 
 from torchport.shard.rules import (
     AXES,

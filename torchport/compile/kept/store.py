@@ -17,6 +17,7 @@ from jax.experimental import serialize_executable
 
 from torchport import patch
 from torchport.compile.kept import entry, key
+from torchport.compile.kept.jax_cache import jax_cache
 from torchport.files import cache
 from torchport.progress import log, waiting
 from torchport.stages import family
@@ -59,7 +60,7 @@ class Programs:
             return
         root = cache.make(cache.folder() / "programs")
         cache.check_trusted(root)
-        with cache.jax_cache(cache.folder()):
+        with jax_cache(cache.folder()):
             yield cls(task, root)
 
     @functools.cached_property

@@ -1,0 +1,201 @@
+"""The house rules that neither ruff nor the import contracts hold, and that those can fail."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+MODELS = re.compile(r"hunyuan|hyvideo|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
+FAMILIES = ("hunyuan_video15.py", "hyvideo15.py")
+NAMES = {"utils", "util", "core", "common", "helpers", "helper", "base", "manager", "misc"}
+MEDIAN_FUNCTION, LONGEST_FUNCTION, LONGEST_MODULE = 15, 60, 400
+
+
+@pytest.fixture(scope="module")
+def modules(root):
+    """The text and the tree of every module, by its file."""
+    files = sorted((root / "torchport").rglob("*.py"))
+    return {file: (text := file.read_text(encoding="utf-8"), ast.parse(text)) for file in files}
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def lines_of(node):
+    return node.end_lineno - node.lineno + 1
+
+
+def test_functions_are_short(modules):
+    sizes = {f"{file}:{node.lineno}": lines_of(node) for file, (_, tree) in modules.items() for node in functions(tree)}
+    assert [place for place, size in sizes.items() if size > LONGEST_FUNCTION] == []
+    assert statistics.median(sizes.values()) <= MEDIAN_FUNCTION
+
+
+def test_a_long_module_says_why(modules):
+    long = {file: tree for file, (text, tree) in modules.items() if len(text.splitlines()) > LONGEST_MODULE}
+    assert [str(file) for file, tree in long.items() if "lines" not in (ast.get_docstring(tree) or "")] == []
+
+
+def test_no_model_is_named_where_it_is_no_example(modules):
+    found = []
+    for file, (text, tree) in modules.items():
+        docstring = ast.get_docstring(tree, clean=False) or ""
+        examples = {line for line in docstring.splitlines() if line.startswith("    ")}
+        named = [line for line in text.splitlines() if MODELS.search(line) and line not in examples]
+        found += [] if file.name in FAMILIES else [f"{file}: {line}" for line in named]
+    assert found == []
+    assert MODELS.search("x = 'HunyuanVideo15'") and MODELS.search("WAN") and not MODELS.search("what we want")
+
+
+def test_a_module_is_named_after_a_noun(modules):
+    assert [str(file) for file in modules if file.stem in NAMES] == []
+
+
+def test_the_map_is_the_contracts(root):
+    spec = importlib.util.spec_from_file_location("map", root / "tools" / "map.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (root / "CONTRIBUTING.md").read_text() == tool.page(), "Run `python tools/map.py --write`"
+    units = {
+        file.stem if file.is_file() else file.name for file in (root / "torchport").iterdir() if file.stem[0] != "_"
+    }
+    units -= {"py"}  # py.typed
+    assert {unit for floor in tool.floors() for unit in floor} - {"__main__"} == units
+
+
+VIOLATIONS = {
+    "a floor above": ("shard/grid.py", "from torchport import run", "lint-imports", "torchport.shard is not allowed"),
+    "a neighbour": (
+        "shard/grid.py",
+        "from torchport.load import tiny",
+        "lint-imports",
+        "torchport.shard is not allowed",
+    ),
+    "inside a function": (
+        "shard/grid.py",
+        "def f():\n    from torchport.task import task",
+        "lint-imports",
+        "torchport.shard is not allowed",
+    ),
+    "a circle": ("config/machine.py", "from torchport.config import card", "lint-imports", "No cycles are allowed"),
+    "torch in a light module": (
+        "config/card.py",
+        "def f():\n    import torch",
+        "lint-imports",
+        "not allowed to import torch",
+    ),
+    "the engine": ("compile/stack.py", "def f():\n    import torchax", "lint-imports", "not allowed to import torchax"),
+    "an upstream": ("load/module.py", "import diffusers", "ruff", "TID253"),
+    "a relative import": ("load/module.py", "from . import tiny", "ruff", "TID252"),
+    "a process": ("load/module.py", "import subprocess", "ruff", "TID251"),
+    "another process": ("load/module.py", "import os\nos.execvp('ls', [])", "ruff", "TID251"),
+    "a handler for everything": ("load/module.py", "try:\n    x = 1\nexcept Exception:\n    x = 2", "ruff", "BLE001"),
+    "a print": ("load/module.py", "print(1)", "ruff", "T201"),
+    "a note to oneself": ("load/module.py", "x = 1  # FIXME: later", "ruff", "FIX001"),
+}
+
+
+@pytest.fixture(scope="module")
+def copied(root, tmp_path_factory):
+    """A copy of the package with its settings, to be spoiled."""
+    folder = tmp_path_factory.mktemp("house")
+    shutil.copytree(root / "torchport", folder / "torchport", ignore=shutil.ignore_patterns("__pycache__", "_data"))
+    shutil.copy(root / "pyproject.toml", folder)
+    return folder
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_a_violation_is_refused(copied, violation):
+    """What `.ci/run` runs after the tests; a machine without these tools has nothing to try."""
+    name, line, tool, word = VIOLATIONS[violation]
+    command = {
+        "lint-imports": ["lint-imports", "--no-logo", "--no-cache"],
+        "ruff": ["ruff", "check", "--no-cache", "."],
+    }
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed: pip install -e '.[dev]', then pytest tests/test_house.py")
+    file = copied / "torchport" / name
+    text = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(f"{text}\n\n{line}\n", encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(copied)}
+        done = subprocess.run(command[tool], cwd=copied, env=environment, capture_output=True, text=True)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    assert done.returncode != 0 and word in done.stdout
+
+
+def python(root, code, cwd=None):
+    """Runs Python in a new process with this checkout's torchport, and returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_light_modules_run_where_torch_and_jax_are_missing(root):
+    names = [
+        "errors",
+        "progress",
+        "files.cache",
+        "config.pack",
+        "processes.child",
+        "patch",
+        "commands.explain",
+        "__main__",
+    ]
+    code = f"""
+import importlib, json, sys
+for name in {[f"torchport.{name}" for name in names]}:
+    importlib.import_module(name)
+print(json.dumps([name for name in ("torch", "jax", "jaxlib", "torchax") if name in sys.modules]))
+"""
+    assert json.loads(python(root, code)) == []
+
+
+def test_help_imports_nothing_heavy(root):
+    code = """
+import sys
+sys.argv = ["torchport", "--help"]
+from torchport import __main__
+try:
+    __main__.main()
+except SystemExit as stop:
+    assert not stop.code
+print([name for name in ("torch", "jax", "pydantic", "yaml", "numpy", "diffusers") if name in sys.modules])
+"""
+    lines = python(root, code).splitlines()
+    assert lines[0].startswith("Usage: torchport") and lines[-1] == "[]"
+
+
+def test_nothing_happens_when_every_module_is_imported(root, tmp_path):
+    package = root / "torchport"
+    parts = [file.relative_to(root).with_suffix("").parts for file in sorted(package.rglob("*.py"))]
+    names = [".".join(part for part in one if part != "__init__") for one in parts if one[-1] != "__main__"]
+    code = f"""
+import importlib, json, os, sys
+import torch, jax, click
+before, cwd, path = dict(os.environ), os.getcwd(), list(sys.path)
+for name in {names}:
+    importlib.import_module(name)
+changed = {{key for key in {{*before, *os.environ}} if before.get(key) != os.environ.get(key)}}
+upstream = [name for name in ("torchax", "diffusers", "transformers", "hyvideo") if name in sys.modules]
+hooks = [finder for finder in sys.meta_path if "torchport" in type(finder).__module__]
+print(json.dumps([sorted(changed), upstream, len(hooks), os.getcwd() == cwd, sys.path == path]))
+"""
+    before = {path: path.stat().st_mtime_ns for path in package.rglob("*") if "__pycache__" not in str(path)}
+    assert json.loads(python(root, code, cwd=tmp_path)) == [[], [], 0, True, True]
+    assert not list(tmp_path.iterdir())
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_the_package_says_that_it_is_typed(root):
+    assert (root / "torchport" / "py.typed").is_file()
