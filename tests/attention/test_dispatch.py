@@ -7,7 +7,7 @@ import pytest
 
 from tests.attention_reference import reference
 from torchport.attention import dispatch
-from torchport.attention.dispatch import Settings, attention, settings
+from torchport.attention.dispatch import Context, attention, context
 from torchport.attention.tiles import Tile
 from torchport.errors import AttentionError, VmemError
 
@@ -32,7 +32,7 @@ def refusal(call, kind=AttentionError):
     return str(caught.value)
 
 
-def request(platform="tpu", **changes):
+def problem(platform="tpu", **changes):
     base = {
         "platform": platform,
         "chip": "v6e" if platform == "tpu" else None,
@@ -46,7 +46,7 @@ def request(platform="tpu", **changes):
         "tile": None,
         "interpret": False,
     }
-    return dispatch.Request(**{**base, **changes})
+    return dispatch.Problem(**{**base, **changes})
 
 
 @pytest.mark.parametrize("implementation", [None, "plain", "xla"])
@@ -95,7 +95,7 @@ def test_a_bound_by_name_is_the_programs(monkeypatch):
     monkeypatch.setattr(
         dispatch, "_chosen", lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_: q)
     )
-    with settings(Settings("plain", {"joint": 12.0})):
+    with context(Context("plain", {"joint": 12.0})):
         attention(q, k, v, bound="joint")
         attention(q, k, v, bound="other")
         attention(q, k, v, implementation="xla")
@@ -106,20 +106,20 @@ def test_a_bound_by_name_is_the_programs(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        (request(), "splash_transposed"),
-        (request(causal=True), "splash"),
-        (request(window=(5, None)), "splash"),
-        (request(window=(None, None)), "splash_transposed"),
-        (request(masked=True), "plain"),
-        (request(dtype=jnp.float16), "plain"),
-        (request(head_size=256), "plain"),
-        (request("gpu"), "cudnn"),
-        (request("gpu", causal=True), "cudnn"),
-        (request("gpu", dtype=jnp.float32), "plain"),
-        (request("gpu", head_size=256), "plain"),
-        (request("gpu", head_size=12), "plain"),
-        (request("gpu", window=(None, 3)), "plain"),
-        (request("cpu"), "plain"),
+        (problem(), "splash_transposed"),
+        (problem(causal=True), "splash"),
+        (problem(window=(5, None)), "splash"),
+        (problem(window=(None, None)), "splash_transposed"),
+        (problem(masked=True), "plain"),
+        (problem(dtype=jnp.float16), "plain"),
+        (problem(head_size=256), "plain"),
+        (problem("gpu"), "cudnn"),
+        (problem("gpu", causal=True), "cudnn"),
+        (problem("gpu", dtype=jnp.float32), "plain"),
+        (problem("gpu", head_size=256), "plain"),
+        (problem("gpu", head_size=12), "plain"),
+        (problem("gpu", window=(None, 3)), "plain"),
+        (problem("cpu"), "plain"),
     ],
 )
 def test_the_platform_and_the_request_choose(asked, name):
@@ -198,7 +198,7 @@ def test_axes_that_do_not_divide_are_left_out():
 def test_calls_are_noted_with_what_computes_them():
     q, k, v = drawn()
     seen = []
-    with settings(Settings(None, {"joint": 1.0}, seen.append)):
+    with context(Context(None, {"joint": 1.0}, seen.append)):
         attention(q, k, v, bound="joint")
         attention(q, k[:, :, :7], v[:, :, :7], implementation="xla")
     assert seen == [
@@ -250,7 +250,7 @@ def test_a_tile_for_what_has_none_and_a_tile_of_another_kind_are_refused():
 def test_a_programs_implementation_leaves_masks_of_pairs_to_plain():
     q, k, v = drawn()
     mask = jnp.tril(jnp.ones((1, 1, 40, 40), bool))
-    with settings(Settings("xla")):
+    with context(Context("xla")):
         output = attention(q, k, v, mask=mask)
     assert error(output, q, k, v, mask=numpy.asarray(mask)) < 1e-6
     assert "It is given a mask" in refusal(lambda: attention(q, k, v, mask=mask, implementation="xla"))
@@ -278,7 +278,7 @@ def test_inside_a_shard_map_it_computes_what_it_is_given():
 
 
 def test_an_unknown_tpu_has_plain_and_is_told_what_the_kernels_know():
-    asked = request(chip=None)
+    asked = problem(chip=None)
     assert "It knows no tile for this TPU. Known: v5e, v5p, v6e, tpu7x; or use 'plain'." in refusal(
         lambda: dispatch._check_kernel("splash_transposed", asked)
     )

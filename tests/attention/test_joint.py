@@ -19,7 +19,7 @@ from torchport.errors import AttentionError
 
 HEADS, SIZE = 4, 128
 FEATURES = HEADS * SIZE
-INTERPRETED = dispatch.Settings(interpret=True, bounds={"joint": 1.0})
+INTERPRETED = dispatch.Context(interpret=True, bounds={"joint": 1.0})
 MESHES = [{}, {"dp": 2, "sp": 4}, {"sp": 2, "tp": 2}]
 
 
@@ -61,14 +61,14 @@ def form(streams, tables, lengths, project, mesh, missing, bound=None, fill=0.0)
     def stream(own, padding):
         widths = ((0, 0), (0, padding), (0, 0))
         q, k, v = (jnp.pad(array(x), widths, constant_values=fill) for x in (own.q, own.k, own.v))
-        return joint.Stream(q, k, v, array(own.norm_q.weight), array(own.norm_k.weight))
+        return joint.Tokens(q, k, v, array(own.norm_q.weight), array(own.norm_k.weight))
 
     def run(seen, read, cos, sin, lengths_B, weight, bias):
         out, text = joint.joint(seen, read, cos, sin, lengths_B, heads=HEADS, eps=1e-6, bound=bound)
         return joint.parted_linear(out, weight, bias), text
 
     inputs = (stream(streams[0], missing), stream(streams[1], 0), *map(array, tables), jnp.asarray(lengths))
-    with jax.set_mesh(devices), dispatch.settings(INTERPRETED), jax.default_matmul_precision("highest"):
+    with jax.set_mesh(devices), dispatch.context(INTERPRETED), jax.default_matmul_precision("highest"):
         out, text = jax.jit(run)(*inputs, array(project.weight), array(project.bias))
     return numpy.asarray(out.astype(jnp.float32)), numpy.asarray(text.astype(jnp.float32))
 
@@ -144,13 +144,13 @@ def test_norms_that_disagree_are_refused():
 def test_it_is_for_the_kernel_alone():
     assert not joint.fits(2, HEADS, SIZE)  # a CPU
     assert joint.multiple() == 1
-    with dispatch.settings(INTERPRETED):
+    with dispatch.context(INTERPRETED):
         assert joint.fits(2, HEADS, SIZE) and joint.multiple() == 256
         assert not joint.fits(2, HEADS, 64)  # rotary positions are turned in whole registers
-    with dispatch.settings(dataclasses.replace(INTERPRETED, implementation="plain")):
+    with dispatch.context(dataclasses.replace(INTERPRETED, implementation="plain")):
         assert not joint.fits(2, HEADS, SIZE)
     with jax.set_mesh(shard.make_mesh({"dp": 2, "sp": 4, "tp": 1}, jax.devices()[:8])):
         assert joint.multiple() == 4  # whole tokens on each device, whatever computes them
-        with dispatch.settings(INTERPRETED):
+        with dispatch.context(INTERPRETED):
             assert joint.multiple() == 1024
             assert not joint.fits(1, HEADS, SIZE) and not joint.fits(2, 6, SIZE)

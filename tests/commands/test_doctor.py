@@ -8,7 +8,7 @@ import types
 import pytest
 
 from torchport.commands import doctor
-from torchport.commands.doctor import Finding, advice, examine, known_bad
+from torchport.commands.doctor import Diagnosis, advice, examine, known_bad
 from torchport.config import machine
 from torchport.files import cache
 from torchport.save import manifest
@@ -58,9 +58,9 @@ def test_versions_are_held_against_what_torchport_asks_for(monkeypatch):
     monkeypatch.setattr(manifest, "versions", lambda: {"torch": "2.13.0+cpu", "jax": "0.9.0", "libtpu": "0.0.51"})
     requirements(monkeypatch, "torch<2.14,>=2.12", "jax<0.11,>=0.10", "jax[tpu]<0.11; extra == 'tpu'", "absent>1")
     assert doctor._versions() == [
-        Finding("ok", "torch", "2.13.0+cpu"),
-        Finding("bad", "jax", "0.9.0, and torchport wants <0.11,>=0.10: pip install 'jax<0.11,>=0.10'"),
-        Finding("ok", "libtpu", "0.0.51"),
+        Diagnosis("ok", "torch", "2.13.0+cpu"),
+        Diagnosis("bad", "jax", "0.9.0, and torchport wants <0.11,>=0.10: pip install 'jax<0.11,>=0.10'"),
+        Diagnosis("ok", "libtpu", "0.0.51"),
     ]
 
 
@@ -70,7 +70,7 @@ def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
     assert doctor._versions() == [
-        Finding("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")
+        Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")
     ]
 
 
@@ -105,7 +105,7 @@ def test_the_flags_that_make_nan_on_v6e_are_bad_there_and_a_note_elsewhere(varia
 @pytest.mark.parametrize("flags", ["", FUSION, OVERLAP, f"{FUSION.replace('true', 'false')} {OVERLAP}"])
 def test_one_of_the_flags_alone_is_fine(flags):
     assert known_bad({"LIBTPU_INIT_ARGS": flags}, ["TPU v6 lite"]) == [
-        Finding("ok", "known-bad combinations", "none found")
+        Diagnosis("ok", "known-bad combinations", "none found")
     ]
 
 
@@ -129,8 +129,8 @@ def test_a_tpu_is_shown_with_its_memory(findings, monkeypatch):
 
 
 def test_things_to_mend_are_counted(root):
-    bad = Finding("bad", "a", "b")
-    assert advice([bad, Finding("note", "a", "b"), bad], str(root)) == "2 thing(s) to mend."
+    bad = Diagnosis("bad", "a", "b")
+    assert advice([bad, Diagnosis("note", "a", "b"), bad], str(root)) == "2 thing(s) to mend."
 
 
 def test_it_tells_whether_compiled_programs_may_be_loaded(monkeypatch, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchport.commands.shard import Row, _size, lines, request_of, shown
+from torchport.commands.shard import RuleRow, _size, lines, request_of, shown
 from torchport.errors import MeshError
 from torchport.task import Request
 
@@ -66,8 +66,8 @@ def test_a_rule_that_does_not_divide_is_refused_here_too():
 
 def test_the_table_reads_as_text():
     rows = [
-        Row("net", "weights", r"a\..*", ("[tp]",), 12, 3 * 2**20),
-        Row("net", "activations", "b", ("[dp, sp]", "free"), 2, None, ("may be padded",)),
+        RuleRow("net", "weights", r"a\..*", ("[tp]",), 12, 3 * 2**20),
+        RuleRow("net", "activations", "b", ("[dp, sp]", "free"), 2, None, ("may be padded",)),
     ]
     assert lines(rows) == [
         "net: 3 MiB of weights on each device",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torchport import load
 from torchport.config import checkout
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
-from torchport.stages import family as pipelines
+from torchport.stages import family as families
 from torchport.stages import hyvideo15
 
 OTHERS = [torch.int8, torch.uint8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -239,8 +239,8 @@ def test_two_loadings_of_one_checkpoint_are_the_same_to_the_bit(native, native_f
 def test_every_component_of_every_card_goes_through_the_door(pack, model, request_for):
     """Each is a part or the network of a stage, or among what a stage's own loading reads; or it has no weights."""
     card = pack.card(model)[0]
-    family = pipelines.family(card.family, model)
-    settings = pipelines.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None, image=Path("picture.png"))
+    family = families.family(card.family, model)
+    settings = families.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None, image=Path("picture.png"))
     seen = set()
     for stage in family.STAGES:
         assert bool(stage.load) == bool(stage.loads(settings)), "what loads says what it reads"
@@ -249,7 +249,7 @@ def test_every_component_of_every_card_goes_through_the_door(pack, model, reques
 
 
 def test_an_image_encoder_is_asked_for_only_where_there_is_an_image():
-    settings = pipelines.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None)
+    settings = families.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None)
     assert "vision_encoder" not in hyvideo15.encoders(settings)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from torchport.config.card import STAGES
 from torchport.errors import BadValueError, UnknownNameError
-from torchport.stages import family as pipelines
+from torchport.stages import family as families
 from torchport.stages import hunyuan_video15, hyvideo15
 from torchport.stages.family import Steps
 
@@ -18,7 +18,7 @@ from torchport.stages.family import Steps
 def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
     for name in pack.models():
         card, document = pack.card(name)
-        family = pipelines.family(card.family, document.place(["family"]))
+        family = families.family(card.family, document.place(["family"]))
         assert [stage.name for stage in family.STAGES] == list(STAGES)
         assert family.batch(1.0) == 1 and family.batch(6.0) == 2
         for stage in family.STAGES:
@@ -32,21 +32,21 @@ def test_a_precision_is_named_only_for_what_is_compiled(pack):
     """Text encoders run in PyTorch on the host, where it would change nothing."""
     for name in pack.models():
         card, _ = pack.card(name)
-        networks = {stage.network for stage in pipelines.family(card.family, name).STAGES}
+        networks = {stage.network for stage in families.family(card.family, name).STAGES}
         assert {key for key, component in card.components.items() if component.precision != "default"} <= networks
 
 
 def test_every_strategy_has_rules_for_every_network(pack):
     for name in pack.models():
         card, _ = pack.card(name)
-        networks = {stage.network for stage in pipelines.family(card.family, "x").STAGES} - {None}
+        networks = {stage.network for stage in families.family(card.family, "x").STAGES} - {None}
         for strategy in card.strategies.values():
             assert networks <= set(strategy.weights) and networks <= set(strategy.inputs)
 
 
 def test_a_family_that_does_not_exist_is_refused():
     with pytest.raises(UnknownNameError) as caught:
-        pipelines.family("no_such_family", "card.yaml:5")
+        families.family("no_such_family", "card.yaml:5")
     assert str(caught.value) == (
         "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/stages/no_such_family.py. "
         "Add it, or mend the name."
@@ -59,7 +59,7 @@ def test_a_family_whose_own_imports_fail_is_not_taken_for_a_missing_one(monkeypa
 
     monkeypatch.setattr("importlib.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="elsewhere"):
-        pipelines.family("some", "card.yaml:5")
+        families.family("some", "card.yaml:5")
 
 
 class Recorded:
@@ -99,22 +99,22 @@ def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(ba
 def test_text_is_cut_to_the_longest_prompt_rounded_up(bucket, length):
     tokens = [torch.arange(12.0).reshape(1, 12, 1), torch.arange(12.0).reshape(1, 12, 1)]
     masks = [(torch.arange(12) < n)[None].float() for n in (3, 7)]
-    cut, cut_masks = pipelines.fit_text([tokens, masks], bucket)
+    cut, cut_masks = families.fit_text([tokens, masks], bucket)
     assert [part.shape[1] for part in (*cut, *cut_masks)] == [length] * 4
     assert [int(mask.sum()) for mask in cut_masks] == [3, 7]
     assert (cut[1] == tokens[1][:, :length]).all()
 
 
 def test_text_without_a_valid_token_keeps_one_bucket():
-    cut, masks = pipelines.fit_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
+    cut, masks = families.fit_text([[torch.ones(1, 12, 1)], [torch.zeros(1, 12)]], 4)
     assert cut[0].shape == (1, 4, 1) and not masks[0].any()
 
 
 @pytest.mark.parametrize("bucket", [None, 4])
 def test_text_is_padded_until_the_sequence_is_whole_pieces(bucket):
     tokens, masks = [torch.ones(1, 12, 3)], [(torch.arange(12) < 3)[None]]
-    text, mask, more, other = pipelines.fit_text([tokens, masks, tokens, masks], bucket, 1000)
-    assert (1000 + text[0].shape[1] + more[0].shape[1]) % pipelines.PIECE == 0
+    text, mask, more, other = families.fit_text([tokens, masks, tokens, masks], bucket, 1000)
+    assert (1000 + text[0].shape[1] + more[0].shape[1]) % families.PIECE == 0
     assert text[0].shape[1] == mask[0].shape[1] and more[0].shape[1] == other[0].shape[1] == (bucket or 12)
     assert int(mask[0].sum()) == 3 and (text[0][:, 12:] == 0).all()
 
@@ -135,7 +135,7 @@ def settings(**changes):
     """Settings of a small video."""
     fields = {"prompt": "A cat", "negative_prompt": "", "seed": 1, "height": 64, "width": 96, "frames": 9, "steps": 2}
     fields |= {"guidance_scale": 6.0, "dtypes": {"transformer": torch.float32}, "vae_tiling": False}
-    return pipelines.Settings(**{**fields, **changes})
+    return families.Settings(**{**fields, **changes})
 
 
 def test_rotary_tables_are_computed_once_on_the_host_by_upstreams_own_code(card, tiny_folder):
@@ -167,7 +167,7 @@ def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
         vae.enable_tiling()
         counted = hunyuan_video15._tiles(vae, latents)
         calls = []
-        vae.decoder = pipelines.Called(
+        vae.decoder = families.CallModule(
             lambda hidden_states, calls=calls: (
                 calls.append(1) or torch.zeros(1, 3, 1, *(16 * size for size in hidden_states.shape[-2:]))
             ),
@@ -191,7 +191,7 @@ def tencents(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name, content in {
         "hyvideo.commons": {"PIPELINE_CONFIGS": {"480p_t2v": {}}},
-        "hyvideo.pipelines.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
+        "hyvideo.families.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
     }.items():
         module = types.ModuleType(name)
         vars(module).update(content)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from torchport.attention import plain, splash, stock, tiles, transposed
 from torchport.attention.plain import Window
-from torchport.attention.request import Request, check_bound, check_call, checked_lengths, platform
+from torchport.attention.problem import Problem, check_bound, check_call, checked_lengths, platform
 from torchport.config.card import Axis, Implementation
 from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError, nearest
@@ -76,7 +76,7 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Context:
     """What a program's attention is told from outside, while it is traced.
 
     Attributes:
@@ -94,23 +94,23 @@ class Settings:
     rehearsed: bool = False
 
 
-NONE = Settings()
-_SETTINGS: contextvars.ContextVar[Settings] = contextvars.ContextVar("attention", default=NONE)
+NONE = Context()
+_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("attention", default=NONE)
 
 
 @contextlib.contextmanager
-def settings(value: Settings) -> Iterator[None]:
+def context(value: Context) -> Iterator[None]:
     """Applies settings to every call of `attention` inside."""
-    token = _SETTINGS.set(value)
+    token = _CONTEXT.set(value)
     try:
         yield
     finally:
-        _SETTINGS.reset(token)
+        _CONTEXT.reset(token)
 
 
-def current() -> Settings:
+def current() -> Context:
     """Returns the settings that apply."""
-    return _SETTINGS.get()
+    return _CONTEXT.get()
 
 
 def attention(
@@ -170,8 +170,8 @@ def attention(
     limit = limited(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     how = (tile, interpret or current().interpret)
-    request = Request(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *how)
-    output = _chosen(implementation, request, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
+    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *how)
+    output = _chosen(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zeroed(output, query_lengths)
 
 
@@ -192,7 +192,7 @@ def _zeroed(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
 Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"], jax.Array]
 
 
-def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], keys: int) -> Run:
+def _chosen(named: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
     """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T.
 
     Raises:
@@ -200,69 +200,69 @@ def _chosen(named: str | None, request: Request, shape: tuple[int, int, int], ke
     """
     program = current()
     # A program's own name is for attention over valid tokens; a mask of pairs is `plain`'s wherever it occurs.
-    name = named or (None if request.masked else program.implementation) or _by_platform(request)
+    name = named or (None if problem.masked else program.implementation) or _by_platform(problem)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
-    if request.masked and name not in MASKED:
+    if problem.masked and name not in MASKED:
         raise AttentionError(
             f"attention {name}",
             "It is given a mask, and knows key padding only",
             "Pass lengths instead of the mask, or use implementation 'plain'",
             name=name,
         )
-    if request.windowed and name not in WINDOWED:
+    if problem.windowed and name not in WINDOWED:
         raise AttentionError(
             f"attention {name}",
-            f"It is asked for causal={request.causal}, window={request.window}, and computes neither",
+            f"It is asked for causal={problem.causal}, window={problem.window}, and computes neither",
             f"Use one of {', '.join(WINDOWED)}",
             name=name,
         )
-    if request.tile is not None and name not in KERNELS:
+    if problem.tile is not None and name not in KERNELS:
         raise AttentionError(
             f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
         )
     if program.note is not None:
-        dtype = jnp.dtype(request.dtype).name
-        program.note(Traced(name, *shape, keys, request.head_size, request.bounded, dtype=dtype))
+        dtype = jnp.dtype(problem.dtype).name
+        program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
     if name == "plain":
         # A mask has a layout of its own; XLA splits that form by itself.
-        whole = functools.partial(_plain, request)
-        return whole if request.masked else _sharded(whole)
+        whole = functools.partial(_plain, problem)
+        return whole if problem.masked else _sharded(whole)
     if name == "xla":
-        return functools.partial(_stock, request, "xla")
+        return functools.partial(_stock, problem, "xla")
     if name == "cudnn":
-        return _sharded(functools.partial(_stock, request, "cudnn"))
-    _check_kernel(name, request)
-    return _sharded(functools.partial(_splash if name == "splash" else _transposed, request))
+        return _sharded(functools.partial(_stock, problem, "cudnn"))
+    _check_kernel(name, problem)
+    return _sharded(functools.partial(_splash if name == "splash" else _transposed, problem))
 
 
-def _by_platform(request: Request) -> str:
-    if request.masked:
+def _by_platform(problem: Problem) -> str:
+    if problem.masked:
         return "plain"
-    if request.platform == "tpu" and request.dtype in (jnp.bfloat16, jnp.float32) and request.head_size <= 128:
-        return "splash" if request.windowed else "splash_transposed"
-    right = None if request.window is None else request.window[1]
-    to_right = not request.causal and right not in (None, 0)
-    if request.platform == "gpu" and request.dtype in (jnp.bfloat16, jnp.float16) and request.head_size <= 128:
-        return "plain" if to_right or request.head_size % 8 else "cudnn"
+    if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
+        return "splash" if problem.windowed else "splash_transposed"
+    right = None if problem.window is None else problem.window[1]
+    to_right = not problem.causal and right not in (None, 0)
+    if problem.platform == "gpu" and problem.dtype in (jnp.bfloat16, jnp.float16) and problem.head_size <= 128:
+        return "plain" if to_right or problem.head_size % 8 else "cudnn"
     return "plain"
 
 
-def _check_kernel(name: str, request: Request) -> None:
+def _check_kernel(name: str, problem: Problem) -> None:
     """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
-    if request.platform == "tpu" and request.chip is None:
+    if problem.platform == "tpu" and problem.chip is None:
         known = ", ".join(TPU_CHIPS)
         raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {known}; or use 'plain'")
-    if request.tile is not None and not isinstance(request.tile, tiles.Tile):
-        raise AttentionError(f"attention {name}", f"The tile is {request.tile!r}", "It must be a tiles.Tile")
-    if request.platform != "tpu" and not request.interpret:
+    if problem.tile is not None and not isinstance(problem.tile, tiles.Tile):
+        raise AttentionError(f"attention {name}", f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
+    if problem.platform != "tpu" and not problem.interpret:
         raise AttentionError(
             f"attention {name}",
-            f"It is a TPU kernel, and this program is for {request.platform}",
+            f"It is a TPU kernel, and this program is for {problem.platform}",
             "Use implementation 'plain', or run it on a TPU (or for one: under jax.set_mesh of its topology)",
             name=name,
         )
-    if request.dtype not in (jnp.bfloat16, jnp.float32):
+    if problem.dtype not in (jnp.bfloat16, jnp.float32):
         raise AttentionError(
             f"attention {name}",
             f"q, k and v are {jnp.dtype(request.dtype).name}",
@@ -271,42 +271,42 @@ def _check_kernel(name: str, request: Request) -> None:
         )
 
 
-def _plain(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
-    return plain.attention(q, k, v, lengths_B=lengths_B, mask=mask, **_rules(request))
+def _plain(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
+    return plain.attention(q, k, v, lengths_B=lengths_B, mask=mask, **_rules(problem))
 
 
-def _stock(request: Request, name: Any, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
-    return stock.attention(q, k, v, lengths_B=lengths_B, implementation=name, **_rules(request))
+def _stock(problem: Problem, name: Any, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    return stock.attention(q, k, v, lengths_B=lengths_B, implementation=name, **_rules(problem))
 
 
-def _rules(request: Request) -> dict[str, Any]:
-    return {"scale": request.scale, "causal": request.causal, "window": request.window}
+def _rules(problem: Problem) -> dict[str, Any]:
+    return {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
 
 
-def _splash(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
     # A further feature hides padding for free where the matrix unit is deeper than the head size.
-    deep = request.chip not in ("v5e", "v5p") or request.head_size % tiles.LANES
-    options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": request.interpret}
-    if request.tile is not None:
-        compute = min(request.tile.block_kv, 1024)
-        options |= {"block_q": request.tile.block_q, "block_kv": request.tile.block_kv, "block_kv_compute": compute}
-    elif request.chip is not None:
-        best = tiles.best(request.chip, "splash", request.head_size, False)
+    deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
+    options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
+    if problem.tile is not None:
+        compute = min(problem.tile.block_kv, 1024)
+        options |= {"block_q": problem.tile.block_q, "block_kv": problem.tile.block_kv, "block_kv_compute": compute}
+    elif problem.chip is not None:
+        best = tiles.best(problem.chip, "splash", problem.head_size, False)
         options |= dataclasses.asdict(best)
     if current().rehearsed:
         return q
-    return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(request), **options)
+    return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
 
 
-def _transposed(request: Request, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
-    heads, head_size = transposed.grouping(q.shape[1], request.head_size)
-    options = transposed_options(request, q.shape[2], k.shape[2], heads, head_size)
+def _transposed(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
+    options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size)
     if current().rehearsed:
         return q
     return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
 
 
-def transposed_options(request: Request, queries: int, keys: int, heads: int, head_size: int) -> dict[str, Any]:
+def transposed_options(problem: Problem, queries: int, keys: int, heads: int, head_size: int) -> dict[str, Any]:
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
@@ -319,12 +319,12 @@ def transposed_options(request: Request, queries: int, keys: int, heads: int, he
     Raises:
         VmemError: The tile does not fit the chip.
     """
-    chip = request.chip or "v6e"  # interpreted: any tile will do
+    chip = problem.chip or "v6e"  # interpreted: any tile will do
     vmem = TPU_CHIPS[chip].vmem
-    tile = request.tile or tiles.best(chip, "splash_transposed", head_size, request.bounded)
-    fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(request.dtype).itemsize
-    tiles.checked(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=request.bounded, vmem=vmem)
-    how = {"scale": request.scale, "bounded": request.bounded, "interpret": request.interpret}
+    tile = problem.tile or tiles.best(chip, "splash_transposed", head_size, problem.bounded)
+    fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
+    tiles.checked(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
+    how = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
     return {**how, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 

@@ -160,7 +160,7 @@ def _jointly(
     eps = common_eps([norm for norm in norms if norm is not None])
 
     def run(streams: list[list[Any]], tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        own, (cos, sin) = [form.Stream(*stream) for stream in streams], tables
+        own, (cos, sin) = [form.Tokens(*stream) for stream in streams], tables
         seen, text = form.joint(own[0], own[1], cos, sin, lengths_B, heads=heads, eps=eps, bound=bound)
         return form.parted_linear(seen, weight, bias), text
 

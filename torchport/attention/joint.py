@@ -24,14 +24,14 @@ from jax.sharding import PartitionSpec
 
 from torchport.attention import rotary, transposed
 from torchport.attention.dispatch import Traced, current, limited, transposed_options
-from torchport.attention.request import Request, platform
+from torchport.attention.problem import Problem, platform
 from torchport.attention.tiles import LANES, TAIL
 from torchport.errors import AttentionError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class Tokens:
     """A stream's projections, before norms and positions.
 
     Attributes:
@@ -75,8 +75,8 @@ def multiple() -> int:
 
 
 def joint(
-    pictures: Stream,
-    text: Stream,
+    pictures: Tokens,
+    text: Tokens,
     cos_SD: jax.Array,
     sin_SD: jax.Array,
     lengths_B: jax.Array,
@@ -114,12 +114,12 @@ def joint(
         fact = f"The pictures have {tokens} tokens, {valid} of them valid"
         raise AttentionError("attention joint", fact, f"Pad them to a multiple of {need}", multiple=need)
     limit, interpret = limited(bound, size**-0.5), current().interpret
-    request = Request(*platform(), pictures.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
+    problem = Problem(*platform(), pictures.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
     note = current().note
     if note is not None:
         every = valid + longest
-        note(Traced("splash_transposed", batch, heads, every, every, size, request.bounded, 2, pictures.q.dtype.name))
-    run = functools.partial(_local, request, eps, valid)
+        note(Traced("splash_transposed", batch, heads, every, every, size, problem.bounded, 2, pictures.q.dtype.name))
+    run = functools.partial(_local, problem, eps, valid)
     cos, sin = (jnp.pad(table, ((0, tokens - valid), (0, 0))) for table in (cos_SD, sin_SD))
     missing = -longest % TAIL
     text = dataclasses.replace(
@@ -140,8 +140,8 @@ def parted_linear(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array) -
 
 def _on_shards(
     run: Callable[..., tuple[jax.Array, jax.Array]],
-    pictures: Stream,
-    text: Stream,
+    pictures: Tokens,
+    text: Tokens,
     cos: jax.Array,
     sin: jax.Array,
     lengths: jax.Array,
@@ -155,8 +155,8 @@ def _on_shards(
     own = PartitionSpec(axes["dp"], axes["sp"], axes["tp"])
     same = PartitionSpec(axes["dp"], None, axes["tp"])
     specs = (
-        Stream(own, own, own, whole, whole),
-        Stream(same, same, same, whole, whole),
+        Tokens(own, own, own, whole, whole),
+        Tokens(same, same, same, whole, whole),
         PartitionSpec(axes["sp"]),
         PartitionSpec(axes["sp"]),
         PartitionSpec(axes["dp"]),
@@ -168,11 +168,11 @@ def _on_shards(
 
 
 def _local(
-    request: Request,
+    problem: Problem,
     eps: float,
     valid: int,
-    pictures: Stream,
-    text: Stream,
+    pictures: Tokens,
+    text: Tokens,
     cos_SD: jax.Array,
     sin_SD: jax.Array,
     lengths_B: jax.Array,
@@ -189,7 +189,7 @@ def _local(
 
         def turned(x_BSF: jax.Array, weight_D: jax.Array | None) -> jax.Array:
             assert weight_D is not None
-            turned = rotary.rotated(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, request.interpret, samples)
+            turned = rotary.rotated(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, problem.interpret, samples)
             return _tokens(_exchanged(turned, groups))
 
         q, k = turned(pictures.q, pictures.norm_q), turned(pictures.k, pictures.norm_k)
@@ -200,7 +200,7 @@ def _local(
             transposed.Keys(k, _exchanged(v, groups), jnp.full((batch,), valid, jnp.int32)),
             transposed.Keys(text_k, jnp.swapaxes(text_v, 1, 2)[:, None], lengths_B[here]),
         ]
-        options = functools.partial(transposed_options, request, keys=k.shape[1], heads=1, head_size=LANES)
+        options = functools.partial(transposed_options, problem, keys=k.shape[1], heads=1, head_size=LANES)
         attend = functools.partial(transposed.side_by_side, arrays=arrays, heads=1, head_size=LANES)
         out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, own, features // groups)
         return _exchanged(out, groups), attend(text_q, **options(queries=text_q.shape[1]))

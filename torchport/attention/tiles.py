@@ -118,7 +118,7 @@ TABLE = Path(__file__).with_name("tiles.yaml")
 RESERVED = 8 * MIB
 """Bytes of a core's VMEM that kernels leave to XLA, for what it keeps there around them."""
 
-Implementation = Literal["splash_transposed", "splash"]
+KernelName = Literal["splash_transposed", "splash"]
 
 
 def checked(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
@@ -289,7 +289,7 @@ def best(chip: str, implementation: Literal["splash_transposed"], head_size: int
 def best(chip: str, implementation: Literal["splash"], head_size: int, bounded: bool = False) -> SplashTile: ...
 
 
-def best(chip: str, implementation: Implementation, head_size: int, bounded: bool = False) -> Tile | SplashTile:
+def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = False) -> Tile | SplashTile:
     """Returns the best tile that the table has.
 
     Args:
@@ -306,7 +306,7 @@ def best(chip: str, implementation: Implementation, head_size: int, bounded: boo
     return kind(**found.tile.model_dump())
 
 
-def row(chip: str, implementation: Implementation, head_size: int, bounded: bool) -> Row:
+def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
     """Returns the table's row, with the figures by which it is the best; see `best`."""
     if implementation == "splash":
         rows: list[Row] = [*table().splash]

@@ -23,7 +23,7 @@ State = Literal["ok", "note", "bad"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line of the report.
 
     Attributes:
@@ -37,7 +37,7 @@ class Finding:
     fact: str
 
 
-def examine(path: str | None) -> list[Finding]:
+def examine(path: str | None) -> list[Diagnosis]:
     """Returns everything that was found; nothing is changed, and no network is used.
 
     Args:
@@ -45,7 +45,7 @@ def examine(path: str | None) -> list[Finding]:
     """
     pack = find_pack(path)
     return [
-        Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
+        Diagnosis("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         *_versions(),
         *_devices(),
         *_disk(),
@@ -55,22 +55,22 @@ def examine(path: str | None) -> list[Finding]:
     ]
 
 
-def _versions() -> list[Finding]:
+def _versions() -> list[Diagnosis]:
     found = manifest.versions()
     findings = []
     try:
         requirements = importlib.metadata.requires("torchport") or []
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
+        return [Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
     for line in requirements:
         match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
         if match and match[1] in found:
             wanted, version = match[2].strip(), found[match[1]]
             ok = _within(version, wanted)
             fact = version if ok else f"{version}, and torchport wants {wanted}: pip install '{match[1]}{wanted}'"
-            findings.append(Finding("ok" if ok else "bad", match[1], fact))
+            findings.append(Diagnosis("ok" if ok else "bad", match[1], fact))
     if "libtpu" in found:
-        findings.append(Finding("ok", "libtpu", found["libtpu"]))
+        findings.append(Diagnosis("ok", "libtpu", found["libtpu"]))
     return findings
 
 
@@ -80,17 +80,17 @@ def _within(version: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(version.partition("+")[0], prereleases=True)
 
 
-def _devices() -> list[Finding]:
+def _devices() -> list[Diagnosis]:
     findings = []
     platforms: tuple[machine.Platform, ...] = ("tpu", "cuda", "cpu")
     for name in platforms:
         count, kind, memory = devices.found_devices(name)
         if count:
             size = f", {memory / machine.GIB:.1f} GiB each" if memory else ""
-            findings.append(Finding("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
+            findings.append(Diagnosis("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
         elif name != "cpu":
-            findings.append(Finding("note", f"{name} devices", "none: configs/demo.yaml runs without"))
-    findings.append(Finding("ok", "host memory", f"{devices.host_memory() / machine.GIB:.1f} GiB free"))
+            findings.append(Diagnosis("note", f"{name} devices", "none: configs/demo.yaml runs without"))
+    findings.append(Diagnosis("ok", "host memory", f"{devices.host_memory() / machine.GIB:.1f} GiB free"))
     return findings
 
 
@@ -99,7 +99,7 @@ def _tpu_kinds() -> set[str]:
     return {kind} if count else set()
 
 
-def _disk() -> list[Finding]:
+def _disk() -> list[Diagnosis]:
     findings = []
     for what, folder in (("output folder", Path("outputs")), ("torchport's cache", cache.folder())):
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -107,25 +107,25 @@ def _disk() -> list[Finding]:
         writable = os.access(existing, os.W_OK)
         state: State = "ok" if writable and free > machine.GIB else "bad"
         fact = f"{folder}: {free / machine.GIB:.1f} GiB free" + ("" if writable else ", not writable: choose another")
-        findings.append(Finding(state, what, fact))
+        findings.append(Diagnosis(state, what, fact))
     return findings
 
 
-def _programs() -> list[Finding]:
+def _programs() -> list[Diagnosis]:
     """Returns whether compiled programs are kept, and may be loaded."""
     folder = cache.folder() / "programs"
     if cache.is_off():
-        return [Finding("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
+        return [Diagnosis("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
     if not folder.is_dir():
-        return [Finding("ok", "compiled programs", f"{folder}: none yet")]
+        return [Diagnosis("ok", "compiled programs", f"{folder}: none yet")]
     try:
         cache.check_trusted(folder)
     except BadValueError as error:
-        return [Finding("bad", "compiled programs", str(error))]
-    return [Finding("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
+        return [Diagnosis("bad", "compiled programs", str(error))]
+    return [Diagnosis("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
 
 
-def _checkpoints(pack: Pack) -> list[Finding]:
+def _checkpoints(pack: Pack) -> list[Diagnosis]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     findings = []
@@ -136,14 +136,14 @@ def _checkpoints(pack: Pack) -> list[Finding]:
         there = folder.is_dir() and any(folder.iterdir())
         size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
         fact = f"in the cache, {folder}" if there else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
-        findings.append(Finding("ok" if there else "note", f"checkpoint of {name}", fact))
+        findings.append(Diagnosis("ok" if there else "note", f"checkpoint of {name}", fact))
         written = tiny.folder_of(model)
         if (written / "model_index.json").is_file():
-            findings.append(Finding("ok", f"tiny checkpoint of {name}", str(written)))
+            findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(written)))
     return findings
 
 
-def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Finding]:
+def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
     """Returns combinations of settings that are known to fail or to compute wrong numbers.
 
     Args:
@@ -160,19 +160,19 @@ def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[st
             f"{fusion[0].removesuffix('=true')} together with --xla_tpu_overlap_compute_collective_tc turns sharded "
             "attention into NaN on v6e (jax issue 38741): drop one of the two"
         )
-        findings.append(Finding("bad" if here else "note", "LIBTPU_INIT_ARGS", fact))
+        findings.append(Diagnosis("bad" if here else "note", "LIBTPU_INIT_ARGS", fact))
     if "\\" in flags:
         findings.append(
-            Finding("bad", "LIBTPU_INIT_ARGS", "libtpu stops reading at a backslash: write the flags on one line")
+            Diagnosis("bad", "LIBTPU_INIT_ARGS", "libtpu stops reading at a backslash: write the flags on one line")
         )
     if environment.get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
-        findings.append(Finding("note", "JAX_ENABLE_X64", "positions and masks become 64-bit: slower, not wrong"))
+        findings.append(Diagnosis("note", "JAX_ENABLE_X64", "positions and masks become 64-bit: slower, not wrong"))
     if not findings:
-        findings.append(Finding("ok", "known-bad combinations", "none found"))
+        findings.append(Diagnosis("ok", "known-bad combinations", "none found"))
     return findings
 
 
-def advice(findings: list[Finding], path: str | None) -> str:
+def advice(findings: list[Diagnosis], path: str | None) -> str:
     """Returns the one line that ends the report.
 
     Args:

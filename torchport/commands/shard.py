@@ -19,7 +19,7 @@ from torchport.task import Request, Task, accept
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class RuleRow:
     """One rule, and what it does on one device.
 
     Attributes:
@@ -57,7 +57,7 @@ def request_of(model: str, config: str | None, strategy: str | None, path: str |
     return Request(model, config, path=path, overrides=given, **fields)
 
 
-def shown(request: Request) -> list[Row]:
+def shown(request: Request) -> list[RuleRow]:
     """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read.
 
     Raises:
@@ -70,7 +70,7 @@ def shown(request: Request) -> list[Row]:
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 
 
-def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[Row]:
+def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
     strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearsed(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
     for rule, own in _by_rule(strategy.weights[name], rehearsal.weights):
@@ -82,13 +82,13 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[Row]:
         else:
             order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
-            yield Row(name, "inputs", entry.match, order, 0, None, more)
+            yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
     rules = strategy.activations.get(name, [])
     taken = list(activations.matched(rehearsal.module, rules, task.rules_place("activations", name)).values())
     for kind in rules:
         notes = ("may be padded",) if kind.uneven else ()
         count = sum(rule is kind for rule in taken)
-        yield Row(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
+        yield RuleRow(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
@@ -97,12 +97,14 @@ def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tu
         yield rule, {key: one for key, one in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
 
 
-def _row(name: str, kind: str, rule: Rule, found: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]) -> Row:
+def _row(
+    name: str, kind: str, rule: Rule, found: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]
+) -> RuleRow:
     """Returns a rule's row: the specs that its tensors got, and how many got another than the first."""
     fallen = sum(one.spec != rule.spec for one in found.values())
     more = (*notes, f"{fallen} by fallback from {_spec(rule.spec)}") if fallen else notes
     specs = tuple(dict.fromkeys(_spec(one.spec) for one in found.values()))
-    return Row(name, kind, rule.match, specs, len(found), size, more)
+    return RuleRow(name, kind, rule.match, specs, len(found), size, more)
 
 
 def _spec(spec: Spec | None) -> str:
@@ -112,7 +114,7 @@ def _spec(spec: Spec | None) -> str:
     return f"[{', '.join(dims)}]"
 
 
-def lines(rows: list[Row]) -> list[str]:
+def lines(rows: list[RuleRow]) -> list[str]:
     """Returns the rules as an aligned table, with the bytes of each component's weights on a device."""
     text: list[str] = []
     for component in dict.fromkeys(row.component for row in rows):

@@ -26,7 +26,7 @@ from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task
 
-Kept = Callable[[torch.nn.Module, Mapping[str, float]], program.Programs]
+Kept = Callable[[torch.nn.Module, Mapping[str, float]], program.ProgramSource]
 """Returns where a network's programs are kept, by its module and the bounds of its attention scores."""
 
 
@@ -196,7 +196,7 @@ def compiled(
     weights: Mapping[str, Any],
     mesh: jax.sharding.Mesh,
     *,
-    trace: program.Trace | None = None,
+    trace: program.TraceGuard | None = None,
     record: Callable[[Any], None] | None = None,
     kept: Kept | None = None,
 ) -> program.Compiled:
@@ -209,7 +209,7 @@ def compiled(
         weights: Of the module, from `placed` or `shapes`.
         mesh: The devices.
         trace: The patches under which alone it may be traced.
-        record: Is given each call of attention while it is traced; see `dispatch.Settings`.
+        record: Is given each call of attention while it is traced; see `dispatch.Context`.
         kept: Returns where its programs are kept.
 
     Raises:
@@ -231,7 +231,7 @@ def compiled(
         place_of=functools.partial(task.program_place, name),
         how=how(stage, task),
     )
-    attention = dispatch.Settings(task.job.attention, bounds, record)
+    attention = dispatch.Context(task.job.attention, bounds, record)
     programs = kept(module, bounds) if kept is not None else None
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, kept=programs)
 

@@ -273,9 +273,9 @@ def check_attention(task: Task, rehearsal: Rehearsal) -> None:
         VmemError: A tile that does not fit.
     """
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
-    told = dispatch.Settings(task.job.attention, rehearsed=True)
+    told = dispatch.Context(task.job.attention, rehearsed=True)
     try:
-        with jax.sharding.use_abstract_mesh(mesh), dispatch.settings(told):
+        with jax.sharding.use_abstract_mesh(mesh), dispatch.context(told):
             for call in rehearsal.attention:
                 tensors = {name: value for name, value in call.items() if isinstance(value, jax.ShapeDtypeStruct)}
                 rest = {name: value for name, value in call.items() if name not in tensors}

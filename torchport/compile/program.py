@@ -26,18 +26,17 @@ from torchport.config.card import ActivationRule, Rule, Stack
 from torchport.errors import MachineError, VmemError
 from torchport.progress import log, waiting
 from torchport.shard.activations import constrain
+from torchport.stages.recorder import Static
 
-Static = tuple[tuple[str, object], ...]
 
-
-class Trace(Protocol):
+class TraceGuard(Protocol):
     """What a program remembers of the patches it was traced under."""
 
     def check(self) -> None:
         """Raises StaleTraceError if it is about to be traced without that set."""
 
 
-class Programs(Protocol):
+class ProgramSource(Protocol):
     """Where programs come from, if not from the compiler alone."""
 
     def program(
@@ -144,9 +143,9 @@ class Compiled:
         weights: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         *,
-        trace: Trace | None = None,
-        attention: dispatch.Settings = dispatch.NONE,
-        kept: Programs | None = None,
+        trace: TraceGuard | None = None,
+        attention: dispatch.Context = dispatch.NONE,
+        kept: ProgramSource | None = None,
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
@@ -223,7 +222,7 @@ class Compiled:
             warnings.catch_warnings(),
             jax.set_mesh(self.mesh),
             jax.default_matmul_precision(self.precision),
-            dispatch.settings(self.attention),
+            dispatch.context(self.attention),
         ):
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)

@@ -102,7 +102,7 @@ _CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 def parse_document(text: str, file: str) -> Document:
     """Returns YAML text as data with its lines; see `read_document`."""
     try:
-        return _Reader(yaml.parse(text, Loader=_LOADER), file).document()
+        return _YamlReader(yaml.parse(text, Loader=_LOADER), file).document()
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -113,7 +113,7 @@ def parse_document(text: str, file: str) -> Document:
         raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
 
 
-class _Reader:
+class _YamlReader:
     """Makes plain data of a parser's events. Nothing is constructed from a tag, so nothing is executed."""
 
     def __init__(self, events: Iterator[Any], file: str) -> None:

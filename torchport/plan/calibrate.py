@@ -42,7 +42,7 @@ class Kernel(Frozen):
     """An attention kernel that somebody ran, and what stands for it in a program."""
 
     title: str
-    implementation: tiles.Implementation | None = None
+    implementation: tiles.KernelName | None = None
     """Whose call is traced in its place; none: no such kernel is modelled."""
     bounded: bool = False
     """Whether its softmax needs no maximum."""

@@ -93,7 +93,7 @@ class Asked:
     machine: str
     mesh: dict[Axis, int]
     strategy: str
-    attention: tiles.Implementation
+    attention: tiles.KernelName
     path: str | None = None
 
 
@@ -242,7 +242,7 @@ def _program(
         place_of=lambda what: f"{asked.file} {what}",
         how=_gathered,
     )
-    return compile.Compiled(network, weights, mesh, attention=dispatch.Settings(asked.attention, {}, note))
+    return compile.Compiled(network, weights, mesh, attention=dispatch.Context(asked.attention, {}, note))
 
 
 def _network(drawn: Sketch) -> torch.nn.Module:

@@ -202,7 +202,7 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
         raise BadValueError("noise", fact, f"For this height, width and frames it must be {[1, *sizes]}")
 
 
-class Called(torch.nn.Module):
+class CallModule(torch.nn.Module):
     """Stands where upstream's own module of one input stood, and passes that input on to a call.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError
 from torchport.foreign import tokenizing
-from torchport.stages.family import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
+from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -274,7 +274,7 @@ def decode(
         vae.enable_tiling()
     count = _tiles(vae, latents)
     progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = Called(call, "hidden_states", progress)
+    vae.decoder = CallModule(call, "hidden_states", progress)
     with torch.no_grad():
         video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
         next(progress, None)

@@ -21,7 +21,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.foreign import tokenizing
-from torchport.stages.family import Call, Called, Settings, Stage, Steps, check_noise, fit_text, latents_like
+from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -303,7 +303,7 @@ def decode(
     vae.set_tile_sample_min_size(inference["sample_size"], inference["tile_overlap_factor"])
     count = _tiles(vae, latents) if tiled else 1
     progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = Called(call, "z", progress)
+    vae.decoder = CallModule(call, "z", progress)
     latents = latents / vae.config.scaling_factor
     if getattr(vae.config, "shift_factor", None):
         latents = latents + vae.config.shift_factor

@@ -14,13 +14,12 @@ from typing import Any, Literal
 import torch
 
 from torchport import patch, shard
-from torchport.config import Document, machine
-from torchport.config import checkout as upstream
+from torchport.config import Document, checkout, machine
 from torchport.config.card import STAGES, Card, Job, StageName, check_job, check_names
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
-from torchport.stages import family as pipelines
+from torchport.stages import family as families
 
 Backend = Literal["torchax", "original"]
 DEFAULT_SEED = 42
@@ -94,7 +93,7 @@ class Task:
     job_document: Document
     machine: machine.Machine
     family: ModuleType
-    settings: pipelines.Settings
+    settings: families.Settings
     folder: Path
     upstream: Path | None
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -110,7 +109,7 @@ class Task:
         return self.request.inputs or self.folder
 
     @property
-    def stages(self) -> list[pipelines.Stage]:
+    def stages(self) -> list[families.Stage]:
         """The stages to run, in order."""
         return [stage for stage in self.family.STAGES if self.request.stage in (stage.name, "all")]
 
@@ -119,7 +118,7 @@ class Task:
         """The checkpoint's name: the flag's, else the config's, else the card's."""
         return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
 
-    def patches(self, stages: Sequence[pipelines.Stage]) -> list[patch.Entry]:
+    def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
         """Returns the patches of some stages.
 
         Those of torchax come with every stage that goes through it. For the original, only those are returned that
@@ -167,7 +166,7 @@ class Task:
             return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
-    def shown(self, stage: pipelines.Stage) -> dict[str, Any]:
+    def shown(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
@@ -223,7 +222,7 @@ def accept(request: Request) -> Task:
     check_job(job, card, job_document)
     own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
-    family = pipelines.family(card.family, card_document.place(["family"]))
+    family = families.family(card.family, card_document.place(["family"]))
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is own else "strategy"])
@@ -238,12 +237,12 @@ def accept(request: Request) -> Task:
         networks = [s.network for s in family.STAGES if s.network and request.stage in (s.name, "all")]
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
-    checkout = upstream.find(card.checkout, request.upstream_path)
+    upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
-    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, checkout)
+    return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
 def _check_request(request: Request) -> None:
@@ -311,9 +310,9 @@ def _new_folder(request: Request) -> Path:
     return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
 
 
-def _settings(request: Request, card: Card, job: Job) -> pipelines.Settings:
+def _settings(request: Request, card: Card, job: Job) -> families.Settings:
     dtypes = {name: job.dtypes.get(name, component.dtype) for name, component in card.components.items()}
-    return pipelines.Settings(
+    return families.Settings(
         prompt=request.prompt or "",
         negative_prompt=request.negative_prompt or "",
         seed=DEFAULT_SEED if request.seed is None else request.seed,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport.attention import tiles, transposed
-from torchport.attention.tiles import Implementation, SplashTile, Tile
+from torchport.attention.tiles import KernelName, SplashTile, Tile
 from torchport.config.machine import MIB
 from torchport.errors import OutputError, TopologyError, VmemError
 from torchport.files import folder
@@ -83,13 +83,13 @@ class Result:
     """
 
     job: Workload
-    implementation: Implementation
+    implementation: KernelName
     bounded: bool
     ranked_by: str
     candidates: list[Candidate]
 
 
-def candidates(job: Workload, implementation: Implementation) -> list[Tile | SplashTile]:
+def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashTile]:
     """Returns the tiles worth a compilation."""
     if implementation == "splash":
         return [SplashTile(*sides) for sides in SPLASH]
@@ -99,9 +99,7 @@ def candidates(job: Workload, implementation: Implementation) -> list[Tile | Spl
     return [tile for tile in found if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
 
 
-def tune(
-    job: Workload, implementation: Implementation, bounded: bool, among: Sequence[Tile | SplashTile] = ()
-) -> Result:
+def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequence[Tile | SplashTile] = ()) -> Result:
     """Returns the candidates, ranked.
 
     Args:
@@ -140,7 +138,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     return False, -found.peak_percent if candidate.seconds is None else candidate.seconds
 
 
-def tried(job: Workload, implementation: Implementation, bounded: bool, tile: Tile | SplashTile) -> Candidate:
+def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
     """Returns a candidate with its schedule, or with the reason why it is none."""
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
     try:
@@ -177,7 +175,7 @@ def _reduced(job: Workload, tile: Tile | SplashTile) -> Workload:
     return dataclasses.replace(job, work=dataclasses.replace(work, queries=queries, keys=keys, heads=heads))
 
 
-def _arguments(job: Workload, implementation: Implementation, bounded: bool, tile: Tile | SplashTile) -> dict[str, Any]:
+def _arguments(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> dict[str, Any]:
     return {
         "implementation": implementation,
         "queries": job.work.queries,
@@ -191,7 +189,7 @@ def _arguments(job: Workload, implementation: Implementation, bounded: bool, til
     }
 
 
-def _seconds(job: Workload, implementation: Implementation, bounded: bool, tile: Tile | SplashTile) -> float:
+def _seconds(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> float:
     """Returns the median seconds of a call on the chip that is there."""
     import jax
 

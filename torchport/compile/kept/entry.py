@@ -36,7 +36,7 @@ class DamagedError(Exception):
     """An entry that is not what it was written as."""
 
 
-class Manifest(pydantic.BaseModel):
+class EntryManifest(pydantic.BaseModel):
     """What is beside an executable.
 
     Attributes:
@@ -63,7 +63,7 @@ def folder(root: Path, component: str, key: dict[str, Any]) -> Path:
     return root / f"{component}-{digest(key)[:32]}"
 
 
-def read(path: Path, key: dict[str, Any]) -> tuple[Manifest, bytes] | None:
+def read(path: Path, key: dict[str, Any]) -> tuple[EntryManifest, bytes] | None:
     """Returns an entry's manifest and executable, or None if there is no such entry.
 
     Raises:
@@ -85,7 +85,7 @@ def read(path: Path, key: dict[str, Any]) -> tuple[Manifest, bytes] | None:
     return manifest, data
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> EntryManifest:
     """Returns an entry's manifest.
 
     Raises:
@@ -93,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
         DamagedError: It is missing, or is no manifest.
     """
     try:
-        return Manifest.model_validate(json.loads(_read(path / MANIFEST)))
+        return EntryManifest.model_validate(json.loads(_read(path / MANIFEST)))
     except (ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         raise DamagedError("its manifest cannot be read") from error
 
@@ -119,7 +119,9 @@ def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], 
     work = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
     try:
         sha = hashlib.sha256(data).hexdigest()
-        manifest = Manifest(schema_version=SCHEMA, key=key, created=created, trace=trace, size=len(data), sha256=sha)
+        manifest = EntryManifest(
+            schema_version=SCHEMA, key=key, created=created, trace=trace, size=len(data), sha256=sha
+        )
         _put(work / EXECUTABLE, data)
         _put(work / MANIFEST, (manifest.model_dump_json(indent=1) + "\n").encode())
         remove(path)

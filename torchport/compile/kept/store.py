@@ -21,12 +21,11 @@ from torchport.compile.kept.jax_cache import jax_cache
 from torchport.files import cache
 from torchport.progress import log, waiting
 from torchport.stages import family
+from torchport.stages.recorder import Static
 from torchport.task import Task
 
 FROM_JAX = "/jax/compilation_cache/cache_hits"
 """JAX's event for an executable that its own cache delivered. Source: jax/_src/compiler.py of JAX 0.10.2."""
-
-Static = tuple[tuple[str, object], ...]
 
 
 class Programs:

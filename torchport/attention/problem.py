@@ -20,7 +20,7 @@ from torchport.errors import AttentionError
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Problem:
     """One call, checked; everything that is known before tracing.
 
     Attributes:
