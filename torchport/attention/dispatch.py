@@ -265,7 +265,7 @@ def _check_kernel(name: str, problem: Problem) -> None:
     if problem.dtype not in (jnp.bfloat16, jnp.float32):
         raise AttentionError(
             f"attention {name}",
-            f"q, k and v are {jnp.dtype(request.dtype).name}",
+            f"q, k and v are {jnp.dtype(problem.dtype).name}",
             "Pass bfloat16 or float32, or use implementation 'plain'",
             name=name,
         )
