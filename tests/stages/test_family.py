@@ -191,7 +191,7 @@ def tencents(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name, content in {
         "hyvideo.commons": {"PIPELINE_CONFIGS": {"480p_t2v": {}}},
-        "hyvideo.families.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
+        "hyvideo.pipelines.hunyuan_video_pipeline": {"HunyuanVideo_1_5_Pipeline": Upstream},
     }.items():
         module = types.ModuleType(name)
         vars(module).update(content)
