@@ -285,7 +285,8 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     """Tries every patch against the upstreams that are installed.
 
     The exit code is 0 if there is no finding. It is 3 for drift, 4 for a patch that comes too late or leaves an alias,
-    5 for one that is not called, and 1 for anything else. Of 3, 4 and 5 the lowest counts, and before 1.
+    5 for a patch that is not called, and 1 if there is nothing but other findings. If several apply, it is the lowest
+    of 3, 4 and 5.
     """
     from torchport.commands import check as command
     from torchport.config.checkout import existing
