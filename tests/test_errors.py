@@ -85,7 +85,7 @@ def test_every_id_that_the_code_names_is_explained(root):
 def test_the_page_has_one_section_for_each_id():
     sections = re.findall(r"^## (TP\d+) (\w+)$", explain.page(), re.MULTILINE)
     assert sections == [(kind.id, kind.__name__) for kind in kinds()]
-    assert "A `ConfigError`: What was written in YAML or on the command line." in explain.page()
+    assert "A `ConfigError`: A mistake in YAML or on the command line." in explain.page()
 
 
 def test_control_characters_are_shown_and_not_obeyed():

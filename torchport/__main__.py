@@ -23,48 +23,46 @@ if TYPE_CHECKING:
     from torchport.run import Summary
 
 path_option = click.option(
-    "--path", metavar="DIR", help="A folder with patches/ and configs/; by default torchport's own."
+    "--path", metavar="DIR", help="A folder with patches/ and configs/, whose Python runs [torchport's own]."
 )
 
 
 @click.group(cls=terminal.Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
 def cli() -> None:
-    """Carries PyTorch models written for GPUs onto TPU, through torchax, without editing them."""
+    """Runs PyTorch video models, written for GPUs, on TPU without editing them."""
 
 
 @cli.command()
 @click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
-@click.option("--config", required=True, metavar="FILE", help="What to make and on which machine: configs/demo.yaml.")
-@click.option("--prompt", metavar="TEXT", help="What to show. Needed by the stage that encodes it.")
-@click.option("--negative-prompt", metavar="TEXT", help="What to avoid.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the noise [42].")
-@click.option("--checkpoint", metavar="DIR|REPO@REV", help="Weights in the diffusers format, or `tiny`.")
+@click.option("--config", required=True, metavar="FILE", help="The job, such as configs/demo.yaml: sizes, machine.")
+@click.option("--prompt", metavar="TEXT", help="What the video shows. Required for the stage encode.")
+@click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for random ones [the card's].")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="The first frame, for image-to-video.")
-@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
+@click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Output folder [outputs/<run>].")
 @click.option(
-    "--inputs", type=click.Path(path_type=Path), metavar="DIR", help="Where earlier stages' artefacts are [--out]."
+    "--inputs", type=click.Path(path_type=Path), metavar="DIR", help="The folder with earlier artefacts [--out]."
 )
-@click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="What to run.")
+@click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="Stages to run.")
 @click.option(
     "--backend",
     type=click.Choice(["torchax", "original"]),
     default="torchax",
     show_default=True,
-    help="torchax, or the original: upstream, eager, in PyTorch.",
+    help="torchax compiles with JAX; original runs upstream in eager PyTorch.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
-@click.option(
-    "--cache/--no-cache", default=True, help="Keep compiled programs, and load them instead of tracing [yes]."
-)
+@click.option("--cache/--no-cache", default=True, help="Keep compiled programs on disk, and load them again [yes].")
 @path_option
 @click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
-@click.option("--coordinator", metavar="HOST:PORT", help="On several hosts: where all of them reach process 0.")
-@click.option("--processes", type=click.IntRange(1), metavar="N", help="On several hosts: how many run this command.")
-@click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: which of them this is, from 0.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors and the video's path.")
-@click.option("-v", "--verbose", is_flag=True, help="Print what upstream logs, too.")
+@click.option("--coordinator", metavar="HOST:PORT", help="On several hosts: the address of process 0.")
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="On several hosts: the number of processes.")
+@click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: this process's number, from 0.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors and the path of the video.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every patch, and upstream's own log.")
 def run(
     distributed: bool,
     coordinator: str | None,
@@ -101,7 +99,7 @@ def models(path: str | None) -> None:
 @cli.command()
 @path_option
 def doctor(path: str | None) -> None:
-    """Looks at this machine: devices, versions, disk, checkpoints, known-bad combinations."""
+    """Checks devices, versions, disk, checkpoints, and settings that are known to fail."""
     from torchport.commands.doctor import advice, examine
 
     findings = examine(path)
@@ -135,27 +133,26 @@ def explain(id: str | None, everything: bool) -> None:
 
 @cli.command()
 @click.option("--model", metavar="NAME", help="The model card.")
-@click.option("--config", metavar="FILE", help="The job.")
-@click.option("--topology", metavar="SLICE", help="A TPU slice, such as v6e:2x4, in place of the config's machine.")
-@click.option("--strategy", metavar="NAME", help="The sharding rules, in place of the config's.")
-@click.option("--sweep", is_flag=True, help="Compare all strategies on all meshes of the slice in one table.")
-@click.option("--calibrate", is_flag=True, help="Model published step times, and fit the factor between.")
-@click.option(
-    "--write", type=click.Path(path_type=Path), metavar="FILE", help="Write that factor, as calibration.yaml."
-)
-@click.option(
-    "--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [as many as there is room for]."
-)
-@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
-@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
-@click.option("--scores", type=click.Choice(["bounded", "any"]), help="Whether the norms bound the scores [bounded].")
-@click.option("--stage", metavar="denoise|decode|all", help="What to compile [denoise]; decoding takes many minutes.")
-@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the compiler's dump here.")
-@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan as a page, too.")
+@click.option("--config", metavar="FILE", help="The job: sizes, machine.")
+@click.option("--topology", metavar="SLICE", help="A TPU slice, such as v6e:2x4 [the config's machine].")
+@click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
+@click.option("--sweep", is_flag=True, help="Compare all strategies and meshes of the slice in one table.")
+@click.option("--calibrate", is_flag=True, help="Compare plans with published step times; fit one factor.")
+@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Write the factor to this file.")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [by processors and memory].")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")
+@click.option("--scores", type=click.Choice(["bounded", "any"]), help="Assume bounded scores, or any [bounded].")
+@click.option("--stage", metavar="denoise|decode|all", help="What to compile [denoise]. Decoding takes many minutes.")
+@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the plan and the dump.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @path_option
 def plan(report: Path | None, as_json: bool, **options: Any) -> None:
-    """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
+    """Says if a job fits on a TPU slice, and models its step time.
+
+    It needs no TPU. The exit code is 0 if the job fits, and 1 if it does not.
+    """
     import json
 
     from torchport.commands.plan import Flags, planned
@@ -179,10 +176,10 @@ def shard() -> None:
 
 @shard.command("show")
 @click.option("--model", required=True, metavar="NAME", help="The model card.")
-@click.option("--config", metavar="FILE", help="A job; by default the published network on the strategy's own mesh.")
-@click.option("--strategy", metavar="NAME", help="The sharding rules, in place of the config's.")
-@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
-@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Any other field of the config.")
+@click.option("--config", metavar="FILE", help="The job [the published network, on the strategy's mesh].")
+@click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")
 @path_option
 def show_rules(
     model: str,
@@ -192,7 +189,7 @@ def show_rules(
     overrides: tuple[str, ...],
     path: str | None,
 ) -> None:
-    """Prints every rule: where it puts what, how much it matches, and bytes on each device."""
+    """Prints every rule: its spec, how many tensors it matches, and their bytes on each device."""
     from torchport.commands.shard import lines, request_of, shown
 
     place = None if upstream_path is None else str(upstream_path)
@@ -209,7 +206,7 @@ def patches() -> None:
 @click.argument("names", nargs=-1)
 @path_option
 def list_patches(names: tuple[str, ...], path: str | None) -> None:
-    """Lists the patches of some upstreams or files; all of them if none is named."""
+    """Lists the patches of the named upstreams or files, or all patches."""
     from torchport.commands.patches import listed
     from torchport.config.pack import find_pack
 
@@ -236,11 +233,13 @@ def show_patch(id: str, path: str | None) -> None:
 
 @patches.command("lock")
 @click.argument("names", nargs=-1)
-@click.option("--check", "only_check", is_flag=True, help="Only tell what would change, and exit 3 if anything would.")
-@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
+@click.option(
+    "--check", "only_check", is_flag=True, help="Only print what would change; exit with 3 if anything would."
+)
+@click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @path_option
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
-    """Records the sources under the targets as reviewed; of all upstreams if none is named."""
+    """Records the reviewed source of every target, of the named upstreams or of all."""
     from torchport.commands.check import require_applied
     from torchport.commands.patches import locked
     from torchport.config.checkout import existing
@@ -271,22 +270,23 @@ def patch_schema() -> None:
 
 @cli.command()
 @click.argument("names", nargs=-1)
-@click.option("--model", metavar="NAME", help="Check a card's patches, and run its tiny weights to see them called.")
-@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="The upstream's checkout.")
+@click.option("--model", metavar="NAME", help="Check a card's patches, and count their calls with its tiny weights.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "sarif", "github"]),
     default="text",
     show_default=True,
-    help="Of the findings.",
+    help="The format of the findings.",
 )
 @path_option
 def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, path: str | None) -> None:
     """Tries every patch against the upstreams that are installed.
 
-    The exit code is 0 if all is clean, else the lowest of 3 drift, 4 late or aliased, 5 not called, and 1 for any other
-    finding.
+    The exit code is 0 if there is no finding. It is 3 for drift, 4 for a patch that comes too late or leaves an alias,
+    5 for a patch that is not called, and 1 if there is nothing but other findings. If several apply, it is the lowest
+    of 3, 4 and 5.
     """
     from torchport.commands import check as command
     from torchport.config.checkout import existing
@@ -307,33 +307,33 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
 
 
 @cli.command()
-@click.option("--model", metavar="NAME", help="A model card; with --config it says head size, heads and tokens.")
-@click.option("--config", metavar="FILE", help="What to make; --topology takes the place of its machine.")
-@click.option("--topology", required=True, metavar="NAME", help="The TPU slice, such as v6e:2x4. It need not be there.")
+@click.option("--model", metavar="NAME", help="A model card. With --config it gives head size, heads and tokens.")
+@click.option("--config", metavar="FILE", help="The job. --topology replaces its machine.")
+@click.option("--topology", required=True, metavar="NAME", help="The TPU slice, such as v6e:2x4. It may be absent.")
 @click.option(
     "--implementation",
     type=click.Choice(["splash_transposed", "splash"]),
     default="splash_transposed",
     show_default=True,
-    help="The kernel: torchport's own, or JAX's.",
+    help="The kernel: torchport's own, or JAX's Splash Attention.",
 )
 @click.option(
     "--scores",
     type=click.Choice(["bounded", "any", "both"]),
     default="both",
     show_default=True,
-    help="Whether a bound of the scores is known; JAX's kernel has no use for one.",
+    help="Scores with a known bound, any scores, or both. JAX's kernel ignores it.",
 )
-@click.option("--tokens", type=click.IntRange(1), metavar="N", help="Queries, and as many keys.")
-@click.option("--heads", type=click.IntRange(1), metavar="N", help="Heads of one device, without a model.")
-@click.option("--head-size", type=click.IntRange(1), metavar="N", help="Features of a head, without a model.")
-@click.option("--upstream-path", metavar="DIR", help="The checkout of an upstream that is no installed package.")
+@click.option("--tokens", type=click.IntRange(1), metavar="N", help="The number of queries, and of keys.")
+@click.option("--heads", type=click.IntRange(1), metavar="N", help="Heads on one device, if there is no --model.")
+@click.option("--head-size", type=click.IntRange(1), metavar="N", help="Features of a head, if there is no --model.")
+@click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--write", "file", type=click.Path(path_type=Path), metavar="FILE", help="Put the best into this table.")
+@click.option("--write", "file", type=click.Path(path_type=Path), metavar="FILE", help="Put the best tile into it.")
 @path_option
 def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **options: Any) -> None:
-    """Tries tiles of an attention kernel: by time where the chip is, else by the compiler's schedule."""
+    """Compares tiles of an attention kernel, by time or by the compiler's static schedule."""
     terminal.log_to_stderr()
     import json
 

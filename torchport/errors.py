@@ -1,54 +1,54 @@
 """Every way torchport can fail, as one tree.
 
 TorchportError
-├── ConfigError            what was written in YAML or on the command line
-│   ├── SyntaxYamlError        TP101  not YAML, or YAML that a data file has no use for
-│   ├── DuplicateKeyError      TP102  one key twice in a mapping
+├── ConfigError            a mistake in YAML or on the command line
+│   ├── SyntaxYamlError        TP101  not YAML, or YAML with tags, anchors or several documents
+│   ├── DuplicateKeyError      TP102  a mapping has one key twice
 │   ├── UnknownKeyError        TP103  a key that nothing reads
-│   ├── MissingKeyError        TP104  a key that cannot be left out
-│   ├── WrongTypeError         TP105  a value of another type than the field's
+│   ├── MissingKeyError        TP104  a required key is missing
+│   ├── WrongTypeError         TP105  a value of the wrong type
 │   ├── UnknownNameError       TP106  a model, config, stage or strategy that does not exist
 │   ├── BadValueError          TP107  a value that the model or the machine cannot use
-│   ├── DataFolderError        TP108  no folder with patches/ and configs/ where one was named
-│   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another one
-├── PatchError             TP200  a patch that could not do what it declares
+│   ├── DataFolderError        TP108  a folder without patches/ and configs/
+│   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another project
+├── PatchError             TP200  a patch could not do what it declares
 │   ├── TargetError            TP201  the target does not exist upstream, or cannot be imported
-│   ├── ConflictError          TP202  two patches claim one target
+│   ├── ConflictError          TP202  two patches change one target
 │   ├── TooLateError           TP203  the target's module was imported before the patch
-│   ├── AliasError             TP204  somebody else still holds the original
-│   ├── RewriteError           TP205  the statements to rewrite are not there as often as declared
-│   ├── NotCalledError         TP206  a patch that must be called in its stage was not
-│   ├── DriftError             TP207  upstream's source is not what the lock file saw
-│   ├── ScopeError             TP208  a target that lies in another package than it says
-│   ├── SignatureError         TP209  a replacement that cannot take its target's calls
+│   ├── AliasError             TP204  other code still holds the original
+│   ├── RewriteError           TP205  the statements to rewrite do not appear `times` times
+│   ├── NotCalledError         TP206  a patch that must be called was not
+│   ├── DriftError             TP207  upstream's source differs from the lock file
+│   ├── ScopeError             TP208  the target lies in another package than it says
+│   ├── SignatureError         TP209  a replacement that does not accept its target's calls
 │   ├── UnsupportedError       TP210  an upstream version that the patch was not written for
 │   ├── ThreadError            TP211  a second thread applies or undoes patches
-│   ├── StaleTraceError        TP212  a traced program is traced again without its patches
-│   ├── StubCalledError        TP214  something of an absent package is called
-│   └── ReplacementError       TP213  the Python file or function beside the YAML is missing or unusable
+│   ├── StaleTraceError        TP212  a program is traced again without its patches
+│   ├── ReplacementError       TP213  the Python file or function of an entry is missing or unusable
+│   └── StubCalledError        TP214  code called something from a package that is not installed
 ├── LoadError              weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
 │   ├── CheckpointBrokenError  TP302  a file that is truncated or is not safetensors
 │   ├── CheckpointForeignError TP303  keys or shapes of another model
-│   └── UnfilledWeightError    TP304  a tensor without storage after loading
+│   └── UnfilledWeightError    TP304  a tensor without values after loading
 ├── ShardError             placement
 │   ├── MeshError              TP401  a mesh that does not fit the devices, the heads or the batch
 │   ├── DeadRuleError          TP402  a rule that matches no tensor
 │   ├── UnmatchedError         TP403  a tensor that no rule matches
 │   ├── PlacementError         TP404  an array that is not where its rule puts it
-│   └── StackError             TP405  blocks that cannot run as one under a scan
-├── MachineError               TP501  this machine cannot carry the job
-│   ├── TopologyError          TP502  a TPU that is not there cannot be compiled for
+│   └── StackError             TP405  blocks that cannot run under one scan
+├── MachineError               TP501  this machine cannot run the job
+│   ├── TopologyError          TP502  a program cannot be compiled for an absent TPU
 │   ├── VmemError              TP503  a tile that does not fit the chip's vector memory
 │   └── LostProcessError       TP504  another process of the run was killed, or its host is lost
 ├── SaveError              artefacts
-│   ├── ArtefactMissingError   TP601  a stage's input is not there
+│   ├── ArtefactMissingError   TP601  the input of a stage is missing
 │   ├── ArtefactBrokenError    TP602  an artefact that is damaged
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
-├── AttentionError             TP801  attention that the named implementation cannot compute
-└── StoppedError               TP701  stopped by Ctrl-C or a signal, with everything finished so far saved
+├── StoppedError               TP701  stopped by Ctrl-C or a signal; everything so far is saved
+└── AttentionError             TP801  an implementation of attention cannot compute this call
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
 """
@@ -63,13 +63,13 @@ DRIFT_EXIT_CODE = 3  # of the commands that look for drift: an upstream changed 
 
 
 class TorchportError(Exception):
-    """Something torchport refuses to do, said so that the reader can mend it.
+    """A refusal: what is wrong, and what the reader can do about it.
 
     Args:
-        place: Where it is wrong: `file:line` for anything written in YAML, else a path, flag or name.
-        fact: What is, with the value. One sentence without its full stop.
+        place: Where the mistake is: `file:line` for anything in YAML, else a path, flag or name.
+        fact: What is wrong, with the value. One sentence without its full stop.
         remedy: What must be, or the command to run. One sentence without its full stop.
-        **culprit: What is at fault, kept as attributes of the exception for programs.
+        **culprit: The values at fault. Programs read them as attributes of the exception.
     """
 
     id: ClassVar[str] = "TP100"
@@ -108,122 +108,123 @@ def kinds() -> list[type[TorchportError]]:
 
 
 class ConfigError(TorchportError):
-    """What was written in YAML or on the command line."""
+    """A mistake in YAML or on the command line."""
 
 
 class SyntaxYamlError(ConfigError):
-    """The file cannot be read, is not YAML, or has tags, anchors or several documents, which no data file here has."""
+    """The file cannot be read, is not YAML, or uses tags, anchors or several documents, which are not allowed."""
 
     id = "TP101"
 
 
 class DuplicateKeyError(ConfigError):
-    """One key stands twice in a mapping; YAML readers would silently keep the last."""
+    """A mapping has the same key twice. Many YAML readers silently keep the last one."""
 
     id = "TP102"
 
 
 class UnknownKeyError(ConfigError):
-    """A key that nothing reads. It is most often a misspelling, and would have had no effect."""
+    """Nothing reads this key. It is most often misspelt, and would have no effect."""
 
     id = "TP103"
 
 
 class MissingKeyError(ConfigError):
-    """A key that cannot be left out."""
+    """A required key is missing."""
 
     id = "TP104"
 
 
 class WrongTypeError(ConfigError):
-    """A value of another type, or outside the range, than the field's."""
+    """The value has the wrong type, or is outside the range of its field."""
 
     id = "TP105"
 
 
 class UnknownNameError(ConfigError):
-    """A model, config, stage, strategy or patch file that does not exist."""
+    """There is no model, config, stage, strategy or patch file of this name."""
 
     id = "TP106"
 
 
 class BadValueError(ConfigError):
-    """A value of the right type that this model or this machine cannot use."""
+    """The value has the right type, but this model or this machine cannot use it."""
 
     id = "TP107"
 
 
 class DataFolderError(ConfigError):
-    """The folder that was named, or found, holds no `patches/` and `configs/`."""
+    """The folder has no `patches/` and `configs/` in it."""
 
     id = "TP108"
 
 
 class UpstreamError(ConfigError):
-    """The checkout of an upstream that no registry has is missing, or is another project's with the same name."""
+    """The checkout of an upstream package is missing, or holds another project of the same name."""
 
     id = "TP109"
 
 
 class PatchError(TorchportError):
-    """A patch that could not do what it declares.
+    """A patch could not do what it declares.
 
-    `torchport check` reports under this id what has no other: a process that ended, a namespace that was not restored.
+    `torchport check` also uses this id for findings without an id of their own: a process that ended, or a module that
+    was not restored.
     """
 
     id = "TP200"
 
 
 class TargetError(PatchError):
-    """The target's module or attribute does not exist in the upstream that is installed, or cannot be imported."""
+    """The installed upstream does not have the target's module or attribute, or it cannot be imported."""
 
     id = "TP201"
 
 
 class ConflictError(PatchError):
-    """Two patches claim one target, or a target and what contains it."""
+    """Two patches change the same target, or one changes an object that contains the other's target."""
 
     id = "TP202"
 
 
 class TooLateError(PatchError):
-    """The target's module was imported before its patch was armed, and a holder cannot be repaired."""
+    """The target's module was imported before the patch, and a reference to the original cannot be replaced."""
 
     id = "TP203"
 
 
 class AliasError(PatchError):
-    """Somebody still holds the original, so that the patch would be a partial no-op."""
+    """Other code still holds the original. The patch would work in some places only."""
 
     id = "TP204"
 
 
 class RewriteError(PatchError):
-    """The statements to rewrite are not found exactly as often as `times` says, or cannot be replaced safely."""
+    """The statements to rewrite do not appear exactly `times` times, or cannot be replaced safely."""
 
     id = "TP205"
 
 
 class NotCalledError(PatchError):
-    """A patch that declares `must_be_called` for a stage was not called in it."""
+    """The patch declares `must_be_called` for a stage, and was not called in it."""
 
     id = "TP206"
 
 
 class DriftError(PatchError):
-    """The source under a target is not what the lock file saw when the patch was reviewed."""
+    """The source of the target differs from the source in the lock file, which was reviewed."""
 
     id = "TP207"
 
 
 class ScopeError(PatchError):
-    """The target's path walks out of its package, so that the patch would reach strangers."""
+    """The target's path leads out of its package. The patch would change code of other packages."""
 
     id = "TP208"
 
 
 class SignatureError(PatchError):
-    """The replacement cannot be called in every way its target can."""
+    """The replacement does not accept every call that its target accepts."""
 
     id = "TP209"
 
@@ -235,157 +236,157 @@ class UnsupportedError(PatchError):
 
 
 class ThreadError(PatchError):
-    """A second thread applies or undoes patches while they are applied."""
+    """A second thread applies or undoes patches while another thread has patches in force."""
 
     id = "TP211"
 
 
 class StaleTraceError(PatchError):
-    """A program traced under a set of patches is about to be traced again without that set."""
+    """A program that was traced under some patches is traced again without them."""
 
     id = "TP212"
 
 
 class ReplacementError(PatchError):
-    """The Python file or function that the entry names is missing, outside its folder, or does not load."""
+    """The Python file or function that the entry names is missing, is outside its folder, or cannot be loaded."""
 
     id = "TP213"
 
 
 class StubCalledError(PatchError):
-    """Something of an absent package, for which a stub stands in, is called."""
+    """Code called something from a package that is not installed. A stub stands in for that package."""
 
     id = "TP214"
 
 
 class LoadError(TorchportError):
-    """Weights that could not be read as the model's."""
+    """Weights that cannot be read as this model's."""
 
 
 class CheckpointMissingError(LoadError):
-    """No such folder, repository or file, or a repository that cannot be reached."""
+    """There is no such folder, repository or file, or the repository cannot be reached."""
 
     id = "TP301"
 
 
 class CheckpointBrokenError(LoadError):
-    """A file that is truncated, or is not safetensors or JSON."""
+    """A file is truncated, or is not safetensors or JSON."""
 
     id = "TP302"
 
 
 class CheckpointForeignError(LoadError):
-    """Keys, shapes, dtypes or classes of another model than the card's."""
+    """The checkpoint's keys, shapes, dtypes or classes are not those of the card's model."""
 
     id = "TP303"
 
 
 class UnfilledWeightError(LoadError):
-    """A parameter or buffer that has no storage after loading: it would be computed with as garbage."""
+    """After loading, a parameter or buffer has no values. The model would compute with garbage."""
 
     id = "TP304"
 
 
 class ShardError(TorchportError):
-    """A placement that cannot be, or was not, made."""
+    """A placement that is impossible, or that the devices did not make."""
 
 
 class MeshError(ShardError):
-    """A mesh that does not fit the devices, the heads, a dim of a tensor, or the batch."""
+    """The mesh does not fit the devices, the heads, a dim of a tensor, or the batch."""
 
     id = "TP401"
 
 
 class DeadRuleError(ShardError):
-    """A sharding rule that matches no tensor: a silent no-op, most often a misspelt module path."""
+    """A sharding rule matches no tensor, so it has no effect. Its module path is most often misspelt."""
 
     id = "TP402"
 
 
 class UnmatchedError(ShardError):
-    """A tensor that no rule matches. Replication is written out, never implied."""
+    """No rule matches this tensor. If every device should hold it whole, write `replicate`."""
 
     id = "TP403"
 
 
 class PlacementError(ShardError):
-    """An array whose sharding, read back from the devices, is not the one its rule asks for."""
+    """The sharding of an array, as read back from the devices, differs from its rule."""
 
     id = "TP404"
 
 
 class MachineError(TorchportError):
-    """This machine cannot carry the job: too few devices, another kind, too little memory."""
+    """This machine cannot run the job: too few devices, another kind of device, or too little memory."""
 
     id = "TP501"
 
 
 class TopologyError(MachineError):
-    """A TPU that is not there cannot be compiled for: no libtpu, no such slice, or a program its compiler refuses."""
+    """The job cannot be compiled for this absent TPU: no libtpu, no such slice, or the compiler refuses the program."""
 
     id = "TP502"
 
 
 class VmemError(MachineError):
-    """A kernel's tile does not fit the chip's vector memory (VMEM), or the part of it that the kernel may use."""
+    """The tile of a kernel does not fit the chip's vector memory (VMEM), or the kernel's share of it."""
 
     id = "TP503"
 
 
 class LostProcessError(MachineError):
-    """Another process of the run was killed, or its host is lost, and none can go on without it."""
+    """Another process of the run was killed, or its host is lost. The others cannot continue without it."""
 
     id = "TP504"
 
 
 class AttentionError(TorchportError):
-    """Attention that the named implementation cannot compute here: its platform, shapes, mask or tile."""
+    """The chosen implementation cannot compute this attention: wrong platform, shapes, mask or tile."""
 
     id = "TP801"
 
 
 class StackError(ShardError):
-    """Blocks that cannot be stacked: they differ in more than their weights, or keep something between calls."""
+    """These blocks cannot run under one scan: they differ in more than their weights, or keep state between calls."""
 
     id = "TP405"
 
 
 class SaveError(TorchportError):
-    """Artefacts that could not be read or written."""
+    """An artefact that cannot be read or written."""
 
 
 class ArtefactMissingError(SaveError):
-    """A stage's input is not in the folder it is read from."""
+    """The input of a stage is not in the folder where torchport looks for it."""
 
     id = "TP601"
 
 
 class ArtefactBrokenError(SaveError):
-    """An artefact that is damaged or cannot be read, or the copy of whose manifest was changed."""
+    """The artefact is damaged or cannot be read, or the JSON copy of its manifest was edited."""
 
     id = "TP602"
 
 
 class ArtefactForeignError(SaveError):
-    """An artefact that another run, another model, other sizes or another schema made."""
+    """The artefact comes from another run, another model, other sizes or another schema."""
 
     id = "TP603"
 
 
 class OutputError(SaveError):
-    """The output folder cannot be written, or is full."""
+    """The output folder or file cannot be written, or the disk is full."""
 
     id = "TP604"
 
 
 class NotFiniteError(SaveError):
-    """A stage computed NaN or infinity; nothing of it is kept, since every later stage would be wrong."""
+    """A stage computed NaN or infinity. Its output is not kept, because every later stage would be wrong."""
 
     id = "TP605"
 
 
 class StoppedError(TorchportError):
-    """Stopped by Ctrl-C, SIGTERM or SIGHUP after the step in progress, with everything finished so far saved."""
+    """The run was stopped by Ctrl-C, SIGTERM or SIGHUP. It finished its current step and saved everything so far."""
 
     id = "TP701"
     exit_code = 130

@@ -11,8 +11,9 @@ def page() -> str:
     """Returns the documentation of every error as Markdown, one section for each id."""
     parts = [
         "# Errors",
-        "Every refusal is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.`, and an "
-        "exit code: 2, or 130 after Ctrl-C. This page is `torchport explain --all`.",
+        "An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is "
+        "2, or 130 after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` "
+        "all of it.",
     ]
     for kind in errors.kinds():
         group = kind.__bases__[0]
