@@ -74,6 +74,8 @@ class TorchportError(Exception):
 
     id: ClassVar[str] = "TP100"
     exit_code: ClassVar[int] = 2
+    on_every_process: bool = False
+    """Whether all processes of the run raise it at the same point. Then each ends by itself, and none is killed."""
 
     def __init__(self, place: str, fact: str, remedy: str, **culprit: object) -> None:
         super().__init__(place, fact, remedy)

@@ -207,7 +207,7 @@ CHILD = """if True:
         try:
             hosts.from_first(refused)
         except MeshError as error:
-            print("refused:", error, error.everywhere, flush=True)
+            print("refused:", error, error.on_every_process, flush=True)
         hosts.check_same({"frames": 5, "prompt": "a"})
         hosts.check_same({"frames": 5 + hosts.process(), "prompt": "a"})
 

@@ -130,7 +130,7 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
                 watch.settle()
             watch.over.set()
             # What all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
-            if not getattr(error, "everywhere", False):
+            if not (isinstance(error, TorchportError) and error.on_every_process):
                 watch.fail(error)
             raise
 
@@ -198,8 +198,9 @@ def _tell(key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     try:
         value, tensors = make()
     except TorchportError as error:
-        _send(key, {"kind": type(error).__name__, "args": error.args}, b"")
-        error.__dict__["everywhere"] = True
+        error.on_every_process = True
+        plain = {name: value for name, value in vars(error).items() if isinstance(value, bool | int | float | str)}
+        _send(key, {"kind": type(error).__name__, "args": error.args, "culprit": plain}, b"")
         raise
     finally:
         _alone.pop()
@@ -220,7 +221,9 @@ def _hear(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
 
     said = json.loads(_get(key))
     if "kind" in said:
-        raise getattr(errors, said["kind"])(*said["args"], everywhere=True)
+        error: TorchportError = getattr(errors, said["kind"])(*said["args"])
+        vars(error).update(said["culprit"])
+        raise error
     client = _state().client
     pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in range(0, said["bytes"], PIECE)]
     return said["value"], load(b"".join(pieces))

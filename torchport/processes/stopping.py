@@ -86,7 +86,7 @@ class Stopping:
             self.asked,
             f"Stopped {when}; what was finished is in {folder}",
             f"Go on with the same command and --out {folder}",
-            everywhere=True,
+            on_every_process=True,
         )
 
 
