@@ -17,7 +17,7 @@ from torchport import save
 from torchport.config import machine
 from torchport.errors import BadValueError, MachineError
 from torchport.processes import hosts, watch
-from torchport.processes.hosts import Cluster, asked
+from torchport.processes.hosts import Cluster, cluster_of
 from torchport.run import run
 from torchport.task import Request, devices
 
@@ -165,7 +165,7 @@ CHILD = """if True:
         return number
 
     def refused():
-        raise MeshError("a.yaml:7", "It is so", "Make it otherwise")
+        raise MeshError("a.yaml:7", "It is so", "Make it otherwise", axis="dp")
 
     def dying(number):
         if hosts.process() == number:
@@ -207,7 +207,7 @@ CHILD = """if True:
         try:
             hosts.from_first(refused)
         except MeshError as error:
-            print("refused:", error, error.on_every_process, flush=True)
+            print("refused:", error, error.axis, error.on_every_process, flush=True)
         hosts.check_same({"frames": 5, "prompt": "a"})
         hosts.check_same({"frames": 5 + hosts.process(), "prompt": "a"})
 
@@ -229,7 +229,7 @@ def test_the_first_process_tells_the_others_what_it_makes_and_what_it_refuses(tm
     """And processes that were not started alike refuse to go on."""
     codes, said = children(tmp_path, root, "talk()")
     for text in said:
-        assert "refused: a.yaml:7: It is so. Make it otherwise. True" in text
+        assert "refused: a.yaml:7: It is so. Make it otherwise. dp True" in text
     assert codes == [2, 2], "\n".join(said)
     assert "error[TP501] process 1: Its frames is 6, and that of process 0 is 5. Start every process with" in "".join(
         said
@@ -277,14 +277,14 @@ def test_a_second_ctrl_c_to_one_ends_all(tmp_path, root, stopped):
 
 def refusal(*flags):
     with pytest.raises(BadValueError) as caught:
-        asked(*flags)
+        cluster_of(*flags)
     return str(caught.value)
 
 
 def test_the_flags_name_a_cluster_or_are_refused():
-    assert asked(False, None, None, None) is None
-    assert asked(True, None, None, None) == Cluster()
-    assert asked(False, "[::1]:8476", 2, 1) == Cluster("[::1]:8476", 2, 1)
+    assert cluster_of(False, None, None, None) is None
+    assert cluster_of(True, None, None, None) == Cluster()
+    assert cluster_of(False, "[::1]:8476", 2, 1) == Cluster("[::1]:8476", 2, 1)
     assert refusal(True, None, 2, None) == (
         "--distributed: --processes is given too. Leave one out: --distributed takes all from the cluster."
     )
