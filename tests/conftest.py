@@ -58,9 +58,11 @@ def card(pack):
 @pytest.fixture(scope="session")
 def tiny_folder(card):
     """The card's tiny checkpoint, written once for the session; tests that change it copy it."""
+    from fakes.families import HUNYUAN
+
     from torchport.load import tiny
 
-    return tiny.write(card)
+    return tiny.write(card, HUNYUAN)
 
 
 @pytest.fixture(scope="session")

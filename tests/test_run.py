@@ -13,6 +13,7 @@ import jax
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
+from fakes.families import HUNYUAN, loaded
 from safetensors.torch import load_file
 
 from torchport.config.checkout import hushed
@@ -20,9 +21,9 @@ from torchport.config.pack import find_pack
 from torchport.errors import AttentionError
 from torchport.load import tiny
 from torchport.run import run
-from torchport.stages.hunyuan_video15 import STAGES
 from torchport.task import Request
 
+FAMILY = loaded(HUNYUAN)
 PROMPT, NEGATIVE = 'A cat walks past a red sign with the word "torchport" on it', "blurry"
 SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
 SHAPE = (1, 32, 3, 4, 6)
@@ -50,7 +51,7 @@ def request_small(noise):
 def upstream(noise):
     """Upstream's own pipeline object: the tiny checkpoint, read and called as its documentation says."""
     card, _ = find_pack(None).card("hunyuan")
-    return lambda **kwargs: _upstream(tiny.write(card), noise, **kwargs)
+    return lambda **kwargs: _upstream(tiny.write(card, HUNYUAN), noise, **kwargs)
 
 
 def _upstream(folder, noise, dtype=torch.float32, steps=3, **kwargs):
@@ -188,7 +189,7 @@ def test_a_repository_in_the_cache_is_read_like_a_folder(request_small, runs, tm
     card, _ = find_pack(None).card("hunyuan")
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "hub" / "models--someone--a-model"
-    shutil.copytree(tiny.write(card), folder / "snapshots" / commit)
+    shutil.copytree(tiny.write(card, HUNYUAN), folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -341,8 +342,10 @@ def test_upstream_is_run_under_float32_whatever_the_callers_default_dtype_is(req
         seen.append(torch.linspace(1, 0, 51).dtype)
         return {"prompt_embeds": torch.zeros(1)}
 
-    stages = tuple(dataclasses.replace(stage, run=encode) if stage.name == "encode" else stage for stage in STAGES)
-    monkeypatch.setattr("torchport.stages.hunyuan_video15.STAGES", stages)
+    stages = tuple(
+        dataclasses.replace(stage, run=encode) if stage.name == "encode" else stage for stage in FAMILY.STAGES
+    )
+    monkeypatch.setattr(FAMILY, "STAGES", stages)
     torch.set_default_dtype(torch.bfloat16)
     try:
         run(dataclasses.replace(request_small, stage="encode", out=tmp_path, noise=None))

@@ -174,7 +174,7 @@ def _folder(folder: Path) -> Iterator[None]:
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:
     if task.checkpoint != "tiny":
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
-    folder = tiny.write(task.card, task.family.arrange_tiny)
+    folder = tiny.write(task.card, Path(str(task.family.__file__)), task.family.arrange_tiny)
     return checkpoint.Checkpoint(
         folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
     )

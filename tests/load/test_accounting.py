@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import native_checkpoint
+from fakes.families import HYVIDEO, loaded
 from fakes.native_checkpoint import ENCODERS, glyphs
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,7 @@ from torchport import load
 from torchport.config import checkout
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
 from torchport.stages import family as families
-from torchport.stages import hyvideo15
+from torchport.task.family import family as family_of
 
 OTHERS = [torch.int8, torch.uint8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -238,8 +239,8 @@ def test_two_loadings_of_one_checkpoint_are_the_same_to_the_bit(native, native_f
 @pytest.mark.parametrize("model", ["hunyuan", "hyvideo"])
 def test_every_component_of_every_card_goes_through_the_door(pack, model, request_for):
     """Each is a part or the network of a stage, or among what a stage's own loading reads; or it has no weights."""
-    card = pack.card(model)[0]
-    family = families.family(card.family, model)
+    card, document = pack.card(model)
+    family = family_of(pack, card, document)
     settings = families.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None, image=Path("picture.png"))
     seen = set()
     for stage in family.STAGES:
@@ -250,7 +251,7 @@ def test_every_component_of_every_card_goes_through_the_door(pack, model, reques
 
 def test_an_image_encoder_is_asked_for_only_where_there_is_an_image():
     settings = families.Settings("", "", 0, 64, 64, 5, 1, 6.0, {}, None)
-    assert "vision_encoder" not in hyvideo15.encoders(settings)
+    assert "vision_encoder" not in loaded(HYVIDEO).encoders(settings)
 
 
 def test_a_configuration_that_asks_for_a_million_layers_is_refused_soon(card, tiny_folder, tmp_path):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
+from fakes.families import HUNYUAN
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -18,14 +19,14 @@ from torchport.load import tiny
 
 def test_written_twice_it_is_the_same_byte_for_byte(card, tiny_folder, tmp_path, monkeypatch, unchanged):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    again = tiny.write(card)
+    again = tiny.write(card, HUNYUAN)
     assert again == tmp_path / "torchport" / "tiny" / tiny_folder.name
     assert unchanged(again) == unchanged(tiny_folder)
     assert [folder.name for folder in again.parent.iterdir()] == [again.name]
 
 
 def test_it_is_written_once_and_then_only_found(card, tiny_folder):
-    assert tiny.write(card, raising(AssertionError("it was written again"))) == tiny_folder
+    assert tiny.write(card, HUNYUAN, raising(AssertionError("it was written again"))) == tiny_folder
 
 
 def test_every_parameter_is_drawn_none_zero_none_constant(tiny_folder):
@@ -88,10 +89,10 @@ def test_a_vocabulary_that_is_too_small_for_the_prefix_is_refused(card):
 
 def test_the_folder_is_named_by_all_that_determines_its_bytes(card, monkeypatch):
     other = card.model_copy(update={"tiny": card.tiny.model_copy(update={"seed": 1})})
-    assert tiny.folder_of(other) != tiny.folder_of(card) == tiny.folder_of(card.model_copy())
-    before = tiny.folder_of(card)
+    assert tiny.folder_of(other, HUNYUAN) != tiny.folder_of(card, HUNYUAN) == tiny.folder_of(card.model_copy(), HUNYUAN)
+    before = tiny.folder_of(card, HUNYUAN)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
-    assert tiny.folder_of(card) != before
+    assert tiny.folder_of(card, HUNYUAN) != before
 
 
 def raising(error):
@@ -113,7 +114,7 @@ def saving(card, tmp_path, monkeypatch):
             (folder / "model_index.json").write_text("{}")
             then(folder)
 
-        return tiny.write(card, arrange)
+        return tiny.write(card, HUNYUAN, arrange)
 
     return write
 
@@ -165,9 +166,9 @@ def test_a_cache_that_cannot_be_made_is_refused(saving, tmp_path):
 
 def test_another_process_that_was_faster_has_written_the_same(card, saving, tmp_path):
     def faster(folder):
-        tiny.folder_of(card).mkdir()
-        (tiny.folder_of(card) / "model_index.json").write_text("theirs")
-        (tiny.folder_of(card) / tiny.DONE).touch()
+        tiny.folder_of(card, HUNYUAN).mkdir()
+        (tiny.folder_of(card, HUNYUAN) / "model_index.json").write_text("theirs")
+        (tiny.folder_of(card, HUNYUAN) / tiny.DONE).touch()
 
     folder = saving(faster)
     assert (folder / "model_index.json").read_text() == "theirs" and len(list(folder.parent.iterdir())) == 1
@@ -175,8 +176,8 @@ def test_another_process_that_was_faster_has_written_the_same(card, saving, tmp_
 
 def test_a_folder_in_the_way_that_is_no_checkpoint_is_refused(card, saving, tmp_path):
     def in_the_way(folder):
-        tiny.folder_of(card).mkdir()
-        (tiny.folder_of(card) / "something").write_text("")
+        tiny.folder_of(card, HUNYUAN).mkdir()
+        (tiny.folder_of(card, HUNYUAN) / "something").write_text("")
 
     with pytest.raises(OutputError, match="The cache folder cannot be written: Directory not empty"):
         saving(in_the_way)

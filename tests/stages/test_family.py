@@ -1,65 +1,18 @@
 """Families of models: found by name, as data that every stage of the path can be carried by."""
 
-import inspect
 import sys
 import types
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.families import HUNYUAN, HYVIDEO, loaded
 
-from torchport.config.card import STAGES
-from torchport.errors import BadValueError, UnknownNameError
+from torchport.errors import BadValueError
 from torchport.stages import family as families
-from torchport.stages import hunyuan_video15, hyvideo15
 from torchport.stages.family import Steps
 
-
-def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
-    for name in pack.models():
-        card, document = pack.card(name)
-        family = families.family(card.family, document.place(["family"]))
-        assert [stage.name for stage in family.STAGES] == list(STAGES)
-        assert family.batch(1.0) == 1 and family.batch(6.0) == 2
-        for stage in family.STAGES:
-            names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
-            assert names <= set(card.components), stage.name
-            assert set(stage.needs) <= set(STAGES[: STAGES.index(stage.name)])
-            assert list(inspect.signature(stage.run).parameters)[:4] == ["parts", "call", "settings", "steps"]
-
-
-def test_a_precision_is_named_only_for_what_is_compiled(pack):
-    """Text encoders run in PyTorch on the host, where it would change nothing."""
-    for name in pack.models():
-        card, _ = pack.card(name)
-        networks = {stage.network for stage in families.family(card.family, name).STAGES}
-        assert {key for key, component in card.components.items() if component.precision != "default"} <= networks
-
-
-def test_every_strategy_has_rules_for_every_network(pack):
-    for name in pack.models():
-        card, _ = pack.card(name)
-        networks = {stage.network for stage in families.family(card.family, "x").STAGES} - {None}
-        for strategy in card.strategies.values():
-            assert networks <= set(strategy.weights) and networks <= set(strategy.inputs)
-
-
-def test_a_family_that_does_not_exist_is_refused():
-    with pytest.raises(UnknownNameError) as caught:
-        families.family("no_such_family", "card.yaml:5")
-    assert str(caught.value) == (
-        "card.yaml:5: 'family' is 'no_such_family', and there is no torchport/stages/no_such_family.py. "
-        "Add it, or mend the name."
-    )
-
-
-def test_a_family_whose_own_imports_fail_is_not_taken_for_a_missing_one(monkeypatch):
-    def broken(name):
-        raise ModuleNotFoundError("No module named 'elsewhere'", name="elsewhere")
-
-    monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(ModuleNotFoundError, match="elsewhere"):
-        families.family("some", "card.yaml:5")
+HUNYUAN_STAGES, HYVIDEO_STAGES = loaded(HUNYUAN), loaded(HYVIDEO)
 
 
 class Recorded:
@@ -83,7 +36,7 @@ class Recorded:
 def test_conditions_are_placed_once_and_predicted_alike_in_one_batch_or_apart(batches):
     call = Recorded(batches)
     inputs = {"a": (torch.tensor([2.0]), torch.tensor([3.0]))}
-    conditions = hunyuan_video15._Conditions(call, inputs)
+    conditions = HUNYUAN_STAGES._Conditions(call, inputs)
     x, t = torch.ones(1, 4), torch.tensor([10.0])
     for used in (2, 2, 1):
         found = conditions.predict(used, x, t)
@@ -124,8 +77,8 @@ def test_a_program_is_given_no_token_that_the_task_masks_for_good_and_the_origin
     call = Recorded(drops)
     pipe = SimpleNamespace(vision_num_semantic_tokens=729, vision_states_dim=5)
     valid = (torch.arange(12) < 6)[None].float()
-    embeddings = dict(zip(hunyuan_video15.EMBEDDINGS, (torch.ones(1, 12, 3), valid) * 2, strict=True))
-    inputs = hunyuan_video15._inputs(pipe, embeddings, settings(text_bucket=4), call, 10)
+    embeddings = dict(zip(HUNYUAN_STAGES.EMBEDDINGS, (torch.ones(1, 12, 3), valid) * 2, strict=True))
+    inputs = HUNYUAN_STAGES._inputs(pipe, embeddings, settings(text_bucket=4), call, 10)
     assert inputs["image_embeds"][0].shape == (1, tokens, 5)
     assert inputs["encoder_hidden_states"][0].shape == (1, text, 3)
     assert inputs["encoder_attention_mask_2"][0].shape == (1, 8 if drops else 12)
@@ -150,7 +103,7 @@ def test_rotary_tables_are_computed_once_on_the_host_by_upstreams_own_code(card,
     }
     rope = parts["transformer"].rope
     expected = rope(torch.zeros(1, 1, 3, 4, 6))
-    hunyuan_video15.prepare(parts, settings())
+    HUNYUAN_STAGES.prepare(parts, settings())
     assert torch.equal(rope.cos, expected[0]) and torch.equal(rope.sin, expected[1])
     assert rope.cos.shape[0] == 3 * 4 * 6
     assert not {"rope.cos", "rope.sin"} & set(parts["transformer"].state_dict())
@@ -165,7 +118,7 @@ def test_tiles_are_counted_as_upstream_cuts_them(card, tiny_folder):
         vae = load.fill(load.build(card.components["vae"].class_, config, "float32", "vae"), tiny_folder / "vae", "vae")
         latents = torch.zeros(1, 32, 1, height, width)
         vae.enable_tiling()
-        counted = hunyuan_video15._tiles(vae, latents)
+        counted = HUNYUAN_STAGES._tiles(vae, latents)
         calls = []
         vae.decoder = families.CallModule(
             lambda hidden_states, calls=calls: (
@@ -201,7 +154,7 @@ def tencents(monkeypatch):
 @pytest.mark.usefixtures("tencents")
 def test_a_variant_that_the_checkout_lacks_is_refused_by_name():
     with pytest.raises(BadValueError) as caught:
-        hyvideo15.pipeline(types.SimpleNamespace(variant="480p_i2v_step_distilled"), {})
+        HYVIDEO_STAGES.pipeline(types.SimpleNamespace(variant="480p_i2v_step_distilled"), {})
     assert str(caught.value) == (
         "variant: It is '480p_i2v_step_distilled', which the checkout does not have. "
         "Use a later checkout, or one of 480p_t2v."
@@ -231,6 +184,6 @@ class EarlyVAE(torch.nn.Module):
 def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
     vae, latents = EarlyVAE(), torch.zeros(1, 3, 2, 4, 4)
     settings = types.SimpleNamespace(vae_tiling=tiling)
-    made = hyvideo15.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
+    made = HYVIDEO_STAGES.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
     assert vae.tiles is tiles
     assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 0.5))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.families import HUNYUAN, loaded
 
 from torchport.compile.network import check_heads
 from torchport.errors import BadValueError, MeshError, TorchportError, UnknownNameError, UpstreamError, WrongTypeError
@@ -229,17 +230,16 @@ def test_the_original_takes_the_plumbing_alone_and_the_port_all_patches(asked):
 
 
 def test_a_file_that_is_no_picture_is_refused(asked, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchport.stages.hunyuan_video15.TAKES_IMAGE", True)
+    monkeypatch.setattr(loaded(HUNYUAN), "TAKES_IMAGE", True)
     (tmp_path / "bad.png").write_text("no picture")
     text = refusal(BadValueError, lambda: asked(image=tmp_path / "bad.png"))
     assert text == f"--image {tmp_path / 'bad.png'}: It is no picture that can be read. Name a picture."
 
 
 def test_a_variant_made_for_another_task_is_refused_with_the_other(asked, monkeypatch):
-    from torchport.stages import hunyuan_video15
-
-    monkeypatch.setattr(hunyuan_video15, "VARIANTS", ("a_t2v", "a_i2v"))
-    monkeypatch.setattr(hunyuan_video15, "task", lambda variant: variant.split("_")[1], raising=False)
+    family = loaded(HUNYUAN)
+    monkeypatch.setattr(family, "VARIANTS", ("a_t2v", "a_i2v"))
+    monkeypatch.setattr(family, "task", lambda variant: variant.split("_")[1], raising=False)
     assert asked(["variant=a_t2v"]).settings.variant == "a_t2v"
     text = refusal(BadValueError, lambda: asked(["variant=a_i2v"]))
     assert text == (

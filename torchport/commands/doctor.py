@@ -130,14 +130,14 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
 
     findings = []
     for name in pack.models():
-        model, _ = pack.card(name)
+        model, document = pack.card(name)
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
         there = folder.is_dir() and any(folder.iterdir())
         size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
         fact = f"in the cache, {folder}" if there else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
         findings.append(Diagnosis("ok" if there else "note", f"checkpoint of {name}", fact))
-        written = tiny.folder_of(model)
+        written = tiny.folder_of(model, pack.family_file(model, document.place(["family"])))
         if (written / "model_index.json").is_file():
             findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(written)))
     return findings

@@ -42,6 +42,15 @@ ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
 Word = Annotated[str, pydantic.Field(min_length=1)]
 
 
+def _beside_patches(text: str) -> str:
+    if not re.fullmatch(r"\w+/\w+", text):
+        raise ValueError("It must be 'folder/file', a Python file in patches/ without its ending")
+    return text
+
+
+FamilyPath = Annotated[str, pydantic.AfterValidator(_beside_patches)]
+
+
 def _once_each(split: list[Split]) -> list[Split]:
     named = [axis for axes in dims_of(split) for axis in axes]
     if len(named) != len(set(named)):
@@ -197,7 +206,8 @@ class Card(Frozen):
 
     model: str
     title: str
-    family: str
+    family: FamilyPath
+    """Its stages: a Python file in `patches/`, named as patches are: `diffusers/some_stages`."""
     artefacts: str
     """Stage files of cards with one value here interchange, as far as shapes allow."""
     pipeline: ClassPath | None = None

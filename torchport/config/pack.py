@@ -44,6 +44,23 @@ class Pack:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
         return card, document
 
+    def family_file(self, card: Card, place: str) -> Path:
+        """Returns the Python file of a card's family, beside its patches.
+
+        Args:
+            card: The model card.
+            place: Where the card names it, for the error.
+
+        Raises:
+            UnknownNameError: There is no such file.
+        """
+        file = self.patches / f"{card.family}.py"
+        if not has_file(file):
+            known = [f"{other.parent.name}/{other.stem}" for other in self.patches.glob("*/*stages.py")]
+            fact = f"'family' is '{card.family}', and there is no {file.relative_to(self.root)} in {self.root}"
+            raise UnknownNameError(place, fact, nearest(card.family, known), name=card.family)
+        return inside(self.root, file)
+
     def job(self, name: str, overrides: Sequence[str] = ()) -> tuple[Job, Document]:
         """Returns a config, from a path or from this pack's `configs/`, with `a.b=c` overrides applied.
 

@@ -31,14 +31,18 @@ DONE = ".complete"
 """A file that marks a folder as written to its end."""
 
 
-def folder_of(card: Card) -> Path:
-    """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes."""
+def folder_of(card: Card, family: Path) -> Path:
+    """Returns where a card's tiny checkpoint lies, or will: named by all that determines its bytes.
+
+    Args:
+        card: The model card.
+        family: The file of its family, which may arrange it in a layout of upstream's own.
+    """
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], versions], sort_keys=True)
     sha = hashlib.sha256(text.encode())
-    here = Path(__file__).parent
-    for file in (Path(__file__), here.parent / "stages" / f"{card.family}.py"):  # the code that makes and arranges it
-        sha.update(file.read_bytes() if file.is_file() else b"")
+    for file in (Path(__file__), family):
+        sha.update(file.read_bytes())
     return cache.folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
 
 
@@ -46,13 +50,14 @@ Make = Callable[..., Any]
 """Returns one tiny component by its name in the card, drawn; keywords change its configuration."""
 
 
-def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Path:
+def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None = None) -> Path:
     """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
 
     It is written beside its place and renamed, so that two processes, or one that is killed, leave no half of it.
 
     Args:
         card: The model card.
+        family: The file of its family.
         arrange: Saves the components it makes into a folder, in a layout of upstream's own; by default the card's
             pipeline saves itself.
 
@@ -60,7 +65,7 @@ def write(card: Card, arrange: Callable[[Make, Path], None] | None = None) -> Pa
         OutputError: The cache folder cannot be written.
         BadValueError: The card's tokenizer section cannot be fulfilled.
     """
-    folder = folder_of(card)
+    folder = folder_of(card, family)
     if (folder / DONE).is_file():
         return folder
     log.info("write the tiny checkpoint of %s to %s ...", card.model, folder)

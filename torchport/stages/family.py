@@ -1,18 +1,16 @@
-"""Model families, one module each, as plain verbs over tensors: encode, denoise, decode."""
+"""What a family of models is made of: stages as plain functions of tensors, and what they are given."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
 from torchport.config.card import StageName
-from torchport.errors import ArtefactForeignError, BadValueError, UnknownNameError
+from torchport.errors import ArtefactForeignError, BadValueError
 
 
 class Call(Protocol):
@@ -221,20 +219,3 @@ class CallModule(torch.nn.Module):
         """Returns what the call returns."""
         next(self.progress, None)
         return self.call(**{self.name: tensor})
-
-
-def family(name: str, place: str) -> ModuleType:
-    """Returns the module of a family's verbs.
-
-    Raises:
-        UnknownNameError: There is no such module.
-    """
-    full = f"torchport.stages.{name}"
-    try:
-        return importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        if error.name != full:
-            raise
-        raise UnknownNameError(
-            place, f"'family' is '{name}', and there is no torchport/stages/{name}.py", "Add it, or mend the name"
-        ) from error

@@ -20,6 +20,7 @@ from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
 from torchport.stages import family as families
+from torchport.task.family import family as load_family
 
 Backend = Literal["torchax", "original"]
 DEFAULT_SEED = 42
@@ -222,7 +223,7 @@ def accept(request: Request) -> Task:
     check_job(job, card, job_document)
     own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
-    family = families.family(card.family, card_document.place(["family"]))
+    family = load_family(pack, card, card_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is own else "strategy"])

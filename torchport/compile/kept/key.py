@@ -139,6 +139,7 @@ def of_stage(task: Task, stage: family.Stage, weights: Path, bounds: Mapping[str
     return {
         "model": task.card.model,
         "card": digest(card)[:16],
+        "family": hashlib.sha256(Path(str(task.family.__file__)).read_bytes()).hexdigest()[:16],
         "component": stage.network,
         "submodule": stage.submodule,
         "precision": task.card.components[stage.network].precision,

@@ -64,9 +64,27 @@ def load(entry: Entry, reference: str) -> Any:
 
 
 def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
-    text = " ".join(str(error).split()).rstrip(".") or "no message"
-    fact = f"'{path.name}' does not load for '{entry.id}': {type(error).__name__}: {text}"
+    fact = f"'{path.name}' does not load for '{entry.id}': {_said(error)}"
     return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
+
+
+def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
+    """Returns the module of a Python file that stands among the patches of an upstream, loading it once.
+
+    Raises:
+        ReplacementError: It does not load.
+    """
+
+    def error(cause: BaseException) -> ReplacementError:
+        return ReplacementError(place, f"'{path.name}' does not load: {_said(cause)}", "Mend the file")
+
+    with Explained(error):
+        return _module(path, f"torchport_patches.{upstream}.{path.stem}")
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split()).rstrip(".") or "no message"
+    return f"{type(error).__name__}: {text}"
 
 
 def _module(path: Path, name: str) -> types.ModuleType:

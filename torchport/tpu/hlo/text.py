@@ -15,7 +15,7 @@ from torchport.tpu.hlo.program import Program
 INTERNAL = (
     r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)",
-    rf"^{re.escape(str(Path(__file__).parents[2]))}/(?!stages/)",
+    rf"^{re.escape(str(Path(__file__).parents[2]))}/",
     r"/patches/(torch|torchax)/",
 )
 """Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport, and

@@ -1,0 +1,147 @@
+"""Families are files beside the patches: found, loaded before any upstream, and refused by name."""
+
+import inspect
+import sys
+
+import pytest
+
+from torchport.config.card import STAGES
+from torchport.config.pack import Pack
+from torchport.errors import ReplacementError, TorchportError, UnknownNameError, WrongTypeError
+from torchport.task.family import NAMES
+from torchport.task.family import family as family_of
+
+GOOD = """
+from torchport.stages.family import Stage
+
+STAGES = (Stage("encode", lambda: {}, ()),)
+TAKES_IMAGE = False
+VARIANTS = ()
+arrange_tiny = None
+
+def batch(guidance_scale):
+    return 1
+"""
+
+
+def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        stages = family_of(pack, card, document)
+        assert [stage.name for stage in stages.STAGES] == list(STAGES)
+        assert stages.batch(1.0) == 1 and stages.batch(6.0) == 2
+        for stage in stages.STAGES:
+            names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
+            assert names <= set(card.components), stage.name
+            assert set(stage.needs) <= set(STAGES[: STAGES.index(stage.name)])
+            assert list(inspect.signature(stage.run).parameters)[:4] == ["parts", "call", "settings", "steps"]
+
+
+def test_a_precision_is_named_only_for_what_is_compiled(pack):
+    """Text encoders run in PyTorch on the host, where it would change nothing."""
+    for name in pack.models():
+        card, document = pack.card(name)
+        networks = {stage.network for stage in family_of(pack, card, document).STAGES}
+        assert {key for key, component in card.components.items() if component.precision != "default"} <= networks
+
+
+def test_every_strategy_has_rules_for_every_network(pack):
+    for name in pack.models():
+        card, document = pack.card(name)
+        networks = {stage.network for stage in family_of(pack, card, document).STAGES} - {None}
+        for strategy in card.strategies.values():
+            assert networks <= set(strategy.weights) and networks <= set(strategy.inputs)
+
+
+class World:
+    """A pack with one card, `configs/models/some.yaml`, whose family is `up/stages`."""
+
+    def __init__(self, root, card):
+        self.root = root
+        (root / "configs" / "models").mkdir(parents=True)
+        (root / "patches" / "up").mkdir(parents=True)
+        text = card.replace("model: hunyuan", "model: some").replace("diffusers/hunyuan_video15_stages", "up/stages")
+        self.card = root / "configs" / "models" / "some.yaml"
+        self.card.write_text(text)
+        self.write(GOOD)
+
+    def write(self, text):
+        (self.root / "patches" / "up" / "stages.py").write_text(text)
+
+    def load(self):
+        pack = Pack(self.root)
+        return family_of(pack, *pack.card("some"))
+
+    def refusal(self, kind):
+        with pytest.raises(TorchportError) as caught:
+            self.load()
+        assert type(caught.value) is kind
+        return str(caught.value)
+
+
+@pytest.fixture
+def world(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield World(tmp_path, (root / "configs" / "models" / "hunyuan.yaml").read_text())
+    sys.modules.pop("torchport_patches.up.stages", None)
+
+
+def test_a_family_in_somebody_elses_folder_is_loaded(world):
+    assert world.load().STAGES[0].name == "encode"
+    assert world.load() is world.load()
+
+
+def test_a_family_that_does_not_exist_is_refused_with_the_nearest(world):
+    (world.root / "patches" / "up" / "stages.py").rename(world.root / "patches" / "up" / "my_stages.py")
+    assert world.refusal(UnknownNameError) == (
+        "configs/models/some.yaml:4: 'family' is 'up/stages', and there is no patches/up/stages.py in "
+        f"{world.root}. Did you mean 'up/my_stages'? Known: up/my_stages."
+    )
+
+
+@pytest.mark.parametrize("name", ["stages", "../up/stages", "up/stages.py", "/up/stages", ""])
+def test_a_family_that_is_no_file_among_the_patches_is_refused(world, name):
+    world.card.write_text(world.card.read_text().replace("family: up/stages", f"family: '{name}'"))
+    assert "'folder/file', a Python file in patches/ without its ending" in world.refusal(WrongTypeError)
+
+
+def test_a_link_out_of_the_pack_is_refused(world, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "stages.py"
+    elsewhere.write_text(GOOD)
+    file = world.root / "patches" / "up" / "stages.py"
+    file.unlink()
+    file.symlink_to(elsewhere)
+    with pytest.raises(TorchportError, match="link"):
+        world.load()
+
+
+def test_a_family_that_does_not_load_says_why(world):
+    world.write("import no_such_module\n")
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: 'stages.py' does not load: ModuleNotFoundError: No module named 'no_such_module'. "
+        "Mend the file."
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_that_lacks_a_name_says_which_and_what_it_is(world, name):
+    world.write(f"{GOOD}\ndel {name}\n")
+    assert world.refusal(ReplacementError) == (
+        f"configs/models/some.yaml:4: 'stages.py' has no '{name}'. Add it: {NAMES[name]}."
+    )
+
+
+def test_stages_that_are_none_are_refused(world):
+    world.write(GOOD.replace("STAGES = (", "STAGES = ('decode', "))
+    assert "A member of STAGES in 'stages.py' is no Stage" in world.refusal(ReplacementError)
+
+
+def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    monkeypatch.delitem(sys.modules, "diffusers")  # and as it was, at the end
+    world.write("import sys, types\nsys.modules['diffusers'] = types.ModuleType('diffusers')\n" + GOOD)
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: 'stages.py' imports 'diffusers' when it is loaded, before its patches are "
+        "applied. "
+        "Import it inside the functions."
+    )

@@ -1,0 +1,48 @@
+"""Loads a card's family: the Python file beside its patches that has the stages of its model."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from torchport.config import Document
+from torchport.config.card import Card
+from torchport.config.pack import Pack
+from torchport.errors import ReplacementError
+from torchport.patch.declared import replacement
+from torchport.stages.family import Stage
+
+NAMES = {
+    "STAGES": "a tuple of `torchport.stages.family.Stage`, in the order in which they run",
+    "TAKES_IMAGE": "whether --image may be given",
+    "VARIANTS": "the names of the networks in one checkpoint; () for one",
+    "batch": "the number of conditions that go through the network at a guidance scale",
+    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None for diffusers' layout",
+}
+"""What every family has, and what it is."""
+
+
+def family(pack: Pack, card: Card, document: Document) -> ModuleType:
+    """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
+
+    Raises:
+        UnknownNameError: The pack has no such file.
+        ReplacementError: The file does not load, lacks a name, or imports an upstream before its patches are applied.
+    """
+    place = document.place(["family"])
+    file = pack.family_file(card, place)
+    before = set(sys.modules)
+    module = replacement.module_of(file, file.parent.name, place)
+    packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
+    early = [name for name in packages if name in sys.modules and name not in before]
+    if early:
+        fact = f"'{file.name}' imports '{early[0]}' when it is loaded, before its patches are applied"
+        raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
+    missing = [name for name in NAMES if not hasattr(module, name)]
+    if missing:
+        fact = f"'{file.name}' has no '{missing[0]}'"
+        raise ReplacementError(place, fact, f"Add it: {NAMES[missing[0]]}", family=card.family)
+    if not all(isinstance(stage, Stage) for stage in module.STAGES):
+        fact = f"A member of STAGES in '{file.name}' is no Stage"
+        raise ReplacementError(place, fact, f"STAGES is {NAMES['STAGES']}", family=card.family)
+    return module
