@@ -198,6 +198,16 @@ class Task:
             words += ["--set", override]
         return shlex.join([*words, "--out", str(folder)])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns how a process of ours gets the same task: all but the family as it is, the family by its name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "family"}
+        return _with_family, (fields,)
+
+
+def _with_family(fields: dict[str, Any]) -> Task:
+    card, document = fields["card"], fields["card_document"]
+    return Task(**fields, family=pipelines.family(card.family, document.place(["family"])))
+
 
 def _digest(noise: torch.Tensor | None) -> str | None:
     """Returns what tells given noise from other noise, and from that of the seed, in a manifest."""

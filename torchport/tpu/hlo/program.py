@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchport.errors import UnknownNameError, nearest
-from torchport.tpu.hlo.instruction import Computation, Instruction, Source
-from torchport.tpu.hlo.trips import Trips
+from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
+from torchport.tpu.hlo.trips import LoopTrips
 
 KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
@@ -39,8 +39,8 @@ class Execution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """An exchange between devices; one that starts and ends in two instructions is one.
+class CollectiveExecution:
+    """A collective, and how many times it is executed; one that starts and ends in two instructions is one.
 
     Attributes:
         kind: One of `KINDS`.
@@ -55,7 +55,7 @@ class Collective:
     bytes: int
     times: int
     groups: tuple[tuple[int, ...], ...]
-    source: Source | None
+    source: SourceLine | None
     overlapped: bool
 
     @property
@@ -136,8 +136,8 @@ class Program:
         left = [found for found in self.walk(of) if not found.beside and self._unpriced(found.instruction)]
         return sorted(left, key=lambda found: -found.instruction.bytes * found.times)
 
-    def collectives(self, of: str | None = None) -> list[Collective]:
-        """Returns the exchanges between devices, in the order in which they begin."""
+    def collectives(self, of: str | None = None) -> list[CollectiveExecution]:
+        """Returns the collectives, in the order in which they begin."""
         found = []
         for run in self.walk(of):
             for fusion, inner in self._inner(run.instruction):
@@ -148,7 +148,7 @@ class Program:
                     kind, size = "reduce-scatter", fusion.bytes
                 apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
                 source = inner.source or run.instruction.source
-                found.append(Collective(kind, size, run.times, inner.groups, source, apart))
+                found.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
         return found
 
     def loop_bodies(self, of: str | None = None) -> list[Loop]:
@@ -198,7 +198,7 @@ class Program:
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
     def _begins(self, fusion: Instruction) -> bool:
-        """Whether a fusion begins an exchange that others, which name it again, go on with while they compute."""
+        """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
         return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
 
     def _apart(self, instruction: Instruction) -> bool:
@@ -218,8 +218,8 @@ class Program:
         return instruction.cycles is None and not free and not self._apart(instruction)
 
     @functools.cached_property
-    def _trips(self) -> Trips:
-        return Trips(self.file, self.computations)
+    def _trips(self) -> LoopTrips:
+        return LoopTrips(self.file, self.computations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ class PerBlock:
 
     Attributes:
         cycles: Estimated cycles, as `Program.cycles` counts them.
-        collectives: How many exchanges, by kind, bytes of output on one device and size of the group.
+        collectives: How many, by kind, bytes of output on one device and size of the group.
         kernels: How many calls of each Pallas kernel.
     """
 
@@ -249,17 +249,17 @@ def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
         more: The same with more of them.
         blocks: How many more; at least 1.
     """
-    sent, calls = _exchanges(more), Counter(more.kernels())
-    sent.subtract(_exchanges(fewer))
+    sent, calls = _collective_counts(more), Counter(more.kernels())
+    sent.subtract(_collective_counts(fewer))
     calls.subtract(fewer.kernels())
     return PerBlock(
         (more.cycles() - fewer.cycles()) / blocks,
-        {exchange: count / blocks for exchange, count in sent.items() if count},
+        {collective: count / blocks for collective, count in sent.items() if count},
         {kernel: count / blocks for kernel, count in calls.items() if count},
     )
 
 
-def _exchanges(program: Program) -> Counter[tuple[str, int, int]]:
+def _collective_counts(program: Program) -> Counter[tuple[str, int, int]]:
     count: Counter[tuple[str, int, int]] = Counter()
     for found in program.collectives():
         count[found.kind, found.bytes, found.group_size] += found.times

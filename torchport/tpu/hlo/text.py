@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 
 from torchport.errors import TopologyError
-from torchport.tpu.hlo.instruction import Computation, Instruction, Source
+from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
 from torchport.tpu.hlo.program import Program
 
 INTERNAL = (
@@ -56,10 +56,10 @@ def read(file: Path, internal: tuple[str, ...] = INTERNAL) -> Program:
     if len(found) != 1 or not found[0].is_file():
         names = ", ".join(path.name for path in found if path.is_file()) or "none"
         raise TopologyError(str(file), f"Scheduled programs (*after_codegen.txt) there: {names}", "There must be one")
-    return _Reader(found[0], internal).read()
+    return _HloReader(found[0], internal).read()
 
 
-class _Reader:
+class _HloReader:
     """Reads one file; every refusal names its line."""
 
     def __init__(self, file: Path, internal: tuple[str, ...]) -> None:
@@ -70,7 +70,7 @@ class _Reader:
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
         self.at = 0
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-        self.sources: dict[int, Source | None] = {0: None}
+        self.sources: dict[int, SourceLine | None] = {0: None}
         self.computations: dict[str, Computation] = {}
 
     def read(self) -> Program:
@@ -172,18 +172,18 @@ class _Reader:
             raise self.refusal(f"%{name} calls %{missing[0]}, which is not before it")
         return found
 
-    def fused(self, opcode: str, calls: tuple[str, ...]) -> Source | None:
+    def fused(self, opcode: str, calls: tuple[str, ...]) -> SourceLine | None:
         """Returns the source of what a fusion computes last, for one that has none itself."""
         if opcode != "fusion":
             return None
         inside = self.computations[calls[0]].instructions.values()
         return next((found.source for found in reversed(inside) if found.source), None)
 
-    def source(self, metadata: str) -> Source | None:
+    def source(self, metadata: str) -> SourceLine | None:
         found = _FRAME.search(metadata)
         return self.frame(int(found[1])) if found else None
 
-    def frame(self, number: int) -> Source | None:
+    def frame(self, number: int) -> SourceLine | None:
         """Returns the innermost source that is not internal, from a frame outwards."""
         inner, found = [], None
         while number not in self.sources:
@@ -191,7 +191,9 @@ class _Reader:
             inner.append(number)
             place, parent = self.row("StackFrames", number, ("file_location_id", "parent_frame_id"))
             file, function, line = self.row("FileLocations", place, ("file_name_id", "function_name_id", "line"))
-            found = Source(self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, ""))
+            found = SourceLine(
+                self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, "")
+            )
             if not self.internal.search(found.file):
                 break
             # Frames are numbered from 1. Where the first, which has none around it, says 1, parents are one too high.

@@ -31,7 +31,7 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 }
 
 
-class Trips(dict[str, int]):
+class LoopTrips(dict[str, int]):
     """How many times each loop's body runs in one execution of the loop, by the body's name; counted when asked for.
 
     Where the compiler did not write the number, the loop is run: its condition and its state are computed from the
