@@ -49,7 +49,7 @@ class MeasuredKernel(Frozen):
     bounded: bool = False
     """Whether its softmax needs no maximum."""
     steady_percent: dict[str, Percent] = {}
-    """Its share of peak by its instruction schedule, by chip; without it, the table of tiles has the implementation's."""
+    """Its share of peak by its instruction schedule, by chip; without it, that of the implementation is taken."""
     source: str | None = None
 
 
