@@ -165,7 +165,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     assert finding.what == "vmem" and finding.asked_bytes > finding.limit_bytes == 120 * 2**20
     assert finding.kernel == "splash_transposed" and finding.tile == "20096/2048/512"
     text = "\n".join(report.lines(found))
-    assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding['asked_bytes']:,} bytes, limit" in text
+    assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding.asked_bytes:,} bytes, limit" in text
     assert not found.fits and found.stage("denoise").per_device.hbm_bytes == 32 * 2**30
 
 
@@ -387,7 +387,7 @@ def test_a_second_reading_of_the_dump_agrees_and_sees_a_plan_that_does_not(plann
     assert all(row["ratio"] == pytest.approx(1.0) and row["here"] > 0 for row in rows)
     block = found.stage("denoise").programs[0].per_block
     wrong = found.model_dump(mode="json")
-    wrong["stages"]["denoise"]["programs"][0]["per_block"]["other_ms"] = 2 * block["other_ms"]
+    wrong["stages"]["denoise"]["programs"][0]["per_block"]["other_ms"] = 2 * block.other_ms
     (tmp_path / "plan.json").write_text(json.dumps(wrong))
     (tmp_path / "denoise").symlink_to(keep / "denoise")
     assert plan_dump.compared(tmp_path)[0]["ratio"] == pytest.approx(0.5)

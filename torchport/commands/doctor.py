@@ -16,6 +16,7 @@ from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError
 from torchport.files import cache
 from torchport.load import tiny
+from torchport.progress import size_text
 from torchport.save import manifest
 
 State = Literal["ok", "note", "bad"]
@@ -85,11 +86,11 @@ def _devices() -> list[Finding]:
     for name in platforms:
         count, kind, memory = machine.found_devices(name)
         if count:
-            size = f", {memory / machine.GIB:.1f} GiB each" if memory else ""
+            size = f", {size_text(memory)} each" if memory else ""
             findings.append(Finding("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
         elif name != "cpu":
             findings.append(Finding("note", f"{name} devices", "none: configs/demo.yaml runs without"))
-    findings.append(Finding("ok", "host memory", f"{machine.host_memory() / machine.GIB:.1f} GiB free"))
+    findings.append(Finding("ok", "host memory", f"{size_text(machine.host_memory())} free"))
     return findings
 
 
@@ -105,7 +106,7 @@ def _disk() -> list[Finding]:
         free = shutil.disk_usage(existing).free
         writable = os.access(existing, os.W_OK)
         state: State = "ok" if writable and free > machine.GIB else "bad"
-        fact = f"{folder}: {free / machine.GIB:.1f} GiB free" + ("" if writable else ", not writable: choose another")
+        fact = f"{folder}: {size_text(free)} free" + ("" if writable else ", not writable: choose another")
         findings.append(Finding(state, what, fact))
     return findings
 

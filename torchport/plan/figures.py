@@ -61,7 +61,7 @@ class KernelTime(Figure):
     """A kernel beside attention."""
 
     kernel: str
-    """its name"""
+    """the kernel's name"""
     count: int
     """calls in one block"""
     ms: float
@@ -91,7 +91,7 @@ class Communication(Figure):
     communication_ms: float | None
     """milliseconds by the model"""
     collectives: list[Collective]
-    """collectives of one kind, size, line and links are counted together"""
+    """those of one kind, size, line and links counted together; fields as in a block"""
 
 
 class Parts(Figure, Generic[SecondsT]):
@@ -143,7 +143,7 @@ class Attention(Figure):
     """The largest call of attention, on all devices together."""
 
     implementation: str
-    """its implementation"""
+    """the implementation"""
     batch: int
     """batch of one call"""
     heads: int
@@ -198,7 +198,7 @@ class Overflow(Figure):
     kernel: str | None
     """the kernel that takes too much vector memory"""
     tile: str | None
-    """its tile"""
+    """the kernel's tile"""
     asked_bytes: int | None
     """bytes that are needed"""
     limit_bytes: int | None
@@ -253,7 +253,7 @@ class StagePlan(PlanFigures):
     steps: int
     """denoising steps; 1 for another stage"""
     programs: list[ProgramPlan]
-    """one for each set of input shapes; all of the figures above for one run, and these:"""
+    """one for each set of input shapes; the figures above for one run, and three more"""
     dtypes: dict[str, str]
     """dtype of the network, by its name"""
     precision: dict[str, str]

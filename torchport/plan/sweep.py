@@ -15,7 +15,7 @@ from torchport.config.card import Axis, Card, Rule, Strategy
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
-from torchport.plan.figures import Figure, JobPlan, mesh_text, moved_bytes
+from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.plan import of_task, on_slice, require_tpu
 from torchport.processes import workers
 from torchport.save.manifest import versions
@@ -46,7 +46,8 @@ class Choice:
         return f"strategy={self.strategy}", f"mesh={{{mesh}}}"
 
 
-class SweepRow(Figure):
+@dataclasses.dataclass(frozen=True)
+class SweepRow:
     """The figures of one plan by which it is compared; None for what is not known."""
 
     strategy: str
@@ -183,7 +184,7 @@ def data(swept: Sweep) -> dict[str, Any]:
         "machine": swept.machine,
         "versions": versions(),
         "assumptions": _assumptions(swept),
-        "rows": [_row(choice, job).model_dump(mode="json") for choice, job in swept.planned],
+        "rows": [dataclasses.asdict(_row(choice, job)) for choice, job in swept.planned],
         **{
             key: [{"strategy": c.strategy, "mesh": c.mesh, "id": e.id, "error": str(e)} for c, e in pairs]
             for key, pairs in refused

@@ -164,13 +164,13 @@ def read(folder: Path, kernel: str) -> KernelBundles:
     Raises:
         TopologyError: No such kernel, several calls of it, or files of another form.
     """
-    found: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
+    files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = _FILE.fullmatch(file.name)
         # The compiler's own programs around a kernel: TLP (the whole program), <late-initialization>, ...
         if name and name["kernel"] != "TLP" and "<" not in name["kernel"]:
-            found[name["what"]].append((name["kernel"], file))
-    bundles, counts = (_one(folder, kernel, files) for files in found.values())
+            files[name["what"]].append((name["kernel"], file))
+    bundles, counts = (_one(folder, kernel, each) for each in files.values())
     slots, table = _read_counts(counts[1])
     root = _read_regions(bundles[1])
     if root.end == len(table):

@@ -92,10 +92,10 @@ def candidates(job: Workload, implementation: Implementation) -> list[Tile | Spl
     """Returns the tiles worth a compilation."""
     if implementation == "splash":
         return [SplashTile(*sides) for sides in SPLASH]
-    found = [Tile(q, kv) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
+    sizes = [Tile(q, kv) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
     width, flops = tiles.UNIT_WIDTH[job.chip.name], job.chip.bundle_flops
     shortest = LARGEST_BODY / SMALLEST_PART
-    return [tile for tile in found if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
+    return [tile for tile in sizes if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
 
 
 def tune(
@@ -115,13 +115,13 @@ def tune(
     count, kind, _ = found_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"
-    found = []
+    outcomes = []
     for tile in track(list(among or candidates(job, implementation)), what, "tile"):
         candidate = tried(job, implementation, bounded, tile)
         if present and not candidate.dropped:
             candidate = dataclasses.replace(candidate, seconds=_seconds(job, implementation, bounded, tile))
-        found.append(candidate)
-    return Result(job, implementation, bounded, "time" if present else "schedule", sorted(found, key=_rank))
+        outcomes.append(candidate)
+    return Result(job, implementation, bounded, "time" if present else "schedule", sorted(outcomes, key=_rank))
 
 
 def tune_all(job: Workload, implementation: str, scores: str) -> list[Result]:
@@ -133,10 +133,10 @@ def tune_all(job: Workload, implementation: str, scores: str) -> list[Result]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
-    found = candidate.figures
-    if candidate.dropped or found is None:
+    figures = candidate.figures
+    if candidate.dropped or figures is None:
         return True, 0.0
-    return False, -found.peak_percent if candidate.seconds is None else candidate.seconds
+    return False, -figures.peak_percent if candidate.seconds is None else candidate.seconds
 
 
 def tried(job: Workload, implementation: Implementation, bounded: bool, tile: Tile | SplashTile) -> Candidate:
@@ -153,12 +153,12 @@ def tried(job: Workload, implementation: Implementation, bounded: bool, tile: Ti
         asked, limit = vars(error)["asked"], vars(error)["limit"]
         return Candidate(tile, dropped=f"VMEM: {asked:,} bytes, limit {limit:,} ({size_text(limit)})")
     fits, width = tile.fitted(job.work.queries, job.work.keys), tiles.UNIT_WIDTH[job.chip.name]
-    found = figures(kernel, job.work, fits, job.chip, width)
-    if found.steady_bundles > LARGEST_BODY:
-        return Candidate(tile, found, f"body: {found.steady_bundles:,} bundles, limit {LARGEST_BODY:,}")
-    if found.dma_share > DMA_LIMIT:
-        return Candidate(tile, found, f"HBM: {found.dma_share:.2f} of the cycles, limit {DMA_LIMIT}")
-    return Candidate(tile, found)
+    shares = figures(kernel, job.work, fits, job.chip, width)
+    if shares.steady_bundles > LARGEST_BODY:
+        return Candidate(tile, shares, f"body: {shares.steady_bundles:,} bundles, limit {LARGEST_BODY:,}")
+    if shares.dma_share > DMA_LIMIT:
+        return Candidate(tile, shares, f"HBM: {shares.dma_share:.2f} of the cycles, limit {DMA_LIMIT}")
+    return Candidate(tile, shares)
 
 
 def _reduced(job: Workload, tile: Tile | SplashTile) -> Workload:
@@ -233,16 +233,16 @@ def lines(result: Result) -> list[str]:
     work = result.job.work
     head = f"{result.implementation}{' bounded' * result.bounded}, {result.job.chip.name}, by {result.ranked_by}: "
     note = f" ({result.job.note})" if result.job.note else ""
-    shown = [head + f"{work.queries:,} tokens{note}, {work.heads} head(s) of {work.head_size}"]
-    shown.append(f"  {'tile':18}{'peak %':>8}{'steady %':>10}{'matrix':>8}{'HBM':>6}{'spills':>8}{'bundles':>9}")
+    text = [head + f"{work.queries:,} tokens{note}, {work.heads} head(s) of {work.head_size}"]
+    text.append(f"  {'tile':18}{'peak %':>8}{'steady %':>10}{'matrix':>8}{'HBM':>6}{'spills':>8}{'bundles':>9}")
     for candidate in result.candidates:
-        name, found = "/".join(map(str, dataclasses.astuple(candidate.tile))), candidate.figures
+        name, shares = "/".join(map(str, dataclasses.astuple(candidate.tile))), candidate.figures
         line = f"  {name:18}"
-        if found:
-            line += f"{percent_of_peak(result, candidate):8.1f}{found.steady_percent:10.1f}"
-            line += f"{found.matrix_unit_share:8.2f}{found.dma_share:6.2f}{found.spills:8}{found.steady_bundles:9}"
-        shown.append(f"{line}  {candidate.dropped and f'dropped, {candidate.dropped}'}".rstrip())
-    return shown
+        if shares:
+            line += f"{percent_of_peak(result, candidate):8.1f}{shares.steady_percent:10.1f}"
+            line += f"{shares.matrix_unit_share:8.2f}{shares.dma_share:6.2f}{shares.spills:8}{shares.steady_bundles:9}"
+        text.append(f"{line}  {candidate.dropped and f'dropped, {candidate.dropped}'}".rstrip())
+    return text
 
 
 def check_writable(file: Path) -> None:
