@@ -42,7 +42,6 @@ class ProgramTime:
     Attributes:
         program: As the compiler scheduled it.
         machine: The slice.
-        chip: What the slice is made of.
         spots: Where the mesh's devices are, in its order.
         calls: The calls of attention, as they were traced: once where blocks are stacked.
         passes: Seconds of one call of each kernel beside attention, by its name.
@@ -51,11 +50,15 @@ class ProgramTime:
 
     program: hlo.Program
     machine: Machine
-    chip: Chip
     spots: Sequence[grid.Spot]
     calls: Sequence[Attention]
     passes: dict[str, float]
     flops: int
+
+    @property
+    def chip(self) -> Chip:
+        """What the slice is made of."""
+        return self.machine.require_tpu()
 
     @functools.cached_property
     def loop(self) -> hlo.Loop | None:
@@ -163,10 +166,9 @@ def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program
     Raises:
         TopologyError: A kernel does not compile alone.
     """
-    chip = task.machine.require_tpu()
-    calls = [_attention(task, call, chip) for call in compiled.calls]
+    calls = [_attention(task, call) for call in compiled.calls]
     passes = {one.kernel: cost.pass_seconds(one, task.machine) for one in compiled.passes}
-    return ProgramTime(program, task.machine, chip, compiled.spots, calls, passes, compiled.flops)
+    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops)
 
 
 def block_loop(program: hlo.Program) -> hlo.Loop | None:
@@ -180,9 +182,9 @@ def floor_seconds(flops: int, machine: Machine) -> float:
     return flops / (machine.require_tpu().flops * machine.devices)
 
 
-def _attention(task: Task, call: dispatch.Traced, chip: Chip) -> Attention:
+def _attention(task: Task, call: dispatch.Traced) -> Attention:
     """Returns a call of attention; a kernel's has its share of peak and its time, by the table of tiles."""
-    split = math.prod(task.job.mesh.values())
+    chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
     flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split
     sizes = dataclasses.asdict(call) | {"flops_per_device": flops}
     implementation = next((name for name in get_args(tiles.Implementation) if name == call.implementation), None)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy
 import numpy.typing
 
-from torchport.config.machine import Machine, parse_machine
+from torchport.config.machine import Machine
 from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
 from torchport.processes import child
 from torchport.progress import size_text
@@ -324,7 +324,7 @@ def compile_kernel(
         dump.mkdir(parents=True, exist_ok=True)
         seconds, kernels = child.call(
             "torchport.tpu.bundles:compiled",
-            *(build, arguments, machine.name, place),
+            *(build, arguments, machine, place),
             ended=lambda end: _ended(place, end),
             environment=environment(dump),
         )
@@ -339,7 +339,7 @@ def _ended(place: str, end: child.Ended) -> TopologyError:
     return TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr)
 
 
-def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) -> tuple[float, tuple[str, ...]]:
+def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
     """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`.
 
     Raises:
@@ -347,7 +347,7 @@ def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) ->
     """
     import jax
 
-    devices = describe(parse_machine(machine, place)).devices
+    devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
     mesh = jax.sharding.Mesh(numpy.array(devices[:1]), ("x",))
@@ -359,7 +359,7 @@ def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) ->
             program = jax.jit(call).lower(*operands).compile()
         took, text = time.monotonic() - began, program.as_text()  # XLA cannot print every program that it compiles
     except jax.errors.JaxRuntimeError as error:
-        raise refused(str(error), parse_machine(machine, place), place) from error
+        raise refused(str(error), machine, place) from error
     return took, tuple(sorted(set(_PALLAS.findall(text))))
 
 
