@@ -292,11 +292,9 @@ def _of_card(
     if not stage.fits or time is None:
         fact = f"Its program takes {size_text(stage.per_device.peak_bytes or 0)} on a device"
         raise BadValueError(place, fact, "Mend its rules, or leave it out")
-    if not isinstance(attention, KernelAttention):
-        raise BadValueError(
-            place, "Its attention is no kernel", "Name a kernel with an implementation, or leave it out"
-        )
-    return outlines.StepParts(time, attention.peak_percent)
+    assert isinstance(attention, KernelAttention)  # `Implementation` has kernels alone
+    parts = Parts[float](**time.model_dump(include=set(Parts.model_fields)))
+    return outlines.StepParts(parts, attention.peak_percent)
 
 
 def _of_outline(
@@ -362,7 +360,7 @@ def data(outcome: Outcome) -> dict[str, Any]:
             {
                 "name": one.step.name,
                 "measured_s": one.step.step_s,
-                **one.parts.model_dump(include=set(Parts.model_fields)),
+                **one.parts.model_dump(),
                 "uncalibrated_s": one.seconds,
                 "ratio": one.seconds / one.step.step_s,
                 "model_s": one.model_s(by),
