@@ -148,25 +148,16 @@ def explain(id: str | None, everything: bool) -> None:
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @path_option
-def plan(report: Path | None, as_json: bool, **options: Any) -> None:
-    """Says if a job fits on a TPU slice, and models its step time.
-
-    It needs no TPU. The exit code is 0 if the job fits, and 1 if it does not.
-    """
+def plan(as_json: bool, **options: Any) -> None:
+    """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
     import json
 
-    from torchport.commands.plan import Flags, planned
-    from torchport.files import folder
-    from torchport.plan import report as form
+    from torchport.commands.plan import Flags, answer
 
     terminal.log_to_stderr()
-    if report is not None:
-        folder.check_writable("--report", report)
-    found, lines = planned(Flags(report=report, **options))
-    if report is not None:
-        form.write(report, found, shlex.join(["torchport", *sys.argv[1:]]))
-    terminal.say(json.dumps(found, indent=2) if as_json else "\n".join(lines))
-    sys.exit(0 if found.get("fits", True) else 1)
+    outcome = answer(Flags(**options), shlex.join(["torchport", *sys.argv[1:]]))
+    terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
+    sys.exit(0 if outcome.fits else 1)
 
 
 @cli.group()
@@ -338,9 +329,9 @@ def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **o
     import json
 
     from torchport.tune import tune as command
-    from torchport.tune.workload import asked
+    from torchport.tune.workload import of_flags
 
-    job = asked(**options)
+    job = of_flags(**options)
     if file is not None:
         command.check_writable(file)
     results = command.tune_all(job, implementation, scores)

@@ -1,4 +1,4 @@
-"""What a person sees while waiting: one bar per thing that takes long, and a log line per event."""
+"""What a person sees: one bar per thing that takes long, a log line per event, and sizes in units that can be read."""
 
 from __future__ import annotations
 
@@ -76,3 +76,11 @@ def waiting(what: str) -> Iterator[None]:
         finally:
             over.set()
             clock.join()
+
+
+def size_text(size: int) -> str:
+    """Returns a number of bytes as a person reads it: `16.7 GiB`, `512.0 MiB`, `12 B`."""
+    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= one:
+            return f"{size / one:.1f} {unit}"
+    return f"{size} B"

@@ -1,6 +1,7 @@
 """The flags of `torchport plan`: which go together, and what each leads to."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -43,7 +44,7 @@ JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
 )
 def test_flags_that_do_not_go_together_are_refused(given, said):
     with pytest.raises(BadValueError) as caught:
-        command.planned(Flags(**given))
+        command.answer(Flags(**given), "torchport plan")
     assert str(caught.value) == said
 
 
@@ -53,16 +54,16 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     def stand_in(name):
         def call(*args, **given):
             calls.append((name, (*args, *given.values())))
-            return {"what": name}
+            return SimpleNamespace(what=name, fits=True, model_dump=lambda mode: {"what": name})
 
         return call
 
     for module, function in ((plan, "plan"), (sweep, "sweep"), (calibrate, "calibrate"), (calibrate, "write")):
         monkeypatch.setattr(module, function, stand_in(function))
     for module in (report, sweep, calibrate):
-        monkeypatch.setattr(module, "lines", lambda found: [found["what"]])
+        monkeypatch.setattr(module, "lines", lambda found: [found.what])
     for module in (sweep, calibrate):
-        monkeypatch.setattr(module, "data", lambda found: found)
+        monkeypatch.setattr(module, "data", lambda found: found.model_dump("json"))
 
     def run(*arguments):
         calls.clear()
@@ -79,4 +80,9 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     [(_, (request, topology, keep, bounded, jobs))] = calls
     assert (topology, keep, bounded, jobs) == (None, Path("kept"), True, 3)
     assert run("--calibrate", "--json", "--write", "a.yaml") == '{\n  "what": "calibrate"\n}'
-    assert calls == [("calibrate", (None, None)), ("write", (Path("a.yaml"), {"what": "calibrate"}))]
+    [first, (second, (file, outcome))] = calls
+    assert first == ("calibrate", (None, None)) and (second, file, outcome.what) == (
+        "write",
+        Path("a.yaml"),
+        "calibrate",
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchport.commands.shard import RuleRow, _size, lines, request_of, shown
+from torchport.commands.shard import RuleRow, lines, request_of, shown
 from torchport.errors import MeshError
 from torchport.task import Request
 
@@ -70,8 +70,7 @@ def test_the_table_reads_as_text():
         RuleRow("net", "activations", "b", ("[dp, sp]", "free"), 2, None, ("may be padded",)),
     ]
     assert lines(rows) == [
-        "net: 3 MiB of weights on each device",
-        r"  weights     [tp]                       12      3 MiB  a\..*",
+        "net: 3.0 MiB of weights on each device",
+        r"  weights     [tp]                       12    3.0 MiB  a\..*",
         "  activations [dp, sp] | free             2             b  (may be padded)",
     ]
-    assert [_size(n) for n in (0, 1023, 1024, 5 * 2**30)] == ["0 B", "1.02e+03 B", "1 KiB", "5 GiB"]

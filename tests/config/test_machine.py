@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchport.config.machine import GIB, parse_machine
+from torchport.config.machine import GIB, TPU_CHIPS, parse_machine
 from torchport.errors import BadValueError
 
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
@@ -27,6 +27,17 @@ def test_a_machine_is_named_as_jax_names_it(name, platform, devices, memory):
     found = parse_machine(name, "a.yaml:1")
     assert (found.name, found.platform, found.devices, found.memory) == (name, platform, devices, memory)
     assert bool(found.kinds) == (platform == "tpu")
+
+
+def test_a_slice_has_a_chip_and_any_other_machine_is_refused_where_one_is_needed():
+    assert V6E.require_tpu() is V6E.chip is TPU_CHIPS["v6e"]
+    assert all(chip.name == name for name, chip in TPU_CHIPS.items())
+    with pytest.raises(BadValueError) as caught:
+        parse_machine("cpu:8", "").require_tpu()
+    assert str(caught.value) == "machine cpu:8: It is no TPU. Name a slice such as v6e:2x4."
+    with pytest.raises(BadValueError) as caught:
+        HOST.require_tpu("a.yaml:3", "Name another", "It has no chip")
+    assert str(caught.value) == "a.yaml:3: It has no chip. Name another."
 
 
 BAD = [

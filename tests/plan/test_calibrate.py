@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from fakes import plans as fakes
 
 from torchport.config.pack import find_pack
 from torchport.errors import (
@@ -14,6 +15,7 @@ from torchport.errors import (
     WrongTypeError,
 )
 from torchport.plan import calibrate, calibration, outlines
+from torchport.plan.figures import JobPlan
 
 KERNELS = """\
 kernels:
@@ -58,10 +60,14 @@ def plans(monkeypatch):
         outcome = found[given["strategy"]]
         if isinstance(outcome, Exception):
             raise outcome
-        parts = dict(zip(("attention_s", "other_s", "communication_s"), outcome, strict=False))
-        fits = len(outcome) == 3
-        stage = {"fits": fits, "step": parts, "attention": {"peak_percent": 64.0}, "per_device": {"peak_bytes": 2**35}}
-        return {"stages": {"denoise": stage}}
+        names = ("attention_s", "other_s", "communication_s", "uncalibrated_s", "model_s")
+        seconds = (
+            dict.fromkeys(names) if not outcome else dict.fromkeys(names, 0.0) | dict(zip(names, outcome, strict=False))
+        )
+        step = seconds | {"floor_s": 1.0, "flops": 1}
+        device, call = fakes.memory(peak_bytes=2**35), fakes.attention(peak_percent=64.0)
+        stage = fakes.stage(fits=bool(outcome), step=step, attention=call, per_device=device)
+        return JobPlan.model_validate(fakes.plan(denoise=stage))
 
     monkeypatch.setattr(calibrate, "plan", plan)
     found["asked"] = asked
@@ -102,9 +108,13 @@ def test_one_factor_is_fitted_to_all_steps_together(published, plans):
         step("third", 9, "left_out: no card", kernel="ring"),
     )
     outcome = calibrate.calibrate(path, 2)
-    assert [one.seconds for one in outcome.modelled] == [4.0, 2.0]
+    assert [one.seconds for one in outcome.models] == [4.0, 2.0]
     factor, spread = calibration.fitted([(3.0, 1.0, 8.0), (1.0, 1.0, 2.0)])
-    assert (outcome.found.factor, outcome.found.spread_percent, outcome.found.steps) == (factor, spread, 2)
+    assert (outcome.calibration.factor, outcome.calibration.spread_percent, outcome.calibration.steps) == (
+        factor,
+        spread,
+        2,
+    )
     data = calibrate.data(outcome)
     assert [row["ratio"] for row in data["steps"]] == [0.5, 1.0]
     models = [pytest.approx(3.0 + 1.0 / factor), pytest.approx(1.0 + (0.5 + 0.5) / factor)]
@@ -119,8 +129,8 @@ def test_one_factor_is_fitted_to_all_steps_together(published, plans):
 def test_a_kernels_own_share_of_peak_takes_the_place_of_the_tables(published, plans):
     plans |= {"a": (3.0, 1.0, 0.5)}
     path = published(step("one", 8.0, way("a"), kernel="own", batch=1))
-    [found] = calibrate.calibrate(path, 1).modelled
-    assert found.attention_s == pytest.approx(3.0 * 64 / 32) and found.seconds == pytest.approx(7.5)
+    [found] = calibrate.calibrate(path, 1).models
+    assert found.parts.attention_s == pytest.approx(3.0 * 64 / 32) and found.seconds == pytest.approx(7.5)
     given, bounded = plans["asked"][0]
     assert bounded and given["attention"] == "splash_transposed" and given["guidance_scale"] == "1.0"
 
@@ -128,7 +138,7 @@ def test_a_kernels_own_share_of_peak_takes_the_place_of_the_tables(published, pl
 def test_steps_with_one_program_share_its_compilation(published, plans):
     plans |= {"a": (3.0, 1.0, 0.5)}
     path = published(step("one", 4.0, way("a")), step("two", 5.0, way("a")), step("three", 6.0, way("a"), frames=49))
-    assert [one.step.name for one in calibrate.calibrate(path, 1).modelled] == ["one", "two", "three"]
+    assert [one.step.name for one in calibrate.calibrate(path, 1).models] == ["one", "two", "three"]
     assert [given["frames"] for given, _ in plans["asked"]] == ["121", "49"]
 
 
@@ -141,7 +151,7 @@ def test_pairs_that_are_apart_on_one_kernel_have_an_order_and_the_wrong_ones_are
         step("other", 1.0, way("d"), kernel="own"),
     )
     outcome = calibrate.calibrate(path, 1)
-    pairs = calibrate.pairs(outcome.modelled, outcome.found)
+    pairs = calibrate.pairs(outcome.models, outcome.calibration)
     found = {(pair.faster.step.name, pair.slower.step.name): pair.right for pair in pairs}
     assert found == {("fast", "slow"): True, ("near", "slow"): True}, "10 % is not apart, and one kernel not another"
     plans["a"] = (1.5, 0, 0)
@@ -154,9 +164,9 @@ def test_the_order_is_that_of_the_models_with_their_factor(published, plans):
     plans |= {"a": (3.0, 1.0, 0), "b": (1.0, 3.5, 0)}
     path = published(step("slow", 3.3, way("a")), step("fast", 2.2, way("b")))
     outcome = calibrate.calibrate(path, 1)
-    slow, fast = outcome.modelled
-    assert slow.seconds < fast.seconds and slow.model_s(outcome.found) > fast.model_s(outcome.found)
-    assert [pair.right for pair in calibrate.pairs(outcome.modelled, outcome.found)] == [True]
+    slow, fast = outcome.models
+    assert slow.seconds < fast.seconds and slow.model_s(outcome.calibration) > fast.model_s(outcome.calibration)
+    assert [pair.right for pair in calibrate.pairs(outcome.models, outcome.calibration)] == [True]
 
 
 def test_a_step_that_cannot_be_modelled_is_a_line_and_no_factor_is_written(published, plans, tmp_path):
@@ -228,14 +238,14 @@ def test_an_outline_that_is_not_there_or_has_another_size_is_refused(published):
     shutil.copy(drawn, f"{path}/configs/published/outlines/none.yaml")
     [(_, error)] = calibrate.calibrate(path, 1).failed
     assert str(error) == (
-        "configs/published/steps.yaml:6: 'frames' is 121, and the sketch 'Wan 14B, 1280x720, 81 frames' has 81. "
-        "Name a sketch of this size."
+        "configs/published/steps.yaml:6: 'frames' is 121, and the outline 'Wan 14B, 1280x720, 81 frames' has 81. "
+        "Name an outline of this size."
     )
 
 
 def test_a_pack_without_published_steps_is_refused(published, tmp_path):
     root = published()
-    shutil.rmtree(f"{root}/benchmarks")
+    shutil.rmtree(f"{root}/configs/published")
     assert "There is no configs/published/steps.yaml. Name a folder that has it with --path." in refusal(
         lambda: calibrate.calibrate(root), DataFolderError
     )

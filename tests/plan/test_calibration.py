@@ -7,6 +7,7 @@ import pytest
 from torchport.errors import UnknownKeyError, WrongTypeError
 from torchport.plan import calibration
 from torchport.plan.calibration import Calibration
+from torchport.plan.figures import Parts
 
 FOUND = Calibration(factor=0.8, spread_percent=12.34, steps=7, versions={"libtpu": "0.0.51"}, date="2026-01-31")
 
@@ -26,6 +27,10 @@ PUBLISHED = [
     (1.56, 1.41, 1.34, 2.95),
 ]
 """Modelled seconds of attention, everything else and communication, and measured ones, of twelve published steps."""
+
+
+def parts(attention, other):
+    return Parts[float](attention_s=attention, other_s=other, communication_s=0.0)
 
 
 def test_without_attention_the_factor_is_the_geometric_mean_of_modelled_over_measured():
@@ -73,9 +78,9 @@ def test_all_but_attention_is_divided_by_the_factor():
     factor, _ = calibration.fitted([(2.0, 2.0, 6.0), (3.0, 3.0, 9.0)])
     found = FOUND.model_copy(update={"factor": factor})
     assert factor == pytest.approx(0.5)
-    assert calibration.calibrated(2.0, 2.0, found) == pytest.approx(6.0), "what was fitted comes out as it was measured"
-    assert calibration.calibrated(2.0, 0.0, found) == 2.0, "attention is left as it is"
-    assert calibration.calibrated(2.0, 0.5, None) == 2.5
+    assert calibration.calibrated(parts(2.0, 2.0), found) == pytest.approx(6.0), "what was fitted comes out as measured"
+    assert calibration.calibrated(parts(2.0, 0.0), found) == 2.0, "attention is left as it is"
+    assert calibration.calibrated(parts(2.0, 0.5), None) == 2.5
 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path):

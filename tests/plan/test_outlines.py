@@ -5,15 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchport.config.machine import TPU_CHIPS
 from torchport.errors import BadValueError, TopologyError, UnknownKeyError, UnknownNameError
-from torchport.plan import outlines, plan
+from torchport.plan import collectives, outlines
 from torchport.tpu import absent
 
 needs_libtpu = pytest.mark.skipif(
     not absent.installed(),
     reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_outlines.py`",
 )
-SKETCH = """\
+OUTLINE = """\
 title: small
 class: diffusers:CogVideoXTransformer3DModel
 source: nowhere
@@ -56,14 +57,14 @@ strategies:
 
 @pytest.fixture
 def file(tmp_path):
-    """The small sketch."""
-    (tmp_path / "small.yaml").write_text(SKETCH)
+    """The small outline."""
+    (tmp_path / "small.yaml").write_text(OUTLINE)
     return tmp_path / "small.yaml"
 
 
-def asked(file, **given):
+def job(file, **given):
     fields = {"machine": "v6e:2x4", "mesh": {"dp": 2, "tp": 4}, "strategy": "tp", "attention": "splash", **given}
-    return outlines.Asked(str(file), **fields)
+    return outlines.OutlineJob(str(file), **fields)
 
 
 def refusal(call, kind):
@@ -73,28 +74,29 @@ def refusal(call, kind):
 
 
 @needs_libtpu
-def test_a_sketch_is_modelled_by_its_parts(file):
-    found = outlines.parts(asked(file))
+def test_an_outline_is_modelled_by_its_parts(file):
+    found = outlines.step_parts(job(file))
     flops = 2 * 4 * 2 * 8 * 640**2 * 64 / 8
-    assert found.attention_s == pytest.approx(flops / (918e12 * found.peak_percent / 100))
-    assert 0 < found.other_s < 1e-2
+    assert found.parts.attention_s == pytest.approx(flops / (918e12 * found.peak_percent / 100))
+    assert 0 < found.parts.other_s < 1e-2
     # What attention returns is exchanged, heads for tokens, as the strategy says.
-    assert 0 < found.communication_s < 1e-3
+    assert 0 < found.parts.communication_s < 1e-3
 
 
 @needs_libtpu
-def test_a_sketchs_exchanges_are_on_the_links_that_its_groups_have(file, monkeypatch):
+def test_an_outlines_collectives_are_on_the_links_that_its_groups_have(file, monkeypatch):
     kept = []
 
-    def exchanges(program, of, where):
-        kept.extend(plan.exchanges(program, of, where))
+    def listed(program, of, where):
+        kept.extend(collectives.collectives(program, of, where))
         return kept
 
-    monkeypatch.setattr(outlines, "exchanges", exchanges)
-    found = outlines.parts(asked(file, machine="v6e:4x4", mesh={"dp": 2, "tp": 8}))
+    monkeypatch.setattr(outlines, "collectives", listed)
+    found = outlines.step_parts(job(file, machine="v6e:4x4", mesh={"dp": 2, "tp": 8}))
     moved = {(one.kind, one.ports, one.links) for one in kept if one.group == 8}
     assert moved == {("all-to-all", 1.0, "2x4 rectangle"), ("all-gather", 2.0, "2x4 rectangle")}
-    assert found.communication_s == pytest.approx(sum(one.seconds("v6e") for one in kept)) and found.communication_s > 0
+    v6e = TPU_CHIPS["v6e"]
+    assert found.parts.communication_s == pytest.approx(collectives.seconds(kept, v6e)) and kept
 
 
 def test_a_network_is_called_with_tuples_of_its_numbered_inputs():
@@ -114,25 +116,25 @@ def test_weights_have_the_dtypes_that_they_would_be_loaded_in(file):
     assert {tensor.device.type for tensor in network.parameters()} == {"meta"}
 
 
-def test_a_sketch_is_read_strictly(file):
-    file.write_text(SKETCH + "speed: 3\n")
+def test_an_outline_is_read_strictly(file):
+    file.write_text(OUTLINE + "speed: 3\n")
     assert refusal(lambda: outlines.read(file, "small.yaml"), UnknownKeyError).startswith(
-        f"small.yaml:{len(SKETCH.splitlines()) + 1}: Unknown key 'speed'."
+        f"small.yaml:{len(OUTLINE.splitlines()) + 1}: Unknown key 'speed'."
     )
 
 
 def test_a_compiler_that_stops_without_an_outcome_is_reported_by_its_exception(file, monkeypatch):
     stderr = "jax.errors.JaxRuntimeError: INTERNAL: no\n----\nFor simplicity, JAX has removed its internal frames.\n"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr=stderr))
-    text = refusal(lambda: outlines.parts(asked(file)), TopologyError)
+    text = refusal(lambda: outlines.step_parts(job(file)), TopologyError)
     assert text == (
-        f"sketch {file}: The compiler ended with exit code 1 and said: jax.errors.JaxRuntimeError: INTERNAL: no. "
+        f"outline {file}: The compiler ended with exit code 1 and said: jax.errors.JaxRuntimeError: INTERNAL: no. "
         "Mend that, or plan another size."
     )
 
 
 def test_a_machine_that_is_no_tpu_and_a_strategy_that_is_not_there_are_refused(file):
-    text = refusal(lambda: outlines.parts(asked(file, machine="cpu:8")), BadValueError)
+    text = refusal(lambda: outlines.step_parts(job(file, machine="cpu:8")), BadValueError)
     assert text == f"{file}: The machine cpu:8 is no TPU. Name a slice such as v6e:2x4."
-    text = refusal(lambda: outlines.compiled(asked(file, strategy="pt")), UnknownNameError)
+    text = refusal(lambda: outlines.compiled(job(file, strategy="pt")), UnknownNameError)
     assert text == f"{file}: It has no strategy 'pt'. Known: tp."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import jax
 import pytest
@@ -12,9 +13,10 @@ from torchport import shard
 from torchport.attention import dispatch, tiles
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
-from torchport.plan import aot, calibration, plan, report
-from torchport.plan import collectives as exchange
+from torchport.plan import aot, calibration, collectives, plan, report
+from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.processes import child
+from torchport.shard.grid import Spot
 from torchport.stages import recorder
 from torchport.task import Request, accept
 from torchport.tpu import absent, hlo
@@ -41,59 +43,60 @@ def planned(tmp_path_factory):
 @needs_libtpu
 def test_a_plan_says_what_the_compiler_says(planned):
     found, keep = planned
-    stage = found["stages"]["denoise"]
-    assert found["fits"] and stage["fits"] and stage["status"] == "ok"
-    assert found["stages"]["encode"]["status"] == "not_ported" and "on the host" in found["stages"]["encode"]["why"]
-    assert found["stages"]["decode"] == {"status": "not_asked", "why": "Add --stage decode, or --stage all"}
-    device = stage["per_device"]
-    assert 0 < device["arguments_bytes"] < device["peak_bytes"] < device["hbm_bytes"] == 32 * 2**30
+    stage = found.stage("denoise")
+    assert found.fits and stage.fits and stage.status == "ok"
+    encode, decode = found.stages["encode"], found.stages["decode"]
+    assert encode.status == "not_ported" and "on the host" in encode.why
+    assert decode == StageLeftOut(status="not_asked", why="Add --stage decode, or --stage all")
+    device = stage.per_device
+    assert 0 < device.arguments_bytes < device.peak_bytes < device.hbm_bytes == 32 * 2**30
     program = hlo.read(keep / "denoise")
     loop = max((loop for loop in program.loop_bodies() if program.kernels(loop.body)), key=lambda loop: loop.cycles)
-    assert stage["per_block"]["count"] == loop.trips == 2
-    assert stage["per_block"]["other_ms"] == pytest.approx(1e3 * loop.cycles / 1.755e9)
-    assert json.loads((keep / "plan.json").read_text()) == found
-    [one] = stage["programs"]
-    assert one["times"] == stage["steps"] == 8 and (keep / one["dump"]).is_file()
-    assert stage["per_device"] == one["per_device"] and stage["step"] == one["step"]
+    assert stage.per_block.count == loop.trips == 2
+    assert stage.per_block.other_ms == pytest.approx(1e3 * loop.cycles / 1.755e9)
+    assert json.loads((keep / "plan.json").read_text()) == found.model_dump(mode="json")
+    [one] = stage.programs
+    assert one.times == stage.steps == 8 and (keep / one.dump).is_file()
+    assert stage.per_device == one.per_device and stage.step == one.step
 
 
 @needs_libtpu
 def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
-    kinds = {one["kind"] for one in planned[0]["stages"]["denoise"]["per_block"]["collectives"]}
+    kinds = {one.kind for one in planned[0].stage("denoise").per_block.collectives}
     assert "all-to-all" in kinds
-    collectives = planned[0]["stages"]["denoise"]["per_block"]["collectives"]
-    shapes = {(one["group"], one["links"], one["ports"]) for one in collectives}
+    collectives = planned[0].stage("denoise").per_block.collectives
+    shapes = {(one.group, one.links, one.ports) for one in collectives}
     assert shapes == {(4, "2x2 square", 2.0)}
     found = plan.plan(request(*SMALL), "v6e:2x4")
-    kinds = [one["kind"] for one in found["stages"]["denoise"]["per_block"]["collectives"]]
+    kinds = [one.kind for one in found.stage("denoise").per_block.collectives]
     assert set(kinds) == {"all-reduce"}
 
 
 @needs_libtpu
 def test_a_step_has_the_collectives_of_all_blocks_and_what_is_around_them(planned):
-    stage = planned[0]["stages"]["denoise"]
-    block, step = stage["per_block"], stage["per_step"]
-    for one in block["collectives"]:
-        alike = [other for other in step["collectives"] if other["kind"] == one["kind"]]
-        assert sum(other["count"] for other in alike) >= one["count"] * block["count"]
-    assert step["communication_ms"] == pytest.approx(1e3 * stage["step"]["communication_s"])
-    assert step["communication_ms"] > block["count"] * block["communication_ms"]
+    stage = planned[0].stage("denoise")
+    block, step = stage.per_block, stage.per_step
+    for one in block.collectives:
+        alike = [other for other in step.collectives if other.kind == one.kind]
+        assert sum(other.count for other in alike) >= one.count * block.count
+    assert step.communication_ms == pytest.approx(1e3 * stage.step.communication_s)
+    assert step.communication_ms > block.count * block.communication_ms
 
 
 @needs_libtpu
 def test_the_model_of_a_step_is_its_attention_and_the_other_parts_over_the_factor_and_above_the_floor(planned):
-    stage = planned[0]["stages"]["denoise"]
-    step = stage["step"]
-    assert step["uncalibrated_s"] == pytest.approx(step["attention_s"] + step["other_s"] + step["communication_s"])
-    rest = step["other_s"] + step["communication_s"]
-    assert step["model_s"] == pytest.approx(step["attention_s"] + rest / calibration.shipped().factor)
-    assert step["model_s"] > step["attention_s"] > 0 and step["model_s"] > step["floor_s"] > 0
-    call = stage["attention"]
-    assert call["implementation"] == "splash_transposed" and call["bounded"]
-    assert (call["queries"] - 3 * 4 * 6) % 256 == 0, "the text is whole pieces"
-    assert call["flops_per_device"] == 4 * 2 * 4 * call["queries"] ** 2 * 32 // 8
-    assert call["head_size"] == 32 and call["peak_percent"] < 64 / 2, "zeros for half of its features or more"
-    assert any("attention's own share of peak: 1,352 keys in bfloat16" in said for said in stage["not_modelled"])
+    stage = planned[0].stage("denoise")
+    step = stage.step
+    assert step.uncalibrated_s == pytest.approx(step.attention_s + step.other_s + step.communication_s)
+    rest = step.other_s + step.communication_s
+    assert step.model_s == pytest.approx(step.attention_s + rest / calibration.shipped().factor)
+    assert step.model_s > step.attention_s > 0 and step.model_s > step.floor_s > 0
+    call = stage.attention
+    assert call.implementation == "splash_transposed" and call.bounded
+    assert (call.queries - 3 * 4 * 6) % 256 == 0, "the text is whole pieces"
+    assert call.flops_per_device == 4 * 2 * 4 * call.queries**2 * 32 // 8
+    assert call.head_size == 32 and call.peak_percent < 64 / 2, "zeros for half of its features or more"
+    assert any("attention's own share of peak: 1,352 keys in bfloat16" in said for said in stage.not_modelled)
 
 
 @needs_libtpu
@@ -109,23 +112,33 @@ def test_a_plan_reads_as_text(planned):
 @needs_libtpu
 def test_unrolled_blocks_have_no_figure_per_block():
     found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4")
-    assert found["stages"]["denoise"]["per_block"] is None
-    assert found["stages"]["denoise"]["step"]["model_s"] > 0
+    assert found.stage("denoise").per_block is None
+    assert found.stage("denoise").step.model_s > 0
 
 
-UNFIT = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
+def unfit(what, asked, limit):
+    """What the compiler's process says of a program that does not fit."""
+    overflow = Overflow(
+        what=what, kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact="Too large for HBM"
+    )
+    return compiled_program(overflow)
+
+
+def compiled_program(memory, **fields):
+    """What the compiler's process says of a program."""
+    known = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
+    return aot.CompiledProgram(memory, **{**known, "calls": [], "passes": [], "spots": [], **fields})
 
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
-    exceeds = {"exceeds": {"asked": 20 * 2**30, "limit": 16 * 2**30}}
-    monkeypatch.setattr(aot, "apart", lambda *_: [UNFIT | exceeds])
+    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     found = plan.plan(request(*ULYSSES), "v5e:2x4")
-    stage = found["stages"]["denoise"]
-    assert not found["fits"] and stage["per_device"]["peak_bytes"] == 20 * 2**30
-    assert stage["step"]["floor_s"] == pytest.approx(1e15 / (197e12 * 8)) and stage["step"]["model_s"] is None
-    assert (stage["dtypes"], stage["precision"]) == ({"transformer": "bfloat16"}, {"transformer": "default"})
+    stage = found.stage("denoise")
+    assert not found.fits and stage.per_device.peak_bytes == 20 * 2**30
+    assert stage.step.floor_s == pytest.approx(1e15 / (197e12 * 8)) and stage.step.model_s is None
+    assert (stage.dtypes, stage.precision) == ({"transformer": "bfloat16"}, {"transformer": "default"})
     text = report.lines(found)
-    assert text[0].endswith("DOES NOT FIT") and text[3] == "  bytes per device  20 GiB of 16"
+    assert text[0].endswith("DOES NOT FIT") and text[3] == "  bytes per device  20.0 GiB of 16.0 GiB"
     assert text[4] == "  DOES NOT FIT: HBM: 21,474,836,480 bytes, limit 17,179,869,184. Too large for HBM"
     arguments = ("--model", "hunyuan", "--config", "configs/demo.yaml", "--topology", "v5e:2x4", "--path", root)
     sets = [part for override in ULYSSES for part in ("--set", override)]
@@ -143,17 +156,17 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
     called = recorder.Called({}, (), 8, 10**15, (1,), None)
-    result = aot._program(aot.Outline(network, [called], notes), called, V6E, plan.Path("nowhere"))
-    overflow = result["vmem"]
-    assert (overflow["kernel"], overflow["limit"]) == ("splash_transposed", 120 * 2**20) and result["dump"] is None
-    monkeypatch.setattr(aot, "apart", lambda *_: [UNFIT | {"vmem": overflow}])
+    result = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    overflow = result.memory
+    assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
+    monkeypatch.setattr(aot, "apart", lambda *_: [compiled_program(overflow)])
     found = plan.plan(request(*ULYSSES), "v6e:2x4")
-    [finding] = found["stages"]["denoise"]["findings"]
-    assert finding["what"] == "vmem" and finding["asked_bytes"] > finding["limit_bytes"] == 120 * 2**20
-    assert finding["kernel"] == "splash_transposed" and finding["tile"] == "20096/2048/512"
+    [finding] = found.stage("denoise").findings
+    assert finding.what == "vmem" and finding.asked_bytes > finding.limit_bytes == 120 * 2**20
+    assert finding.kernel == "splash_transposed" and finding.tile == "20096/2048/512"
     text = "\n".join(report.lines(found))
-    assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding['asked_bytes']:,} bytes, limit" in text
-    assert not found["fits"] and found["stages"]["denoise"]["per_device"]["hbm_bytes"] == 32 * 2**30
+    assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding.asked_bytes:,} bytes, limit" in text
+    assert not found.fits and found.stage("denoise").per_device.hbm_bytes == 32 * 2**30
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
@@ -163,9 +176,9 @@ def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
         "120.00M exceeded scoped vmem limit by 10.00M."
     )
     with pytest.raises(VmemError) as caught:
-        aot._sizes(Lowered(said), V6E)
+        aot._memory(Lowered(said), V6E)
     assert (caught.value.asked, caught.value.limit) == (130 * 2**20, 120 * 2**20)
-    assert aot._overflow(caught.value, [])["kernel"] == "splash_mha"
+    assert aot._overflow(caught.value, []).kernel == "splash_mha"
 
 
 class Lowered:
@@ -204,9 +217,10 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
 def test_the_compilers_words_for_too_little_memory_become_bytes():
     said = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)."
     v5e = parse_machine("v5e:2x4", "a.yaml:1")
-    assert aot._sizes(Lowered(said), v5e) == {"exceeds": {"asked": 17.5 * 2**30, "limit": 15.75 * 2**30}}
+    overflow = aot._memory(Lowered(said), v5e)
+    assert (overflow.what, overflow.asked_bytes, overflow.limit_bytes) == ("hbm", 17.5 * 2**30, 15.75 * 2**30)
     with pytest.raises(TopologyError) as caught:
-        aot._sizes(Lowered("INTERNAL: broken"), v5e)
+        aot._memory(Lowered("INTERNAL: broken"), v5e)
     assert str(caught.value) == "plan v5e:2x4: The compiler refuses it: INTERNAL: broken. Plan another size."
 
 
@@ -310,54 +324,56 @@ def test_a_dump_is_not_mixed_with_an_earlier_one(tmp_path):
 @needs_libtpu
 def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes(planned, monkeypatch):
     found, keep = planned
-    [one] = found["stages"]["denoise"]["programs"]
-    sizes = {"argument": 100, "temp": 20, "output": 0, "alias": 0, "generated_code": 0}
-    shared = {"flops": 10**9, "attention": [], "trace_s": 1.0, "compile_s": 2.0, "dump": "copy.txt"}
-    shared |= {"passes": [], "spots": [(0, (n % 2, n // 2, 0), 0) for n in range(8)]}
+    [one] = found.stage("denoise").programs
+    sizes = aot.DeviceBytes(argument=100, temp=20, output=0, alias=0, generated_code=0)
+    shared = {"flops": 10**9, "dump": "copy.txt", "spots": [Spot(0, (n % 2, n // 2, 0), 0) for n in range(8)]}
     results = [
-        {"inputs": {"z": [1, 32, 3, 16, 16]}, "times": 18, "bytes": sizes, **shared},
-        {"inputs": {"z": [1, 32, 3, 9, 16]}, "times": 3, "bytes": sizes | {"temp": 10}, **shared},
+        compiled_program(sizes, inputs={"z": [1, 32, 3, 16, 16]}, times=18, **shared),
+        compiled_program(dataclasses.replace(sizes, temp=10), inputs={"z": [1, 32, 3, 9, 16]}, times=3, **shared),
     ]
 
     def apart(task, stage, folder, *_):
         folder.mkdir()
-        (folder / "copy.txt").write_text((keep / one["dump"]).read_text())
+        (folder / "copy.txt").write_text((keep / one.dump).read_text())
         return results
 
     monkeypatch.setattr(aot, "apart", apart)
     whole = plan.plan(request(*ULYSSES), "v6e:2x4", stages=("decode",))
-    stage = whole["stages"]["decode"]
-    first, second = stage["programs"]
-    assert whole["fits"] and stage["per_device"]["peak_bytes"] == 120 and stage["steps"] == 1
+    stage = whole.stage("decode")
+    first, second = stage.programs
+    assert whole.fits and stage.per_device.peak_bytes == 120 and stage.steps == 1
     for part in ("attention_s", "other_s", "communication_s", "model_s", "floor_s", "flops"):
-        assert stage["step"][part] == pytest.approx(18 * first["step"][part] + 3 * second["step"][part])
-    sent = sum(one["count"] for one in stage["per_step"]["collectives"])
-    assert sent == 21 * sum(one["count"] for one in first["per_step"]["collectives"])
-    assert stage["largest"][0]["ms"] == pytest.approx(18 * first["largest"][0]["ms"])
-    assert stage["per_block"] is None and stage["compile_s"] == 4.0
+        each = [getattr(one.step, part) for one in (stage, first, second)]
+        assert each[0] == pytest.approx(18 * each[1] + 3 * each[2])
+    sent = sum(one.count for one in stage.per_step.collectives)
+    assert sent == 21 * sum(one.count for one in first.per_step.collectives)
+    assert stage.largest[0].ms == pytest.approx(18 * first.largest[0].ms)
+    assert stage.per_block is None and stage.compile_s == 4.0
     assert "decode: 2 program(s), called 18 x [1, 32, 3, 16, 16], 3 x [1, 32, 3, 9, 16]" in report.lines(whole)
 
 
 def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
     task = accept(dataclasses.replace(request(*ULYSSES, "machine=v6e:2x4"), stage="denoise"))
-    known = plan._unfit(task, UNFIT)
-    fits = known | {"fits": True, "step": {**dict.fromkeys(plan.PARTS, 1.0), "floor_s": 0.5, "flops": 7}}
-    sized = [{"inputs": {}, "times": n, "dump": None, **one} for n, one in ((2, known), (3, fits))]
-    stage = plan.together(sized, 1)
-    assert not stage["fits"] and stage["step"]["model_s"] is None and stage["step"]["flops"] == 2 * 10**15 + 21
+    large = unfit("hbm", 20 * 2**30, 16 * 2**30)
+    known = plan._unfit(task, large, large.memory, None)
+    seconds = dict.fromkeys(KnownTime.model_fields, 1.0)
+    fits = {"fits": True, "times": 3, "step": StepTime(**seconds, floor_s=0.5, flops=7)}
+    programs = [known.model_copy(update={"times": 2}), known.model_copy(update=fits)]
+    stage = plan.together(programs, 1, dtypes={}, precision={})
+    assert not stage.fits and stage.step.model_s is None and stage.step.flops == 2 * 10**15 + 21
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_decoder_compiles_for_a_slice_with_the_cards_precision_and_exchanges_its_edges(tmp_path):
     sizes = ("height=32", "width=64", "frames=1", *ULYSSES[-2:])
-    stage = plan.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",))["stages"]["decode"]
-    [one] = stage["programs"]
-    assert stage["fits"] and one["inputs"] == {"hidden_states": [1, 32, 1, 2, 4]} and one["times"] == 1
-    assert {exchange["kind"] for exchange in stage["per_step"]["collectives"]} >= {"collective-permute"}
-    assert stage["attention"]["implementation"] == "plain" and stage["step"]["attention_s"] == 0.0
-    assert stage["step"]["model_s"] > stage["step"]["floor_s"] > 0 and len(stage["largest"]) == 10
-    assert any("attention on its own" in said for said in stage["not_modelled"])
+    stage = plan.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",)).stage("decode")
+    [one] = stage.programs
+    assert stage.fits and one.inputs == {"hidden_states": [1, 32, 1, 2, 4]} and one.times == 1
+    assert {one.kind for one in stage.per_step.collectives} >= {"collective-permute"}
+    assert stage.attention.implementation == "plain" and stage.step.attention_s == 0.0
+    assert stage.step.model_s > stage.step.floor_s > 0 and len(stage.largest) == 10
+    assert any("attention on its own" in said for said in stage.not_modelled)
 
 
 @needs_libtpu
@@ -369,24 +385,36 @@ def test_a_second_reading_of_the_dump_agrees_and_sees_a_plan_that_does_not(plann
     rows = plan_dump.compared(keep)
     assert [row["figure"] for row in rows] == ["other_ms", "bytes", "bytes_of_all"]
     assert all(row["ratio"] == pytest.approx(1.0) and row["here"] > 0 for row in rows)
-    block = found["stages"]["denoise"]["programs"][0]["per_block"]
-    wrong = json.loads(json.dumps(found))
-    wrong["stages"]["denoise"]["programs"][0]["per_block"]["other_ms"] = 2 * block["other_ms"]
+    block = found.stage("denoise").programs[0].per_block
+    wrong = found.model_dump(mode="json")
+    wrong["stages"]["denoise"]["programs"][0]["per_block"]["other_ms"] = 2 * block.other_ms
     (tmp_path / "plan.json").write_text(json.dumps(wrong))
     (tmp_path / "denoise").symlink_to(keep / "denoise")
     assert plan_dump.compared(tmp_path)[0]["ratio"] == pytest.approx(0.5)
 
 
 def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
-    square = (4, None, "2x2 square", 2.0)
-    assert exchange.Exchange("all-to-all", 100_000_000, 2, *square).seconds("v6e") == pytest.approx(
-        2 * 1e8 * 0.75 / 2e11
-    )
-    assert exchange.Exchange("all-reduce", 100_000_000, 1, *square).seconds("v6e") == pytest.approx(
-        2 * 1e8 * 0.75 / 2e11
-    )
-    assert exchange.Exchange("reduce-scatter", 25_000_000, 1, *square).seconds("v6e") == pytest.approx(
-        1e8 * 0.75 / 2e11
-    )
-    line = exchange.Exchange("all-to-all", 100_000_000, 1, 4, None, "1x4 line", 1.0)
-    assert line.seconds("v6e") == pytest.approx(1e8 * 0.75 / 1e11)
+    v6e = V6E.chip
+
+    def seconds(kind, size, count, group=4, links="2x2 square", ports=2.0):
+        fields = {"kind": kind, "bytes": size, "count": count, "group": group, "links": links, "ports": ports}
+        return collectives.seconds([Collective(source=None, **fields)], v6e)
+
+    assert seconds("all-to-all", 100_000_000, 2) == pytest.approx(2 * 1e8 * 0.75 / 2e11)
+    assert seconds("all-reduce", 100_000_000, 1) == pytest.approx(2 * 1e8 * 0.75 / 2e11)
+    assert seconds("reduce-scatter", 25_000_000, 1) == pytest.approx(1e8 * 0.75 / 2e11)
+    assert seconds("all-to-all", 100_000_000, 1, links="1x4 line", ports=1.0) == pytest.approx(1e8 * 0.75 / 1e11)
+
+
+def test_a_task_travels_to_another_process_as_it_is():
+    """Nothing of it is read a second time there: the config may have changed on disk."""
+    task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
+    assert pickle.loads(pickle.dumps(task)) == task
+
+
+def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatch):
+    checked = []
+    monkeypatch.setattr(plan.shard, "check_axes", lambda strategy, networks, *_: checked.append(networks))
+    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
+    plan.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
+    assert checked[-1] == ["transformer", "vae"]

@@ -5,82 +5,21 @@ import json
 import re
 
 import pytest
+from fakes import plans
+from fakes.plans import GIB, memory, stage
 
 from torchport.errors import OutputError
 from torchport.files import folder
 from torchport.plan import report
+from torchport.plan.figures import JobPlan
 
-GIB = 2**30
 VOID = {"meta", "rect"}
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
 
 
-def stage(**more):
-    step = {
-        "attention_s": 3.0,
-        "other_s": 1.5,
-        "communication_s": 0.25,
-        "uncalibrated_s": 4.75,
-        "model_s": 4.75,
-        "floor_s": 2.5,
-        "flops": 10**16,
-    }
-    exchange = {"kind": "all-to-all", "bytes": 123_456_789, "count": 4, "group": 4, "source": "a.py:7 in f"}
-    exchange |= {"links": "2x2 square", "ports": 2.0}
-    device = {
-        "arguments_bytes": 16 * GIB,
-        "temporaries_bytes": 2 * GIB,
-        "peak_bytes": 19 * GIB,
-        "constants_bytes": 3 * 2**20,
-        "hbm_bytes": 32 * GIB,
-    }
-    program = {
-        "inputs": {"x": [2, 65], "y": [2]},
-        "times": 50,
-        "fits": True,
-        "per_device": device,
-        "step": step,
-        "compile_s": 60.5,
-    }
-    return {
-        "status": "ok",
-        "fits": True,
-        "steps": 50,
-        "per_device": device,
-        "per_block": {
-            "count": 54,
-            "other_ms": 20.0,
-            "attention_ms": 55.5,
-            "communication_ms": 4.5,
-            "collectives": [exchange],
-        },
-        "per_step": {"communication_ms": 250.0, "collectives": [exchange | {"count": 216}]},
-        "step": step,
-        "largest": [
-            {"ms": 5.0, "opcode": "fusion", "source": "mlp.py:1 in g"},
-            {"ms": 3.0, "opcode": "fusion", "source": "mlp.py:1 in g"},
-            {"ms": 2.0, "opcode": "copy", "source": ""},
-        ],
-        "findings": [],
-        "not_modelled": ["2 call(s) of kernels outside the blocks"],
-        "programs": [program],
-        "trace_s": 1.0,
-        "compile_s": 60.5,
-    } | more
-
-
 def plan(**stages):
-    left_out = {"status": "not_ported", "why": "It runs on the host"}
-    return {
-        "model": "m",
-        "machine": "v6e:2x4",
-        "strategy": "ulysses",
-        "mesh": {"dp": 2, "sp": 4},
-        "fits": True,
-        "versions": {"jax": "0.10.2"},
-        "assumptions": ["uncalibrated"],
-        "stages": {"encode": left_out, **(stages or {"denoise": stage()})},
-    }
+    """The figures of a plan of these stages."""
+    return JobPlan.model_validate(plans.plan(**stages))
 
 
 class Page(html.parser.HTMLParser):
@@ -126,7 +65,17 @@ def test_a_page_is_well_formed_and_fetches_nothing():
 
 def test_the_numbers_of_a_page_are_the_plans():
     text = Page(report.page(plan(), "torchport plan --model m")).text
-    for shown in ("4.75 s", "2.5 s", "55.5 ms", "4.5 ms", "123,456,789", "19 of 32 GiB", "16 GiB", "60.5", "0.10.2"):
+    for shown in (
+        "4.75 s",
+        "2.5 s",
+        "55.5 ms",
+        "4.5 ms",
+        "123,456,789",
+        "19.0 GiB of 32.0 GiB",
+        "16.0 GiB",
+        "60.5",
+        "0.10.2",
+    ):
         assert shown in text, shown
     assert "One of 54 blocks, modelled: 80 ms, before any factor" in text and "Made by torchport plan --model m" in text
     assert "uncalibrated" in text and "2 call(s) of kernels outside the blocks" in text
@@ -194,14 +143,14 @@ def test_without_blocks_the_whole_stage_is_divided_by_operation():
 
 
 def test_hostile_text_stays_text():
-    hostile = plan()
+    hostile = plans.plan()
     hostile["model"] = hostile["assumptions"][0] = HOSTILE
     hostile["versions"] = {HOSTILE: HOSTILE}
     one = hostile["stages"]["denoise"]
     one["largest"][0]["source"] = one["per_block"]["collectives"][0]["source"] = HOSTILE
     one["not_modelled"] = [HOSTILE]
     hostile["stages"]["encode"]["why"] = HOSTILE
-    page = Page(report.page(hostile, HOSTILE))
+    page = Page(report.page(JobPlan.model_validate(hostile), HOSTILE))
     assert "script" not in {tag for tag, _ in page.tags}
     assert page.text.count(HOSTILE) >= 8
 
@@ -211,7 +160,7 @@ def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
         "floor_s": 2.5,
         "flops": 1,
     }
-    device = {"arguments_bytes": None, "temporaries_bytes": None, "peak_bytes": 40 * GIB, "hbm_bytes": 32 * GIB}
+    device = memory(arguments_bytes=None, temporaries_bytes=None, peak_bytes=40 * GIB, constants_bytes=None)
     finding = {
         "what": "vmem",
         "kernel": "splash_transposed",
@@ -223,11 +172,12 @@ def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
     found = stage(
         fits=False, step=unknown, per_device=device, per_block=None, per_step=None, largest=[], findings=[finding]
     )
-    page = Page(report.page(plan(denoise=found) | {"fits": False}, ""))
+    unfit = plan(denoise=found).model_copy(update={"fits": False})
+    page = Page(report.page(unfit, ""))
     said = "VMEM splash_transposed 4096/2048/512: 130,000,000 bytes, limit 125,829,120. It takes much"
     assert f"Does not fit: {said}" in page.text and "does not fit" in page.text
     assert [kind for kind, *_ in page.rects(0)] == ["rest", "free"]
-    assert f"  DOES NOT FIT: {said}" in report.lines(plan(denoise=found) | {"fits": False})
+    assert f"  DOES NOT FIT: {said}" in report.lines(unfit)
 
 
 def test_a_page_is_written_and_replaces_an_older_one(tmp_path):
@@ -254,5 +204,6 @@ def caught_text(file):
     return f"--report {file}: It is no file, or lies in no folder. Name a file in a folder that is there."
 
 
-def test_a_plan_is_json_all_through():
-    assert json.loads(json.dumps(plan())) == plan()
+def test_a_plan_can_be_read_again_from_its_json():
+    written = json.loads(json.dumps(plan().model_dump(mode="json")))
+    assert written == plans.plan() and JobPlan.model_validate(written) == plan()

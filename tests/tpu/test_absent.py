@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jax._src.pallas.mosaic import tpu_info
 
-from torchport.config.machine import HOST, TPU_CHIPS, chip, parse_machine
+from torchport.config.machine import HOST, TPU_CHIPS, parse_machine
 from torchport.errors import TopologyError
 from torchport.tpu import absent
 from torchport.tpu.absent import describe, environment
@@ -60,7 +60,7 @@ def test_every_chip_is_described_as_the_machine_says(root):
     names = ["v6e:2x4", "v5e:2x4", "v5p:2x2x1", "tpu7x:2x2x1"]
     for name, (devices, kind, cores) in zip(names, described(root, *names), strict=True):
         machine = parse_machine(name, "a.yaml:1")
-        assert devices == machine.devices and kind in machine.kinds and cores == chip(machine).cores
+        assert devices == machine.devices and kind in machine.kinds and cores == machine.chip.cores
 
 
 @REAL
@@ -121,9 +121,7 @@ def test_a_dump_is_asked_for_behind_the_callers_own_flags_and_never_comes_from_a
 def test_a_folder_that_libtpu_would_cut_in_two_is_refused():
     with pytest.raises(TopologyError) as caught:
         environment(Path("/my dumps"))
-    assert str(caught.value) == (
-        "/my dumps: The folder for the schedules has white space in its name. Name one without."
-    )
+    assert str(caught.value) == ("/my dumps: The folder for the dump has white space in its name. Name one without.")
 
 
 @pytest.mark.parametrize("name", TPU_CHIPS)
@@ -145,4 +143,4 @@ def test_a_chips_limits_are_those_that_jax_knows(name):
 
 
 def test_a_machine_without_tpus_has_no_chip():
-    assert chip(V6E) is TPU_CHIPS["v6e"] and chip(HOST) is None
+    assert V6E.chip is TPU_CHIPS["v6e"] and HOST.chip is None

@@ -1,4 +1,4 @@
-"""The schedule of a kernel: read from the compiler's text, and from a real compilation for a TPU that is not there."""
+"""The bundles of a kernel: read from the compiler's text, and from a real compilation for a TPU that is not there."""
 
 import importlib.util
 import re
@@ -80,7 +80,7 @@ def refusal(call, kind=TopologyError):
 
 def test_loops_and_predicated_regions_are_a_tree_and_delay_slots_are_not_skipped(tmp_path):
     found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
-    assert found.kernel == "k.1" and found.bundles == 17 == len(found.counts)
+    assert found.kernel == "k.1" and found.size == 17 == len(found.counts)
     first, steady, last = (Region("predicated", *span, depth=1) for span in ((4, 5), (8, 10), (12, 13)))
     assert found.root == Region("kernel", 0, 17, 0, (Region("loop", 1, 16, 1, (first, steady, last)),))
 
@@ -134,7 +134,7 @@ def test_shares_and_spills_are_those_of_the_steady_state(tmp_path):
 def test_a_slot_that_the_chip_lacks_is_refused(tmp_path):
     found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
     assert refusal(lambda: found.share("MATMULL"), UnknownNameError) == (
-        "schedule of k.1: There is no slot 'MATMULL'. "
+        "bundles of k.1: There is no slot 'MATMULL'. "
         "Did you mean 'MATMUL'? Known: MATMUL, VALU, VLOAD:FILL, VSTORE:SPILL."
     )
 
@@ -142,18 +142,18 @@ def test_a_slot_that_the_chip_lacks_is_refused(tmp_path):
 def test_a_kernel_is_found_by_the_name_that_libtpu_makes_of_it(tmp_path):
     dump(tmp_path, GRID, GRID_MATMUL, kernel="my-kernel_v6e_1x1.1")
     dump(tmp_path, INNER, [1] * 10, kernel="k.2")
-    assert read(tmp_path, "my-kernel v6e:1x1").bundles == 17
-    assert read(tmp_path, "k").bundles == read(tmp_path, "k.2").bundles == 10
+    assert read(tmp_path, "my-kernel v6e:1x1").size == 17
+    assert read(tmp_path, "k").size == read(tmp_path, "k.2").size == 10
 
 
 def test_a_kernel_that_was_not_dumped_is_refused(tmp_path):
     text = refusal(lambda: read(dump(tmp_path, GRID, GRID_MATMUL, kernel="splash.1"), "splosh.1"))
     assert text == (
-        f"{tmp_path}: The compiler left no schedule of a kernel 'splosh.1' there. "
+        f"{tmp_path}: The compiler left no bundles of a kernel 'splosh.1' there. "
         "Did you mean 'splash.1'? Known: splash.1."
     )
     assert refusal(lambda: read(tmp_path / "none", "k")) == (
-        f"{tmp_path / 'none'}: The compiler left no schedule of a kernel 'k' there. None are known."
+        f"{tmp_path / 'none'}: The compiler left no bundles of a kernel 'k' there. None are known."
     )
 
 
@@ -161,7 +161,7 @@ def test_a_kernel_that_is_called_twice_must_be_named_as_a_call(tmp_path):
     dump(tmp_path, GRID, GRID_MATMUL, kernel="k.2")
     dump(tmp_path, GRID, GRID_MATMUL, kernel="k.3")
     assert refusal(lambda: read(tmp_path, "k")) == (
-        f"{tmp_path}: It has 2 schedules of a kernel 'k': k.2, k.3. "
+        f"{tmp_path}: It has the bundles of 2 calls of a kernel 'k': k.2, k.3. "
         "Name one of the calls, and dump each program into an empty folder."
     )
     assert read(tmp_path, "k.3").kernel == "k.3"
@@ -214,7 +214,7 @@ def test_vector_memory_that_the_kernel_may_use_is_told_from_what_there_is():
     assert type(error) is VmemError and (error.asked, error.limit) == (76021760, 16 * 2**20)
     assert str(error) == (
         "m:f(bq=8): The tile takes 72.5 MiB of VMEM on v6e:1x1, and the limit is 16.0 MiB. "
-        "Take a smaller tile, or raise vmem_limit_bytes: a core has 128 MiB."
+        "Take a smaller tile, or raise vmem_limit_bytes: a core has 128.0 MiB."
     )
     assert str(refused(SCOPED.format("128.00"), V6E, "m:f()")).endswith("128.0 MiB. Take a smaller tile.")
 
@@ -225,60 +225,27 @@ def test_another_complaint_of_the_compiler_is_quoted():
     )
 
 
-def product(rows=256, scratch=8, name="product", calls=1, limit=None):
-    """A product of bfloat16 [rows, 512] and [512, 256], in steps of 256: `build` for the child process."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    def kernel(a_ref, b_ref, o_ref, total, spare):
-        @pl.when(pl.program_id(1) == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-            spare[...] = jnp.zeros_like(spare)
-
-        total[...] += jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32)
-
-        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
-        def _():
-            o_ref[...] = (total[...] + spare[0:1, 0:1]).astype(o_ref.dtype)
-
-    call = pl.pallas_call(
-        kernel,
-        name=name,
-        grid=(rows // 256, 2),
-        in_specs=[pl.BlockSpec((256, 256), lambda i, j: (i, j)), pl.BlockSpec((256, 256), lambda i, j: (j, 0))],
-        out_specs=pl.BlockSpec((256, 256), lambda i, j: (i, 0)),
-        out_shape=jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16),
-        scratch_shapes=[pltpu.VMEM((256, 256), jnp.float32), pltpu.VMEM((scratch, 128), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
-    )
-    operands = [jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)]
-    return lambda a, b: [call(a * n, b) for n in range(1, calls + 1)], operands
-
-
 @REAL
 @pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"])
 def test_a_kernel_is_compiled_for_every_chip_and_its_steady_step_is_found(machine):
-    found = compile_kernel("test_schedule:product", {"rows": 512}, parse_machine(machine, "a.yaml:1"))
-    schedule = found.schedule
-    assert found.kernels == ("product.1",) and schedule.kernel == "product.1" and found.compile_seconds > 0
-    [loop] = _loops(schedule.root)  # on v5p under a predicate: without a parallel dimension one of two cores works
-    steady = schedule.steady()
-    assert len(steady) < loop.end - loop.start < schedule.bundles  # neither the first step's region nor the last's
-    assert 0 < schedule.share("MATMUL") <= 1 and schedule.spills() == (0, 0)
-    column = list(schedule.slots).index("MATMUL")
-    assert schedule.counts[steady, column].sum() == schedule.counts[:, column].sum() > 0
+    found = compile_kernel("fakes.kernels:product", {"rows": 512}, parse_machine(machine, "a.yaml:1"))
+    kernel = found.bundles
+    assert found.kernels == ("product.1",) and kernel.kernel == "product.1" and found.compile_seconds > 0
+    [loop] = _loops(kernel.root)  # on v5p under a predicate: without a parallel dimension one of two cores works
+    steady = kernel.steady()
+    assert len(steady) < loop.end - loop.start < kernel.size  # neither the first step's region nor the last's
+    assert 0 < kernel.share("MATMUL") <= 1 and kernel.spills() == (0, 0)
+    column = list(kernel.slots).index("MATMUL")
+    assert kernel.counts[steady, column].sum() == kernel.counts[:, column].sum() > 0
 
 
 @REAL
 def test_the_compilers_files_are_kept_only_where_somebody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    kept = compile_kernel("test_schedule:product", {"calls": 2}, V6E, kernel="product.2", keep=tmp_path / "keep")
+    kept = compile_kernel("fakes.kernels:product", {"calls": 2}, V6E, kernel="product.2", keep=tmp_path / "keep")
     assert kept.kernels[0].startswith("product.") and len(kept.kernels) == 2
-    assert read(tmp_path / "keep", "product.2").bundles == kept.schedule.bundles
+    assert read(tmp_path / "keep", "product.2").size == kept.bundles.size
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
@@ -289,31 +256,31 @@ def test_the_compilers_files_are_kept_only_where_somebody_asks(tmp_path, monkeyp
         (
             {"scratch": 40960, "limit": 16 * 2**20},
             r"MiB of VMEM on v6e:1x1, and the limit is 16\.0 MiB\. "
-            r"Take a smaller tile, or raise vmem_limit_bytes: a core has 128 MiB\.",
+            r"Take a smaller tile, or raise vmem_limit_bytes: a core has 128\.0 MiB\.",
         ),
         ({"scratch": 300_000}, r"146\.5 MiB of VMEM on v6e:1x1, and the limit is 128\.0 MiB\. Take a smaller tile\."),
     ],
 )
 def test_a_tile_that_does_not_fit_is_refused_with_its_size(arguments, text):
     with pytest.raises(VmemError, match=text) as caught:
-        compile_kernel("test_schedule:product", arguments, V6E)
-    assert caught.value.place == f"test_schedule:product({', '.join(f'{k}={v}' for k, v in arguments.items())})"
+        compile_kernel("fakes.kernels:product", arguments, V6E)
+    assert caught.value.place == f"fakes.kernels:product({', '.join(f'{k}={v}' for k, v in arguments.items())})"
     assert caught.value.asked > caught.value.limit >= 16 * 2**20
 
 
 @REAL
 def test_a_program_without_a_single_kernel_is_refused():
-    assert refusal(lambda: compile_kernel("test_schedule:product", {"calls": 0}, V6E)) == (
-        "test_schedule:product(calls=0): The program has 0 Pallas kernels: none. "
+    assert refusal(lambda: compile_kernel("fakes.kernels:product", {"calls": 0}, V6E)) == (
+        "fakes.kernels:product(calls=0): The program has 0 Pallas kernels: none. "
         "It must have one, or 'kernel' must name one of them."
     )
 
 
 @REAL
 def test_a_function_that_does_not_build_is_refused_with_what_it_said():
-    text = refusal(lambda: compile_kernel("test_schedule:product", {"row": 1}, V6E))
+    text = refusal(lambda: compile_kernel("fakes.kernels:product", {"row": 1}, V6E))
     assert re.fullmatch(
-        r"test_schedule:product\(row=1\): The process that compiles it ended with exit code 1 and said: TypeError: "
+        r"fakes\.kernels:product\(row=1\): The process that compiles it ended with exit code 1 and said: TypeError: "
         r"product\(\) got an unexpected keyword argument 'row'.*\. The function must build and lower on any machine\.",
         text,
     )
@@ -321,5 +288,5 @@ def test_a_function_that_does_not_build_is_refused_with_what_it_said():
 
 @REAL
 def test_a_slice_that_does_not_exist_is_refused_from_the_child():
-    text = refusal(lambda: compile_kernel("test_schedule:product", {}, parse_machine("v6e:3x5", "a.yaml:1")))
+    text = refusal(lambda: compile_kernel("fakes.kernels:product", {}, parse_machine("v6e:3x5", "a.yaml:1")))
     assert text.startswith("machine v6e:3x5: libtpu does not know this slice (")

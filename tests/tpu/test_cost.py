@@ -1,4 +1,4 @@
-"""What a call costs: the counting rule on made-up schedules, and against a real one's matrix work."""
+"""What a call costs: the counting rule on made-up kernels, and against a real one's matrix work."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ import pytest
 from torchport.attention.tiles import SplashTile, Tile
 from torchport.config.machine import TPU_CHIPS, parse_machine
 from torchport.errors import TopologyError
-from torchport.tpu.bundles import Region, Schedule, compile_kernel
+from torchport.tpu.bundles import KernelBundles, Region, compile_kernel
 from torchport.tpu.cost import Trips, Work, executed, figures, least, splash_trips, transposed_trips
 
 REAL = pytest.mark.skipif(
@@ -18,12 +18,12 @@ REAL = pytest.mark.skipif(
 SLOTS = {"MATMUL": 2, "VSTORE:SPILL": 1, "VLOAD:FILL": 1}
 
 
-def schedule(root, busy=()):
-    """A schedule whose bundles in the ranges `busy` use one matrix unit each."""
+def bundles_of(root, busy=()):
+    """A kernel whose bundles in the ranges `busy` use one matrix unit each."""
     counts = numpy.zeros((root.end, len(SLOTS)), numpy.int64)
     for start, end in busy:
         counts[start:end, 0] = 1
-    return Schedule("k.1", SLOTS, counts, root)
+    return KernelBundles("k.1", SLOTS, counts, root)
 
 
 def kernel(*inside, end):
@@ -40,7 +40,7 @@ def predicated(start, end, *inside):
 
 def test_every_bundle_counts_as_often_as_the_loops_around_it_run():
     root = kernel(loop(10, 300, loop(20, 80), predicated(100, 250, loop(100, 250, loop(150, 200)))), end=310)
-    found = schedule(root, [(20, 80), (110, 130), (150, 200)])
+    found = bundles_of(root, [(20, 80), (110, 130), (150, 200)])
     outside, grid, first, second, inner = 20, 290 - 60 - 150, 60, 150 - 50, 50
     wanted = outside + 3 * (grid + 5 * first + 7 * (second + 11 * inner))
     assert executed(found, Trips((3, 5, 7, 11))) == wanted
@@ -48,26 +48,26 @@ def test_every_bundle_counts_as_often_as_the_loops_around_it_run():
 
 
 def test_a_loop_that_never_runs_costs_nothing_but_its_surroundings():
-    assert executed(schedule(kernel(loop(10, 100, loop(20, 80)), end=110), [(20, 80)]), Trips((2, 0))) == 20 + 2 * 30
+    assert executed(bundles_of(kernel(loop(10, 100, loop(20, 80)), end=110), [(20, 80)]), Trips((2, 0))) == 20 + 2 * 30
 
 
 def test_the_compilers_own_loops_count_once():
     root = kernel(loop(0, 300, loop(10, 17), predicated(30, 130, loop(40, 120)), predicated(200, 290)), end=300)
-    assert executed(schedule(root, [(210, 280)]), Trips((4,))) == 4 * 300
+    assert executed(bundles_of(root, [(210, 280)]), Trips((4,))) == 4 * 300
 
 
 def test_regions_for_the_first_and_the_last_step_count_once_in_so_many_steps():
     root = kernel(loop(0, 300, predicated(10, 60), predicated(100, 200), predicated(210, 280)), end=300)
-    found = schedule(root, [(100, 200)])
+    found = bundles_of(root, [(100, 200)])
     assert executed(found, Trips((12,), once_in=4)) == 12 * (300 - 50 - 70) + 3 * (50 + 70)
     assert executed(found, Trips((12,))) == 12 * 300
 
 
-def test_a_schedule_of_another_form_is_refused():
+def test_a_kernel_of_another_form_is_refused():
     with pytest.raises(TopologyError) as caught:
-        executed(schedule(kernel(loop(0, 100), end=100), [(0, 50)]), Trips((3, 2)))
+        executed(bundles_of(kernel(loop(0, 100), end=100), [(0, 50)]), Trips((3, 2)))
     assert str(caught.value) == (
-        "schedule of k.1: It has 1 loops, and the passes of 2 are known (3, 2). "
+        "bundles of k.1: It has 1 loops, and the passes of 2 are known (3, 2). "
         "The rule must follow the kernel: mend torchport/tpu/cost.py."
     )
 
@@ -92,7 +92,7 @@ def test_jaxs_kernel_has_one_loop_over_whole_tiles_and_chunks():
 def test_percentages_are_of_useful_arithmetic_and_memory_is_counted_as_it_lies_there():
     chip, work = TPU_CHIPS["v6e"], Work(queries=1000, keys=1024, heads=2, head_size=128)
     root = kernel(loop(100, 900, loop(200, 600), loop(700, 760)), end=1000)
-    found = figures(schedule(root, [(200, 600)]), work, Tile(1024, 256, columns=1024), chip, 256)
+    found = figures(bundles_of(root, [(200, 600)]), work, Tile(1024, 256, columns=1024), chip, 256)
     assert work.flops == 4 * 1000 * 1024 * 128 * 2
     # One cell; 4 chunks and no tail, so three trips: two heads' tiles, the steady loop, and the tail's.
     bundles = 200 + 2 * (800 - 400 - 60 + 3 * 400 + 0 * 60)
@@ -105,7 +105,7 @@ def test_percentages_are_of_useful_arithmetic_and_memory_is_counted_as_it_lies_t
 
 def test_where_products_take_longer_than_their_bundles_they_count():
     chip, work = TPU_CHIPS["v6e"], Work(queries=1024, keys=1024, heads=1, head_size=128)
-    found = schedule(kernel(loop(100, 900, loop(200, 500), loop(700, 760)), end=1000), [(200, 500)])
+    found = bundles_of(kernel(loop(100, 900, loop(200, 500), loop(700, 760)), end=1000), [(200, 500)])
     given = figures(found, work, Tile(1024, 256, columns=1024), chip, 256)
     # 3 passes of 1024 x 256 x 128 through a unit of 256 in place of 2: 384 bundles, and the step has 300.
     assert (given.waits, given.matrix_unit_share) == (84, 1.0)
@@ -134,7 +134,7 @@ def test_the_matrix_units_own_ceiling_is_known(tile, head_size, group, width, pe
 
 def test_keys_with_a_further_feature_take_two_registers_lanes_of_memory():
     chip, work = TPU_CHIPS["v6e"], Work(1024, 1024, 1, 128)
-    found = schedule(kernel(loop(0, 1500), end=1500), [(0, 1500)])
+    found = bundles_of(kernel(loop(0, 1500), end=1500), [(0, 1500)])
     assert figures(found, work, SplashTile(1024, 512, 512), chip, 256).dma_share == pytest.approx(
         512 * (128 + 256) * 2 / (1638e9 / 1.755e9) / 1500
     )
@@ -145,12 +145,12 @@ def test_keys_with_a_further_feature_take_two_registers_lanes_of_memory():
     ("machine", "passes"),
     [("v6e:2x4", 1.5), ("v5p:2x2x1", 1.0)],
 )
-def test_the_count_of_a_real_schedule_holds_all_of_the_matrix_work(machine, passes):
+def test_the_count_of_a_real_kernel_holds_all_of_the_matrix_work(machine, passes):
     """The products of padded sizes are known; a wrong number of passes of any loop would show in their sum."""
     chip, work, tile = TPU_CHIPS[machine.partition(":")[0]], Work(4000, 8292, 2, 128), Tile(1024, 512)
     arguments = {"implementation": "splash_transposed", "queries": 4000, "keys": 8292, "heads": 2, "head_size": 128}
     arguments |= {"bounded": True, "tile": vars(tile), "vmem_bytes": 2**25}
-    found = compile_kernel("torchport.tune.kernel_call:call", arguments, parse_machine(machine, "a.yaml:1")).schedule
+    found = compile_kernel("torchport.tune.kernel_call:call", arguments, parse_machine(machine, "a.yaml:1")).bundles
     fitted = tile.fitted(4000, 8292)
     trips = transposed_trips(work, fitted, chip.cores)
     padded = 4 * (4 * fitted.block_q) * (33 * 256) * 128 * passes * work.heads / chip.cores

@@ -12,7 +12,7 @@ import pytest
 from torchport.errors import TopologyError, UnknownNameError
 from torchport.tpu import hlo
 from torchport.tpu.absent import environment
-from torchport.tpu.hlo import INTERNAL, Loop, Source
+from torchport.tpu.hlo import INTERNAL, Loop, SourceLine
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -43,7 +43,7 @@ StackFrames
 5 {file_location_id=2 parent_frame_id=1}
 
 """
-BLOCK = Source("/venv/lib/python3.11/site-packages/model/block.py", 12, "Block.forward")
+BLOCK = SourceLine("/venv/lib/python3.11/site-packages/model/block.py", 12, "Block.forward")
 SUM = """%sum (a: f32[], b: f32[]) -> f32[] {
   %a = f32[]{:T(128)} parameter(0)
   %b = f32[]{:T(128)} parameter(1)
@@ -153,13 +153,15 @@ def test_an_attribute_that_is_written_on_lines_of_its_own_belongs_to_its_instruc
 def test_a_source_is_the_innermost_line_that_is_not_internal(tmp_path):
     lines = [f'%c{frame} = f32[] copy(%p), metadata={{op_name="x" stack_frame_id={frame}}}' for frame in range(1, 6)]
     made = program(tmp_path, entry(*lines, "ROOT %r = f32[] copy(%p)")).computations["main"].instructions
-    attention = Source("<torchport: a.b in /venv/lib/python3.11/site-packages/model/attention.py>", 7, "Block.forward")
+    attention = SourceLine(
+        "<torchport: a.b in /venv/lib/python3.11/site-packages/model/attention.py>", 7, "Block.forward"
+    )
     assert [made[f"c{frame}"].source for frame in range(1, 6)] == [BLOCK, BLOCK, BLOCK, attention, None]
     assert made["r"].source is None
     assert str(BLOCK) == "model/block.py:12 in Block.forward"
     assert str(attention) == "model/attention.py:7 in Block.forward"
     everything = hlo.read(tmp_path, internal=()).computations["main"].instructions
-    assert everything["c5"].source == Source(
+    assert everything["c5"].source == SourceLine(
         "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", 1778, "Module.__call__"
     )
 
@@ -176,7 +178,7 @@ def test_internal_files_are_those_of_the_machinery():
     for file in ("/v/site-packages/jax/_src/api.py", "/v/site-packages/torchax/tensor.py", "/usr/lib/python3.11/a.py"):
         assert internal.search(file)
     assert internal.search("/a/patches/torch/autocast.py") and not internal.search("/a/patches/diffusers/vae.py")
-    assert internal.search(f"{package}/compile.py") and not internal.search(f"{package}/pipelines/a.py")
+    assert internal.search(f"{package}/compile.py") and not internal.search(f"{package}/stages/a.py")
     for file in (
         "/v/lib/python3.11/site-packages/diffusers/a.py",
         "/v/site-packages/torchvision/a.py",

@@ -12,7 +12,7 @@ from torchport.config.machine import MIB, parse_machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.tpu.cost import Figures, Work, least
 from torchport.tune import tune
-from torchport.tune.workload import asked, sized
+from torchport.tune.workload import of_flags, sized
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -38,10 +38,10 @@ def schedules(monkeypatch):
         outcome = found[tuple(arguments["tile"].values())]
         if isinstance(outcome, VmemError):
             raise outcome
-        return type("Compiled", (), {"schedule": outcome})
+        return type("CompiledKernel", (), {"bundles": outcome})
 
     monkeypatch.setattr(tune, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(tune, "figures", lambda schedule, work, tile, chip, width: schedule)
+    monkeypatch.setattr(tune, "figures", lambda kernel, work, tile, chip, width: kernel)
     return found
 
 
@@ -61,7 +61,7 @@ def test_tiles_are_ranked_by_the_whole_calls_share_of_peak_and_the_dropped_come_
         "",
         "body: 16,001 bundles, limit 16,000",
         "HBM: 0.91 of the cycles, limit 0.9",
-        "VMEM: 130,000,000 bytes, limit 125,829,120 (120 MiB)",
+        "VMEM: 130,000,000 bytes, limit 125,829,120 (120.0 MiB)",
     ]
     assert found.ranked_by == "schedule"
 
@@ -72,7 +72,7 @@ def test_a_tile_that_declares_too_much_is_dropped_without_a_compilation(schedule
     asked_bytes = (
         Tile(20_480, 2048).fitted(40_000, 40_000).vmem_bytes(head_size=128, heads=1, itemsize=2, bounded=False)
     )
-    assert found.dropped == f"VMEM: {asked_bytes:,} bytes, limit {120 * MIB:,} (120 MiB)" and not schedules
+    assert found.dropped == f"VMEM: {asked_bytes:,} bytes, limit {120 * MIB:,} (120.0 MiB)" and not schedules
 
 
 def test_where_the_chip_is_time_decides(schedules, monkeypatch):
@@ -104,7 +104,7 @@ def test_only_tiles_whose_products_alone_fit_the_largest_body_are_tried(machine,
     job = sized(parse_machine(machine, "a.yaml:1"), 100_000, 4, head_size)
     found = tune.candidates(job, "splash_transposed")
     assert 3 <= len(found) <= 12
-    width = tiles.UNIT_WIDTH[job.name]
+    width = tiles.UNIT_WIDTH[job.chip.name]
     assert all(4000 <= least(job.work, tile, width, job.chip.bundle_flops) <= 16_000 for tile in found)
     assert all(isinstance(tile, SplashTile) for tile in tune.candidates(job, "splash"))
 
@@ -151,10 +151,10 @@ def test_a_result_without_a_tile_is_not_written(schedules, tmp_path):
 
 
 def test_a_models_attention_is_read_from_its_configurations(root):
-    found = asked("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root))
-    assert found.work == Work(111_600, 111_600, heads=4, head_size=128) and found.name == "v6e"
+    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root))
+    assert found.work == Work(111_600, 111_600, heads=4, head_size=128) and found.chip.name == "v6e"
     assert found.note == "of the pictures; those of the text come on top"
-    found = asked("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root), tokens=112_856, heads=2)
+    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root), tokens=112_856, heads=2)
     assert found.work == Work(112_856, 112_856, heads=2, head_size=128) and found.note == ""
 
 
@@ -176,7 +176,7 @@ def test_two_small_heads_share_a_tile():
     ],
 )
 def test_half_a_job_is_refused(how, has):
-    assert refusal(lambda: asked("v6e:2x4", **how), BadValueError) == (
+    assert refusal(lambda: of_flags("v6e:2x4", **how), BadValueError) == (
         f"torchport tune: It has {has}. Give --model and --config, or --tokens, --heads and --head-size alone."
     )
 
@@ -223,7 +223,7 @@ def test_the_table_for_people_is_aligned(schedules):
         "splash_transposed bounded, v6e, by schedule: 2,304 tokens, 1 head(s) of 128",
         "  tile                peak %  steady %  matrix   HBM  spills  bundles",
         "  2048/256/512          60.0      64.0    0.97  0.05      12     6000",
-        "  2048/512/512        dropped, VMEM: 130,000,000 bytes, limit 125,829,120 (120 MiB)",
+        "  2048/512/512        dropped, VMEM: 130,000,000 bytes, limit 125,829,120 (120.0 MiB)",
     ]
 
 

@@ -62,7 +62,7 @@ class Pass:
 
     Attributes:
         kernel: Its name.
-        build: `module:function` for `schedule.compile_kernel`.
+        build: `module:function` for `bundles.compile_kernel`.
         arguments: What that is called with.
         steps: How often the kernel's body runs.
         bytes: Read from HBM and written there.

@@ -102,7 +102,7 @@ def rotated(
 def alone(
     batch: int, tokens: int, features: int, groups: int
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `rotated` of bfloat16 projections and the shapes of its tensors, for `schedule.compile_kernel`."""
+    """Returns `rotated` of bfloat16 projections and the shapes of its tensors, for `bundles.compile_kernel`."""
 
     def run(x: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         return rotated(x, weight, cos, sin, 1e-6, groups)

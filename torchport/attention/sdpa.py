@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from torchport.attention.dispatch import attention
 from torchport.errors import AttentionError
+from torchport.progress import size_text
 
 MASK_LIMIT = 2**30
 """Bytes of the largest mask that is worth holding: 1 GiB, a bool mask of 32,768 x 32,768."""
@@ -131,7 +132,7 @@ def _whole(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
     if size > MASK_LIMIT:
         raise AttentionError(
             "scaled_dot_product_attention",
-            f"Its mask {list(shape)} takes {size / 2**30:.1f} GiB",
+            f"Its mask {list(shape)} takes {size_text(size)}",
             "Write a patch for the function that builds it: a mask over keys alone goes as lengths, "
             "`torchport.attention.for_torch.attention(q, k, v, lengths=...)`",
             bytes=size,

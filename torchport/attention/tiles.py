@@ -18,6 +18,7 @@ import pydantic
 from torchport.config import Frozen, read_document, validated
 from torchport.config.machine import MIB, TPU_CHIPS
 from torchport.errors import AttentionError, VmemError, WrongTypeError
+from torchport.progress import size_text
 
 LANES = 128
 SUBLANES = 8
@@ -142,8 +143,8 @@ def checked(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: b
     shown = f"block_q={tile.block_q}, block_kv={tile.block_kv}, columns={tile.columns}"
     raise VmemError(
         f"tile {shown}",
-        f"It takes {asked:,} bytes of VMEM ({asked / MIB:.1f} MiB) with {heads} head(s) of {head_size} features to a "
-        f"tile, and the limit is {limit:,} ({limit / MIB:.1f} MiB)",
+        f"It takes {asked:,} bytes of VMEM ({size_text(asked)}) with {heads} head(s) of {head_size} features to a "
+        f"tile, and the limit is {limit:,} ({size_text(limit)})",
         "Take a smaller tile; `torchport tune` finds one",
         tile=tile,
         asked=asked,

@@ -16,6 +16,7 @@ from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError
 from torchport.files import cache
 from torchport.load import tiny
+from torchport.progress import size_text
 from torchport.save import manifest
 from torchport.task import devices
 
@@ -86,11 +87,11 @@ def _devices() -> list[Diagnosis]:
     for name in platforms:
         count, kind, memory = devices.found_devices(name)
         if count:
-            size = f", {memory / machine.GIB:.1f} GiB each" if memory else ""
+            size = f", {size_text(memory)} each" if memory else ""
             findings.append(Diagnosis("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
         elif name != "cpu":
             findings.append(Diagnosis("note", f"{name} devices", "none: configs/demo.yaml runs without"))
-    findings.append(Diagnosis("ok", "host memory", f"{devices.host_memory() / machine.GIB:.1f} GiB free"))
+    findings.append(Diagnosis("ok", "host memory", f"{size_text(devices.host_memory())} free"))
     return findings
 
 
@@ -106,7 +107,7 @@ def _disk() -> list[Diagnosis]:
         free = shutil.disk_usage(existing).free
         writable = os.access(existing, os.W_OK)
         state: State = "ok" if writable and free > machine.GIB else "bad"
-        fact = f"{folder}: {free / machine.GIB:.1f} GiB free" + ("" if writable else ", not writable: choose another")
+        fact = f"{folder}: {size_text(free)} free" + ("" if writable else ", not writable: choose another")
         findings.append(Diagnosis(state, what, fact))
     return findings
 

@@ -38,13 +38,29 @@ NAMES = {"overrides": "set", "upstream_path": "upstream-path"}
 OF_CALIBRATION = ("calibrate", "write", "jobs", "path")
 
 
-def planned(flags: Flags) -> tuple[dict[str, Any], list[str]]:
-    """Returns what was asked for, as data and as text.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the command prints: the same as data and as text, and whether everything fits."""
+
+    data: dict[str, Any]
+    lines: list[str]
+    fits: bool = True
+
+
+def answer(flags: Flags, command: str) -> Answer:
+    """Returns what the flags ask for; a page, if one is asked for, has been written.
+
+    Args:
+        flags: Those of the command line.
+        command: The command line itself, which the page names.
 
     Raises:
         BadValueError: Flags that do not go together, or are missing.
+        OutputError: A file that cannot be written.
         TorchportError: Whatever the job is refused for.
     """
+    if flags.report is not None:
+        folder.check_writable("--report", flags.report)
     _check(flags)
     if flags.calibrate:
         if flags.write is not None:
@@ -52,28 +68,29 @@ def planned(flags: Flags) -> tuple[dict[str, Any], list[str]]:
         outcome = calibrate.calibrate(flags.path, flags.jobs)
         if flags.write is not None:
             calibrate.write(flags.write, outcome)
-        return calibrate.data(outcome), calibrate.lines(outcome)
+        return Answer(calibrate.data(outcome), calibrate.lines(outcome))
     assert flags.model is not None and flags.config is not None
-    given = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
+    overrides = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
     place = None if flags.upstream_path is None else str(flags.upstream_path)
-    request = Request(flags.model, flags.config, path=flags.path, upstream_path=place, overrides=given)
+    request = Request(flags.model, flags.config, path=flags.path, upstream_path=place, overrides=overrides)
     bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
-        return sweep.data(swept), sweep.lines(swept)
+        return Answer(sweep.data(swept), sweep.lines(swept))
     stages = ("denoise", "decode") if flags.stage == "all" else (flags.stage or "denoise",)
-    found = plan.plan(request, flags.topology, flags.keep, bounded, stages=stages)
-    return found, report.lines(found)
+    job = plan.plan(request, flags.topology, flags.keep, bounded, stages=stages)
+    if flags.report is not None:
+        report.write(flags.report, job, command)
+    return Answer(job.model_dump(mode="json"), report.lines(job), job.fits)
 
 
 def _check(flags: Flags) -> None:
     """Refuses flags that nothing would read, and those that are missing."""
-    given = [field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) not in (None, False, ())]
-    shown = {name: f"--{NAMES.get(name, name)}" for name in given}
+    names = [field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) not in (None, False, ())]
     if flags.calibrate:
-        unread = [name for name in given if name not in OF_CALIBRATION]
+        unread = [name for name in names if name not in OF_CALIBRATION]
         if unread:
-            fact = f"{shown[unread[0]]} is given, and the published steps say themselves what is planned"
+            fact = f"{_flag(unread[0])} is given, and the published steps say themselves what is planned"
             raise BadValueError("torchport plan --calibrate", fact, "Leave it out")
         return
     if flags.write is not None:
@@ -81,11 +98,15 @@ def _check(flags: Flags) -> None:
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
     for name in ("stage", "report"):
-        if flags.sweep and name in given:
-            fact = f"{shown[name]} is given, and a sweep is a table of denoising steps"
+        if flags.sweep and name in names:
+            fact = f"{_flag(name)} is given, and a sweep is a table of denoising steps"
             raise BadValueError("torchport plan --sweep", fact, "Leave it out")
     if flags.jobs is not None and not flags.sweep:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
-    missing = [name for name in ("model", "config") if name not in given]
+    missing = [name for name in ("model", "config") if name not in names]
     if missing:
         raise BadValueError("torchport plan", f"--{missing[0]} is missing", f"Add --{missing[0]}, or --calibrate")
+
+
+def _flag(name: str) -> str:
+    return f"--{NAMES.get(name, name)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torchport.compile import network, preflight
 from torchport.config import checkout
 from torchport.config.card import Rule, Spec, dims_of
 from torchport.config.pack import find_pack
+from torchport.progress import size_text
 from torchport.shard import RuleT, activations
 from torchport.stages import family
 from torchport.task import Request, Task, accept
@@ -120,15 +120,10 @@ def lines(rows: list[RuleRow]) -> list[str]:
     for component in dict.fromkeys(row.component for row in rows):
         own = [row for row in rows if row.component == component]
         total = sum(row.bytes or 0 for row in own)
-        text.append(f"{component}: {_size(total)} of weights on each device")
+        text.append(f"{component}: {size_text(total)} of weights on each device")
         for row in own:
-            held = "" if row.bytes is None else _size(row.bytes)
+            held = "" if row.bytes is None else size_text(row.bytes)
             count = str(row.matches or "")
             noted = f"  ({'; '.join(row.notes)})" if row.notes else ""
             text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {held:>10}  {row.pattern}{noted}")
     return text
-
-
-def _size(size: int) -> str:
-    unit = min(3, int(math.log(size, 1024))) if size else 0
-    return f"{size / 1024**unit:.3g} {('B', 'KiB', 'MiB', 'GiB')[unit]}"

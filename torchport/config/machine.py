@@ -32,6 +32,31 @@ class Machine:
     kinds: tuple[str, ...] = ()
     memory: int | None = None
 
+    @property
+    def chip(self) -> Chip | None:
+        """The chip that a TPU slice is made of; None for a machine of CPUs or GPUs."""
+        return TPU_CHIPS.get(self.name.partition(":")[0])
+
+    def require_tpu(
+        self,
+        place: str | None = None,
+        remedy: str = "Name a slice such as v6e:2x4",
+        fact: str = "It is no TPU",
+    ) -> Chip:
+        """Returns the chip that a TPU slice is made of.
+
+        Args:
+            place: Where the machine is written, for the error; by default the machine itself.
+            remedy: What to do instead, for the error.
+            fact: What is wrong, for the error.
+
+        Raises:
+            BadValueError: It is a machine of CPUs or GPUs.
+        """
+        if self.chip is None:
+            raise BadValueError(place or f"machine {self.name}", fact, remedy)
+        return self.chip
+
 
 HOST = Machine("the host", "cpu", 0)
 """The host alone, for what runs in PyTorch."""
@@ -42,6 +67,7 @@ class Chip:
     """A kind of TPU chip and its limits, each for one JAX device.
 
     Attributes:
+        name: As a machine names it, `v6e`.
         kinds: What JAX calls a device of it (`device_kind`), any of these.
         memory: Bytes of HBM.
         cores: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
@@ -50,6 +76,7 @@ class Chip:
         bundle_flops: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
         flops: Peak bfloat16 flop/s as published; `cores * bundle_flops * clock` within 0.3 %.
         bandwidth: Bytes/s between HBM and the device, as published.
+        link: Bytes/s of one link to another chip, in one direction.
         devices: JAX devices that a chip holds.
 
     Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth (v6e's page, as revised, rounds
@@ -57,9 +84,11 @@ class Chip:
     `jax/_src/pallas/mosaic/tpu_info.py` of JAX 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %,
     except for v5p's bandwidth, where it has 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one
     of 4 units (v5e, v5p) is busy for 16 bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with
-    16 rows times 256 x 256. clock: that file's flops over `cores * bundle_flops`, rounded.
+    16 rows times 256 x 256. clock: that file's flops over `cores * bundle_flops`, rounded. link: the chips' pages, 400,
+    1200, 800 and 1200 GB/s a chip, both directions, over 4, 6, 4 and 6 ports.
     """
 
+    name: str
     kinds: tuple[str, ...]
     memory: int
     _: dataclasses.KW_ONLY
@@ -69,11 +98,13 @@ class Chip:
     bundle_flops: int
     flops: float
     bandwidth: float
+    link: float
     devices: int = 1
 
 
 TPU_CHIPS = {
     "v5e": Chip(
+        "v5e",
         ("TPU v5 lite", "TPU v5e"),
         16 * GIB,
         vmem=128 * MIB,
@@ -81,8 +112,10 @@ TPU_CHIPS = {
         bundle_flops=131_072,
         flops=197e12,
         bandwidth=819e9,
+        link=50e9,
     ),
     "v5p": Chip(
+        "v5p",
         ("TPU v5", "TPU v5p"),
         95 * GIB,
         cores=2,
@@ -91,8 +124,10 @@ TPU_CHIPS = {
         bundle_flops=131_072,
         flops=459e12,
         bandwidth=2765e9,
+        link=100e9,
     ),
     "v6e": Chip(
+        "v6e",
         ("TPU v6 lite", "TPU v6e"),
         32 * GIB,
         vmem=128 * MIB,
@@ -100,8 +135,10 @@ TPU_CHIPS = {
         bundle_flops=524_288,
         flops=918e12,
         bandwidth=1638e9,
+        link=100e9,
     ),
     "tpu7x": Chip(
+        "tpu7x",
         ("TPU7x", "TPU v7x", "TPU v7"),
         96 * GIB,
         vmem=64 * MIB,
@@ -109,6 +146,7 @@ TPU_CHIPS = {
         bundle_flops=524_288,
         flops=1155e12,
         bandwidth=3.69e12,
+        link=100e9,
         devices=2,
     ),
 }
@@ -137,8 +175,3 @@ def parse_machine(name: str, place: str) -> Machine:
         f"'machine' is '{name}'",
         f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4), cuda:<devices> or cpu:<devices>",
     )
-
-
-def chip(machine: Machine) -> Chip | None:
-    """Returns the kind of chip that a TPU machine is made of; None for a machine of CPUs or GPUs."""
-    return TPU_CHIPS.get(machine.name.partition(":")[0])

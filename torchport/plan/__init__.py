@@ -1,1 +1,5 @@
-"""What a job would take, known without its hardware: a program's memory, its time, and how they are known."""
+"""A job's plan without a TPU: whether it fits on a slice, and how long a step should take.
+
+What is in here compiles stages for a TPU that is not there, models their time, and compares the models with published
+step times.
+"""

@@ -23,10 +23,11 @@ from torchport.config import checkout
 from torchport.config.machine import Machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
+from torchport.plan.figures import Overflow
 from torchport.processes import child
 from torchport.shard import grid
 from torchport.stages import family, recorder
-from torchport.task import Request, Task, accept
+from torchport.task import Task
 from torchport.tpu import absent, bundles
 
 SCHEDULED = "*after_codegen.txt"
@@ -34,7 +35,7 @@ SCHEDULED = "*after_codegen.txt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outline:
+class StageNetwork:
     """A stage's network, and all that its verb calls it with, before anything is lowered.
 
     Attributes:
@@ -49,7 +50,7 @@ class Outline:
 
 
 @contextlib.contextmanager
-def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True) -> Iterator[Outline]:
+def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True) -> Iterator[StageNetwork]:
     """Gives a stage as shapes alone, under its patches; what is traced must be traced inside.
 
     Args:
@@ -72,86 +73,128 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
             yield outline
 
 
-def _outline(task: Task, stage: family.Stage, devices: Any) -> Outline:
+def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
     name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
     module, how = network.module_of(stage, parts), network.how(stage, task)
     weights = network.shapes(task, stage, module, mesh)
     called = recorder.recorded(stage, parts, module, how, task.settings)
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
-    return Outline(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
+    return StageNetwork(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
 
 
-def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]]:
-    """Compiles a stage's programs, one for each set of shapes that its verb calls with.
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes of a program on one device, by the compiler's memory analysis."""
+
+    argument: int
+    temp: int
+    output: int
+    alias: int
+    generated_code: int
+
+    @property
+    def peak(self) -> int:
+        """What the program takes at most; outputs that lie in an argument's memory count once."""
+        return self.argument + self.temp + self.output + self.generated_code - self.alias
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What is known of a program beside its text, which is in the dump.
+
+    Attributes:
+        memory: Its bytes, or what does not fit.
+        inputs: The shapes that the verb calls it with, by name.
+        times: How often the verb does.
+        flops: Of one run, on the whole slice.
+        calls: Calls of attention.
+        passes: Of each kernel beside attention the call that moves most.
+        spots: Where the mesh's devices are, in its order.
+        dump: The name of its file in the dump; None where there is none.
+        trace_s: Seconds of tracing.
+        compile_s: Seconds of compiling.
+    """
+
+    memory: DeviceBytes | Overflow
+    inputs: dict[str, list[int]]
+    times: int
+    flops: int
+    calls: list[dispatch.Traced]
+    passes: list[dispatch.Pass]
+    spots: list[grid.Spot]
+    dump: str | None
+    trace_s: float
+    compile_s: float
+
+
+def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
+    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side of `apart`.
 
     Args:
-        request: For one stage.
+        task: Of one stage.
         dump: The folder into which the compiler writes.
         bounded: Whether scores are.
-
-    Returns:
-        Of each program: shapes, how often it is called, bytes per device or what it lacks, seconds, the kernel's
-        operands, and the name of its file in the dump.
     """
-    task = accept(request)
     [stage] = task.stages
     devices = absent.describe(task.machine).devices
-    with outlined(task, stage, devices, bounded) as outline:
-        return [_program(outline, called, task.machine, dump) for called in outline.called]
+    with outlined(task, stage, devices, bounded) as network:
+        return [_program(network, called, task.machine, dump) for called in network.called]
 
 
-def _program(outline: Outline, called: recorder.Called, machine: Machine, dump: Path) -> dict[str, Any]:
+def _program(network: StageNetwork, called: recorder.Called, machine: Machine, dump: Path) -> CompiledProgram:
     """Compiles for one set of shapes."""
-    written, traced = set(dump.glob(SCHEDULED)), len(outline.kernels)
+    written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None
+    memory: DeviceBytes | Overflow
     try:
-        lowered = outline.program.lowered(outline.program.shapes(called.tensors), called.static)
+        lowered = network.program.lowered(network.program.shapes(called.tensors), called.static)
         lowered_at = time.monotonic()
-        outcome = _sizes(lowered, machine)
+        memory = _memory(lowered, machine)
     except VmemError as error:
-        outcome = {"vmem": _overflow(error, outline.kernels[traced:])}
+        memory = _overflow(error, network.kernels[traced:])
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
     lowered_at = lowered_at or end  # a tile may be refused while it is traced
-    noted = outline.kernels[traced:]
-    return {
-        **outcome,
-        "inputs": {name: list(tensor.shape) for name, tensor in called.tensors.items()},
-        "times": called.times,
-        "flops": called.flops,
-        "attention": [dataclasses.asdict(call) for call in noted if isinstance(call, dispatch.Traced)],
-        "passes": _once(call for call in noted if isinstance(call, dispatch.Pass)),
-        "spots": [dataclasses.astuple(spot) for spot in grid.spots(outline.program.mesh.devices.flat)],
-        "dump": next((path.name for path in written), None),
-        "trace_s": lowered_at - start,
-        "compile_s": end - lowered_at,
-    }
+    noted = network.kernels[traced:]
+    assert called.flops is not None  # `outlined` has them counted
+    return CompiledProgram(
+        memory,
+        {name: list(tensor.shape) for name, tensor in called.tensors.items()},
+        called.times,
+        called.flops,
+        [call for call in noted if isinstance(call, dispatch.Traced)],
+        _once(call for call in noted if isinstance(call, dispatch.Pass)),
+        grid.spots(list(network.program.mesh.devices.flat)),
+        next((path.name for path in written), None),
+        lowered_at - start,
+        end - lowered_at,
+    )
 
 
-def _once(passes: Iterable[dispatch.Pass]) -> list[dict[str, Any]]:
+def _once(passes: Iterable[dispatch.Pass]) -> list[dispatch.Pass]:
     """Returns of each kernel the call that moves most."""
-    found = {one.kernel: dataclasses.asdict(one) for one in sorted(passes, key=lambda one: one.bytes)}
-    return list(found.values())
+    return list({one.kernel: one for one in sorted(passes, key=lambda one: one.bytes)}.values())
 
 
-def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> dict[str, Any]:
+def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
     """Returns what of a kernel does not fit into vector memory; the last one traced, where it was not yet compiled."""
     tile = getattr(error, "tile", None)
-    return {
-        "kernel": error.place if tile is None else _name(traced[-1]),
-        "tile": None if tile is None else "/".join(map(str, dataclasses.astuple(tile))),
-        "fact": error.fact,
-        "asked": getattr(error, "asked", None),
-        "limit": getattr(error, "limit", None),
-    }
+    return Overflow(
+        what="vmem",
+        kernel=error.place if tile is None else _name(traced[-1]),
+        tile=None if tile is None else "/".join(map(str, dataclasses.astuple(tile))),
+        asked_bytes=getattr(error, "asked", None),
+        limit_bytes=getattr(error, "limit", None),
+        fact=error.fact,
+    )
 
 
 def _name(call: dispatch.Traced | dispatch.Pass) -> str:
     return call.implementation if isinstance(call, dispatch.Traced) else call.kernel
 
 
-def _sizes(lowered: Any, machine: Machine) -> dict[str, Any]:
-    """Compiles, and returns the bytes on each device; or those asked for and at hand where it does not fit.
+def _memory(lowered: Any, machine: Machine) -> DeviceBytes | Overflow:
+    """Compiles, and returns the bytes on each device; or those needed and at hand where it does not fit.
 
     Raises:
         VmemError: A kernel's tile does not fit the chip's vector memory.
@@ -163,28 +206,29 @@ def _sizes(lowered: Any, machine: Machine) -> dict[str, Any]:
         exceeds = _EXCEEDS.search(str(error))
         if exceeds is None:
             kernel = _KERNEL.search(str(error))
-            found = bundles.refused(str(error), machine, kernel[1] if kernel else "a kernel")
-            if isinstance(found, VmemError):
-                raise found from error
+            refusal = bundles.refused(str(error), machine, kernel[1] if kernel else "a kernel")
+            if isinstance(refusal, VmemError):
+                raise refusal from error
             said = " ".join(str(error).split())[:300]
             raise TopologyError(
                 f"plan {machine.name}", f"The compiler refuses it: {said}", "Plan another size"
             ) from error
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
-        return {"exceeds": {"asked": asked, "limit": limit}}
-    sizes = ("argument", "temp", "output", "alias", "generated_code")
-    return {"bytes": {size: getattr(memory, f"{size}_size_in_bytes") for size in sizes}}
+        fact = "Too large for HBM"
+        return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact)
+    sizes = (field.name for field in dataclasses.fields(DeviceBytes))
+    return DeviceBytes(*(getattr(memory, f"{size}_size_in_bytes") for size in sizes))
 
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([KMG ])\)")
 _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
-def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[dict[str, Any]]:
+def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
     """Returns what `compiled` does, from a process of its own, with the compiler's dump in a folder.
 
     Args:
-        task: The job.
+        task: The job; it travels as it is, and nothing of it is read again.
         stage: Its name.
         folder: For the dump; it is made.
         bounded: Whether scores lie within the bounds that the card names.
@@ -198,9 +242,9 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[di
     if any(dump.glob(SCHEDULED)):
         raise OutputError(str(folder), "It holds the dump of an earlier plan", "Name a new folder with --keep")
     atomic.make_folder(dump)
-    programs: list[dict[str, Any]] = child.call(
+    programs: list[CompiledProgram] = child.call(
         "torchport.plan.aot:compiled",
-        *(dataclasses.replace(task.request, stage=stage, prompt=None), dump, bounded),
+        *(dataclasses.replace(task, request=dataclasses.replace(task.request, stage=stage)), dump, bounded),
         ended=lambda end: TopologyError(
             f"plan {task.machine.name}", f"The compiler {end}", "Mend that, or plan another size"
         ),

@@ -24,8 +24,10 @@ from torchport.errors import BadValueError, DataFolderError, TorchportError, Unk
 from torchport.files.folder import inside
 from torchport.plan import calibration, outlines
 from torchport.plan.calibration import Calibration
+from torchport.plan.figures import KernelAttention, Parts
 from torchport.plan.plan import plan
 from torchport.processes import workers
+from torchport.progress import size_text
 from torchport.save.manifest import versions
 from torchport.task import Request
 
@@ -38,7 +40,7 @@ Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Percent = Annotated[float, pydantic.Field(gt=0, le=100)]
 
 
-class Kernel(Frozen):
+class MeasuredKernel(Frozen):
     """An attention kernel that somebody ran, and what stands for it in a program."""
 
     title: str
@@ -47,11 +49,11 @@ class Kernel(Frozen):
     bounded: bool = False
     """Whether its softmax needs no maximum."""
     steady_percent: dict[str, Percent] = {}
-    """Its own share of peak by static schedule, by chip; without it, the implementation's of the table of tiles."""
+    """Its share of peak by its instruction schedule, by chip; without it, that of the implementation is taken."""
     source: str | None = None
 
 
-class OfCard(Frozen):
+class CardReference(Frozen):
     """A step that a model card's plan models."""
 
     model: str
@@ -59,14 +61,14 @@ class OfCard(Frozen):
     strategy: str
 
 
-class OfOutline(Frozen):
-    """A step that a sketch models."""
+class OutlineReference(Frozen):
+    """A step that an outline models."""
 
     file: str
     strategy: str
 
 
-class Step(Frozen):
+class PublishedStep(Frozen):
     """A published step time."""
 
     name: str
@@ -87,13 +89,13 @@ class Step(Frozen):
     trusted: bool = True
     differs: str | None = None
     """What its program does that the modelled one does not."""
-    card: OfCard | None = None
-    outline: OfOutline | None = None
+    card: CardReference | None = None
+    outline: OutlineReference | None = None
     left_out: str | None = None
     """Why it is not modelled."""
 
     @pydantic.model_validator(mode="after")
-    def _one_way(self) -> Step:
+    def _one_way(self) -> PublishedStep:
         ways = [way for way in ("card", "outline", "left_out") if getattr(self, way) is not None]
         if len(ways) != 1:
             raise ValueError(f"It must have one of card, outline and left_out, and has {', '.join(ways) or 'none'}")
@@ -102,28 +104,24 @@ class Step(Frozen):
         return self
 
 
-class Published(Frozen):
+class PublishedSteps(Frozen):
     """`configs/published/steps.yaml`."""
 
-    kernels: dict[str, Kernel]
-    steps: Annotated[list[Step], pydantic.Field(min_length=1)]
+    kernels: dict[str, MeasuredKernel]
+    steps: Annotated[list[PublishedStep], pydantic.Field(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Modelled:
-    """A published step beside this package's model of it; parts in seconds, before any factor.
+class StepModel:
+    """A published step beside this package's model of it.
 
     Attributes:
         step: As published.
-        attention_s: Of the kernel that was measured.
-        other_s: By the compiler's estimate.
-        communication_s: By bytes and links.
+        parts: Of the model, before any factor; attention is the kernel's that was measured.
     """
 
-    step: Step
-    attention_s: float
-    other_s: float
-    communication_s: float
+    step: PublishedStep
+    parts: Parts[float]
 
     @property
     def seconds(self) -> float:
@@ -132,49 +130,50 @@ class Modelled:
 
     def model_s(self, by: Calibration | None) -> float:
         """Returns the step's time with a factor."""
-        return calibration.calibrated(self.attention_s, self.other_s + self.communication_s, by)
+        return calibration.calibrated(self.parts, by)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a calibration.
+    """The models of published steps.
 
     Attributes:
-        modelled: Steps with their models, in the file's order.
+        models: Of the steps that have one, in the file's order.
         failed: Steps that could not be modelled, with the refusal.
         left_out: Steps that are not to be modelled.
-        found: The factor; none, if nothing was modelled.
+        calibration: The factor that fits; none, if nothing was modelled.
     """
 
-    modelled: list[Modelled]
-    failed: list[tuple[Step, TorchportError]]
-    left_out: list[Step]
-    found: Calibration | None
+    models: list[StepModel]
+    failed: list[tuple[PublishedStep, TorchportError]]
+    left_out: list[PublishedStep]
+    calibration: Calibration | None
 
 
-def read(file: Path, shown: str | None = None) -> tuple[Published, Document]:
+def read(file: Path, shown: str | None = None) -> tuple[PublishedSteps, Document]:
     """Returns the published step times, and the document they were read from.
 
     Raises:
         ConfigError: A mistake in the file, by its line; a kernel that it does not describe; two steps of one name.
     """
     document = read_document(file, shown)
-    found = validated(Published, document)
-    for number, step in enumerate(found.steps):
-        place = document.place(["steps", number, "kernel"])
-        if step.kernel not in found.kernels:
-            raise UnknownNameError(place, f"There is no kernel '{step.kernel}'", nearest(step.kernel, found.kernels))
-        if step.left_out is None and found.kernels[step.kernel].implementation is None:
+    published = validated(PublishedSteps, document)
+    for number, step in enumerate(published.steps):
+        place, kernel = document.place(["steps", number, "kernel"]), published.kernels.get(step.kernel)
+        if kernel is None:
+            fact = f"There is no kernel '{step.kernel}'"
+            raise UnknownNameError(place, fact, nearest(step.kernel, published.kernels))
+        if step.left_out is None and kernel.implementation is None:
             fact = f"'{step.kernel}' has no implementation, and '{step.name}' is to be modelled"
             raise BadValueError(place, fact, "Add left_out, with the reason")
-        chip, shares = step.machine.partition(":")[0], found.kernels[step.kernel].steady_percent
+        chip, shares = _chip_name(step), kernel.steady_percent
         if step.left_out is None and shares and chip not in shares:
             fact = f"The kernel '{step.kernel}' has no steady_percent for {chip}"
             raise BadValueError(place, fact, f"Add it, or use one of {', '.join(shares)}")
-        if step.name in [other.name for other in found.steps[:number]]:
+        if step.name in [other.name for other in published.steps[:number]]:
             place = document.place(["steps", number, "name"])
             raise BadValueError(place, f"A second step is called '{step.name}'", "Give each its own name")
-    return found, document
+    return published, document
 
 
 def calibrate(path: str | None, count: int | None = None) -> Outcome:
@@ -198,7 +197,7 @@ def calibrate(path: str | None, count: int | None = None) -> Outcome:
         )
     published, document = read(file, "configs/published/steps.yaml")
 
-    def work(number: int) -> outlines.Parts:
+    def work(number: int) -> outlines.StepParts:
         step = published.steps[number]
         return parts(step, published.kernels[step.kernel], folder, path, document.place(["steps", number]))
 
@@ -208,40 +207,42 @@ def calibrate(path: str | None, count: int | None = None) -> Outcome:
     for number, program in programs.items():
         first.setdefault(program, number)
     jobs, each = count or workers.default(), list(first.values())
-    made = workers.each(work, each, jobs, "calibrate", lambda it: published.steps[it].name)
-    found = dict(zip(first, made, strict=True))
-    modelled: list[Modelled] = []
-    failed: list[tuple[Step, TorchportError]] = []
+    results = workers.each(work, each, jobs, "calibrate", lambda it: published.steps[it].name)
+    outcomes = dict(zip(first, results, strict=True))
+    models: list[StepModel] = []
+    failed: list[tuple[PublishedStep, TorchportError]] = []
     for number, program in programs.items():
-        step, outcome = published.steps[number], found[program]
+        step, outcome = published.steps[number], outcomes[program]
         if isinstance(outcome, TorchportError):
             failed.append((step, outcome))
         else:
-            modelled.append(_with_its_kernel(step, published.kernels[step.kernel], outcome))
-    return Outcome(modelled, failed, [step for step in published.steps if step.left_out is not None], fit(modelled))
+            models.append(_with_its_kernel(step, published.kernels[step.kernel], outcome))
+    return Outcome(models, failed, [step for step in published.steps if step.left_out is not None], fit(models))
 
 
-def _program(published: Published, number: int) -> tuple[Any, ...]:
+def _program(published: PublishedSteps, number: int) -> tuple[Any, ...]:
     """Returns what decides a step's program: steps with the same share one compilation."""
     step = published.steps[number]
     kernel = published.kernels[step.kernel]
     way, size = step.card or step.outline, (step.height, step.width, step.frames, step.batch)
-    bounded = kernel.bounded if step.card else None  # a sketch has no bounds
+    bounded = kernel.bounded if step.card else None  # an outline has no bounds
     return way, step.machine, tuple(step.mesh.items()), size, kernel.implementation, bounded
 
 
-def fit(modelled: Sequence[Modelled]) -> Calibration | None:
+def fit(models: Sequence[StepModel]) -> Calibration | None:
     """Returns the factor that fits the models, if there are any."""
-    if not modelled:
+    if not models:
         return None
-    steps = [(one.attention_s, one.other_s + one.communication_s, one.step.step_s) for one in modelled]
+    steps = [(one.parts.attention_s, one.parts.other_s + one.parts.communication_s, one.step.step_s) for one in models]
     factor, spread = calibration.fitted(steps)
-    made = {name: version for name, version in versions().items() if name in DECIDING}
+    deciding = {name: version for name, version in versions().items() if name in DECIDING}
     today = datetime.date.today().isoformat()
-    return Calibration(factor=factor, spread_percent=spread, steps=len(modelled), versions=made, date=today)
+    return Calibration(factor=factor, spread_percent=spread, steps=len(models), versions=deciding, date=today)
 
 
-def parts(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> outlines.Parts:
+def parts(
+    step: PublishedStep, kernel: MeasuredKernel, folder: Path, path: str | None, place: str
+) -> outlines.StepParts:
     """Returns the parts of a step's model: its program is compiled for its slice.
 
     Args:
@@ -254,18 +255,26 @@ def parts(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str
     Raises:
         TorchportError: Whatever the plan is refused for; a job that does not fit.
     """
-    return _of_card(step, kernel, path, place) if step.card else _of_outline(step, kernel, folder, path, place)
+    if step.card:
+        return _of_card(step, step.card, kernel, path, place)
+    assert step.outline is not None and kernel.implementation is not None  # see `read`
+    return _of_outline(step, step.outline, kernel.implementation, folder, path, place)
 
 
-def _with_its_kernel(step: Step, kernel: Kernel, found: outlines.Parts) -> Modelled:
+def _chip_name(step: PublishedStep) -> str:
+    return step.machine.partition(":")[0]
+
+
+def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: outlines.StepParts) -> StepModel:
     """Returns a step's model with the share of peak of the kernel that was measured."""
-    share = kernel.steady_percent.get(step.machine.partition(":")[0], found.peak_percent)
-    attention = found.attention_s * found.peak_percent / share
-    return Modelled(step, attention, found.other_s, found.communication_s)
+    share = kernel.steady_percent.get(_chip_name(step), model.peak_percent)
+    attention_s = model.parts.attention_s * model.peak_percent / share
+    return StepModel(step, model.parts.model_copy(update={"attention_s": attention_s}))
 
 
-def _of_card(step: Step, kernel: Kernel, path: str | None, place: str) -> outlines.Parts:
-    assert step.card is not None
+def _of_card(
+    step: PublishedStep, card: CardReference, kernel: MeasuredKernel, path: str | None, place: str
+) -> outlines.StepParts:
     mesh = ", ".join(f"{axis}: {size}" for axis, size in step.mesh.items())
     fields = {
         "height": step.height,
@@ -273,31 +282,37 @@ def _of_card(step: Step, kernel: Kernel, path: str | None, place: str) -> outlin
         "frames": step.frames,
         "machine": step.machine,
         "mesh": f"{{{mesh}}}",
-        "strategy": step.card.strategy,
+        "strategy": card.strategy,
         "attention": kernel.implementation,
     } | ({"guidance_scale": 1.0} if step.batch == 1 else {})
     overrides = tuple(f"{name}={value}" for name, value in fields.items())
-    request = Request(step.card.model, step.card.config, path=path, overrides=overrides)
-    stage = plan(request, None, bounded=kernel.bounded)["stages"]["denoise"]
-    if not stage["fits"]:
-        asked = stage["per_device"]["peak_bytes"] / 2**30
-        raise BadValueError(place, f"Its program takes {asked:.1f} GiB on a device", "Mend its rules, or leave it out")
-    found = stage["step"]
-    times = (found["attention_s"], found["other_s"], found["communication_s"])
-    return outlines.Parts(*times, stage["attention"]["peak_percent"])
+    request = Request(card.model, card.config, path=path, overrides=overrides)
+    stage = plan(request, None, bounded=kernel.bounded).stage("denoise")
+    time, attention = stage.step.known, stage.attention
+    if not stage.fits or time is None:
+        fact = f"Its program takes {size_text(stage.per_device.peak_bytes or 0)} on a device"
+        raise BadValueError(place, fact, "Mend its rules, or leave it out")
+    assert isinstance(attention, KernelAttention)  # `Implementation` has kernels alone
+    parts = Parts[float](**time.model_dump(include=set(Parts.model_fields)))
+    return outlines.StepParts(parts, attention.peak_percent)
 
 
-def _of_outline(step: Step, kernel: Kernel, folder: Path, path: str | None, place: str) -> outlines.Parts:
-    assert step.outline is not None and kernel.implementation is not None
-    file = inside(folder.parent.parent, folder / "outlines" / f"{step.outline.file}.yaml")
+def _of_outline(
+    step: PublishedStep,
+    reference: OutlineReference,
+    implementation: tiles.KernelName,
+    folder: Path,
+    path: str | None,
+    place: str,
+) -> outlines.StepParts:
+    file = inside(folder.parent.parent, folder / "outlines" / f"{reference.file}.yaml")
     if not file.is_file():
         known = [other.stem for other in file.parent.glob("*.yaml")]
-        raise UnknownNameError(place, f"There is no outline '{step.outline.file}'", nearest(step.outline.file, known))
+        raise UnknownNameError(place, f"There is no outline '{reference.file}'", nearest(reference.file, known))
     size = {name: getattr(step, name) for name in ("height", "width", "frames", "batch")}
     outlines.check_size(outlines.read(file, f"configs/published/outlines/{file.name}"), size, place)
-    mesh = dict(step.mesh)
-    return outlines.parts(
-        outlines.Asked(str(file), step.machine, mesh, step.outline.strategy, kernel.implementation, path)
+    return outlines.step_parts(
+        outlines.OutlineJob(str(file), step.machine, dict(step.mesh), reference.strategy, implementation, path)
     )
 
 
@@ -305,19 +320,19 @@ def _of_outline(step: Step, kernel: Kernel, folder: Path, path: str | None, plac
 class Pair:
     """Two steps with the same kernel whose measured times are apart, the faster first; whether the model agrees."""
 
-    faster: Modelled
-    slower: Modelled
+    faster: StepModel
+    slower: StepModel
     right: bool
 
 
-def pairs(modelled: Sequence[Modelled], by: Calibration | None) -> list[Pair]:
+def pairs(models: Sequence[StepModel], by: Calibration | None) -> list[Pair]:
     """Returns the pairs of one kernel whose measured times differ by more than `APART`."""
-    found = []
-    for two in itertools.combinations(modelled, 2):
+    apart = []
+    for two in itertools.combinations(models, 2):
         faster, slower = sorted(two, key=lambda one: one.step.step_s)
         if faster.step.kernel == slower.step.kernel and slower.step.step_s > APART * faster.step.step_s:
-            found.append(Pair(faster, slower, faster.model_s(by) < slower.model_s(by)))
-    return found
+            apart.append(Pair(faster, slower, faster.model_s(by) < slower.model_s(by)))
+    return apart
 
 
 def write(file: Path, outcome: Outcome) -> None:
@@ -326,35 +341,33 @@ def write(file: Path, outcome: Outcome) -> None:
     Raises:
         BadValueError: A step could not be modelled, or none was: a factor of a part would not be the one that is said.
     """
-    if outcome.failed or outcome.found is None:
+    if outcome.failed or outcome.calibration is None:
         names = ", ".join(step.name for step, _ in outcome.failed) or "any step"
         raise BadValueError(
             f"--write {file}", f"There is no model of {names}", "Mend it, or leave it out with a reason"
         )
-    calibration.write(file, outcome.found)
+    calibration.write(file, outcome.calibration)
 
 
 def data(outcome: Outcome) -> dict[str, Any]:
     """Returns a calibration as `--json` prints it."""
-    found = outcome.found
+    by = outcome.calibration
     return {
-        "factor": None if found is None else found.factor,
-        "spread_percent": None if found is None else found.spread_percent,
+        "factor": None if by is None else by.factor,
+        "spread_percent": None if by is None else by.spread_percent,
         "versions": versions(),
         "steps": [
             {
                 "name": one.step.name,
                 "measured_s": one.step.step_s,
-                "attention_s": one.attention_s,
-                "other_s": one.other_s,
-                "communication_s": one.communication_s,
+                **one.parts.model_dump(),
                 "uncalibrated_s": one.seconds,
                 "ratio": one.seconds / one.step.step_s,
-                "model_s": one.model_s(found),
-                "model_ratio": one.model_s(found) / one.step.step_s,
+                "model_s": one.model_s(by),
+                "model_ratio": one.model_s(by) / one.step.step_s,
                 "differs": one.step.differs,
             }
-            for one in outcome.modelled
+            for one in outcome.models
         ],
         "failed": [{"name": step.name, "error": str(error), "id": error.id} for step, error in outcome.failed],
         "left_out": [
@@ -363,45 +376,46 @@ def data(outcome: Outcome) -> dict[str, Any]:
         ],
         "pairs": [
             {"faster": pair.faster.step.name, "slower": pair.slower.step.name, "right": pair.right}
-            for pair in pairs(outcome.modelled, found)
+            for pair in pairs(outcome.models, by)
         ],
     }
 
 
 def lines(outcome: Outcome) -> list[str]:
     """Returns a calibration as text."""
-    by, width = outcome.found, max((len(one.step.name) for one in outcome.modelled), default=4)
+    by, width = outcome.calibration, max((len(one.step.name) for one in outcome.models), default=4)
     head = f"{'step':{width}}  measured  uncalibrated (attention + other + communication)  ratio    model  ratio"
-    text = [head] if outcome.modelled else []
-    for one in outcome.modelled:
-        parts = f"({one.attention_s:.2f} + {one.other_s:.2f} + {one.communication_s:.2f})"
+    text = [head] if outcome.models else []
+    for one in outcome.models:
+        seconds = one.parts
+        parts = f"({seconds.attention_s:.2f} + {seconds.other_s:.2f} + {seconds.communication_s:.2f})"
         measured, model = one.step.step_s, one.model_s(by)
         text.append(
             f"{one.step.name:{width}}  {measured:6.2f} s  {one.seconds:10.2f} s {parts:35}  "
             f"{one.seconds / measured:5.2f}  {model:5.2f} s  {model / measured:5.2f}"
-            f"{', shorter than its attention alone' * (measured < one.attention_s)}"
+            f"{', shorter than its attention alone' * (measured < seconds.attention_s)}"
         )
     text += [f"not modelled: {step.name}, {error}" for step, error in outcome.failed]
     text += [f"left out: {step.name}, {step.step_s:g} s: {step.left_out}" for step in outcome.left_out]
     if by is not None:
-        text.append(_summary(by, outcome.modelled))
-    found = pairs(outcome.modelled, by)
-    wrong = [pair for pair in found if not pair.right]
-    apart = f"{len(found)} pairs of one kernel are more than {100 * (APART - 1):.0f} % apart"
-    text.append(f"{apart}: {len(found) - len(wrong)} in their order, {len(wrong)} not")
-    return text + [f"  misordered: {_told(pair.faster, by)} before {_told(pair.slower, by)}" for pair in wrong]
+        text.append(_summary(by, outcome.models))
+    every = pairs(outcome.models, by)
+    wrong = [pair for pair in every if not pair.right]
+    apart = f"{len(every)} pairs of one kernel are more than {100 * (APART - 1):.0f} % apart"
+    text.append(f"{apart}: {len(every) - len(wrong)} in their order, {len(wrong)} not")
+    return text + [f"  misordered: {_times(pair.faster, by)} before {_times(pair.slower, by)}" for pair in wrong]
 
 
-def _summary(found: Calibration, modelled: Sequence[Modelled]) -> str:
-    ratios: Mapping[str, float] = {one.step.name: one.model_s(found) / one.step.step_s for one in modelled}
+def _summary(by: Calibration, models: Sequence[StepModel]) -> str:
+    ratios: Mapping[str, float] = {one.step.name: one.model_s(by) / one.step.step_s for one in models}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
-    at_end = any(math.isclose(end, found.factor, rel_tol=1e-6) for end in calibration.RANGE)
+    at_end = any(math.isclose(end, by.factor, rel_tol=1e-6) for end in calibration.RANGE)
     return (
-        f"factor {found.factor:.3f}{', the end of the range searched,' * at_end} for everything but attention (least "
-        f"squares of {found.steps}), spread ±{found.spread_percent:.0f} %; the worst is {worst}, "
+        f"factor {by.factor:.3f}{', the end of the range searched,' * at_end} for everything but attention (least "
+        f"squares of {by.steps}), spread ±{by.spread_percent:.0f} %; the worst is {worst}, "
         f"{100 * (ratios[worst] - 1):+.0f} % after the factor"
     )
 
 
-def _told(one: Modelled, by: Calibration | None) -> str:
+def _times(one: StepModel, by: Calibration | None) -> str:
     return f"{one.step.name} (measured {one.step.step_s:g} s, model {one.model_s(by):.2f} s)"

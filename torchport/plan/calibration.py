@@ -2,7 +2,7 @@
 
 A plan divides by it what is estimated: everything but attention by the compiler, communication by bytes over links. 1.6
 says that these estimates, beside attention as it is, are 1.6 times what measured steps leave room for. Attention is not
-divided: its time is the kernel's own static schedule, which has no stalls in it and so bounds a step from below.
+divided: its time is the kernel's own instruction schedule, which has no stalls in it and so bounds a step from below.
 There is one factor for all models, machines, kernels and meshes: with one for each, the model would only repeat what
 was measured.
 """
@@ -19,6 +19,7 @@ import pydantic
 
 from torchport.config import Frozen, read_document, validated
 from torchport.errors import OutputError
+from torchport.plan.figures import Parts
 
 TABLE = Path(__file__).with_name("calibration.yaml")
 HEADER = """\
@@ -93,15 +94,15 @@ def shipped() -> Calibration | None:
     return read(TABLE) if TABLE.is_file() else None
 
 
-def write(file: Path, found: Calibration) -> None:
+def write(file: Path, by: Calibration) -> None:
     """Writes a calibration.
 
     Raises:
         OutputError: It cannot be written.
     """
-    versions = ", ".join(f'{name}: "{version}"' for name, version in found.versions.items())
-    fields = f"factor: {found.factor:.4f}\nspread_percent: {found.spread_percent:.1f}\nsteps: {found.steps}\n"
-    text = f'{HEADER}{fields}versions: {{{versions}}}\ndate: "{found.date}"\n'
+    versions = ", ".join(f'{name}: "{version}"' for name, version in by.versions.items())
+    fields = f"factor: {by.factor:.4f}\nspread_percent: {by.spread_percent:.1f}\nsteps: {by.steps}\n"
+    text = f'{HEADER}{fields}versions: {{{versions}}}\ndate: "{by.date}"\n'
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -109,15 +110,15 @@ def write(file: Path, found: Calibration) -> None:
         raise OutputError(str(file), fact, "Name a file in a folder that can be written") from error
 
 
-def calibrated(attention: float, rest: float, by: Calibration | None) -> float:
-    """Returns a model's seconds: attention as it is, the rest divided by the factor, if there is one.
+def calibrated(parts: Parts[float], by: Calibration | None) -> float:
+    """Returns a model's seconds: attention as it is, all else divided by the factor, if there is one.
 
     Args:
-        attention: Seconds of the attention kernel.
-        rest: Seconds of everything else, communication among it.
+        parts: Of the step, before any factor.
         by: The calibration, if there is one.
     """
-    return attention + (rest if by is None else rest / by.factor)
+    rest = parts.other_s + parts.communication_s
+    return parts.attention_s + (rest if by is None else rest / by.factor)
 
 
 def said(by: Calibration | None, versions: Mapping[str, str]) -> str:

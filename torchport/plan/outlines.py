@@ -1,7 +1,7 @@
 """A network that is data alone, for planning: its class, configuration, inputs and rules, where there is no model card.
 
-A sketch says nothing of weights, encoders or a loop; it has what the time of a step depends on. As an `outline`, it is
-compiled in a process of its own for a TPU that is not there.
+An outline says nothing of weights, encoders or a loop; it has what the time of a step depends on. It is compiled in a
+process of its own for a TPU that is not there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torchport import compile, engine, load, patch, shard
 from torchport.attention import dispatch, tiles
 from torchport.config import Frozen, checkout, read_document, validated
 from torchport.config.card import ActivationRule, Axis, ClassPath, DType, Rule, Spec, Stack
-from torchport.config.machine import chip, parse_machine
+from torchport.config.machine import parse_machine
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TopologyError, UnknownNameError, nearest
-from torchport.plan.collectives import exchanges
+from torchport.plan.collectives import collectives, seconds
+from torchport.plan.figures import Parts
+from torchport.plan.step_time import block_loop
 from torchport.processes import child
 from torchport.shard import grid
 from torchport.tpu import absent, hlo
@@ -34,15 +36,15 @@ NETWORK = "network"
 """What errors call it."""
 
 
-class Input(Frozen):
+class OutlineInput(Frozen):
     """A tensor that the network is called with; `name.0`, `name.1` are the parts of a tuple."""
 
     shape: list[pydantic.PositiveInt]
     dtype: DType | Literal["int32", "int64"]
 
 
-class Drawn(Frozen):
-    """One strategy of a sketch."""
+class OutlineStrategy(Frozen):
+    """One strategy of an outline."""
 
     weights: list[Rule]
     inputs: list[Rule]
@@ -53,7 +55,7 @@ class Drawn(Frozen):
     """Likewise, what attention returns."""
 
 
-class Sketch(Frozen):
+class Outline(Frozen):
     """A file of `configs/published/outlines`."""
 
     title: str
@@ -69,16 +71,16 @@ class Sketch(Frozen):
     frames: pydantic.PositiveInt
     batch: pydantic.PositiveInt
     """Conditions of guidance in one call."""
-    inputs: dict[str, Input]
+    inputs: dict[str, OutlineInput]
     static: dict[str, bool | int | float | str | None] = {}
     patches: list[str]
     stacks: dict[str, Stack] = {}
-    strategies: dict[str, Drawn]
+    strategies: dict[str, OutlineStrategy]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is asked of a sketch.
+class OutlineJob:
+    """An outline on a slice: what is compiled.
 
     Attributes:
         file: Where it lies.
@@ -97,111 +99,102 @@ class Asked:
     path: str | None = None
 
 
-def read(file: Path, shown: str | None = None) -> Sketch:
-    """Returns a sketch.
+def read(file: Path, shown: str | None = None) -> Outline:
+    """Returns an outline.
 
     Raises:
         ConfigError: The file has a mistake, by its line.
     """
-    return validated(Sketch, read_document(file, shown))
+    return validated(Outline, read_document(file, shown))
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of the model of a step, in seconds, before any factor; see `plan`.
+class StepParts:
+    """The parts of the model of a step.
 
     Attributes:
-        attention_s: The largest attention, as often as the program calls it, at `peak_percent`.
-        other_s: The compiler's estimate of all but kernels and collectives.
-        communication_s: Bytes over links.
+        parts: In seconds; attention is the largest call, as often as the program calls it, at `peak_percent`.
         peak_percent: The kernel's share of peak, of the table of tiles.
     """
 
-    attention_s: float
-    other_s: float
-    communication_s: float
+    parts: Parts[float]
     peak_percent: float
 
 
-def parts(asked: Asked) -> Parts:
-    """Returns the model of a sketch's step; its program is compiled in a process of its own.
+def step_parts(job: OutlineJob) -> StepParts:
+    """Returns the model of an outline's step; its program is compiled in a process of its own.
 
     Raises:
         TopologyError: No libtpu, no such slice, or a program that the compiler refuses, for one that it does not fit.
-        TorchportError: Whatever the sketch is refused for.
+        TorchportError: Whatever the outline is refused for.
     """
-    kind = chip(parse_machine(asked.machine, asked.file))
-    if kind is None:
-        raise BadValueError(asked.file, f"The machine {asked.machine} is no TPU", "Name a slice such as v6e:2x4")
-    name = asked.machine.partition(":")[0]
-    with tempfile.TemporaryDirectory(prefix="torchport-sketch-") as scratch:
+    fact = f"The machine {job.machine} is no TPU"
+    chip = parse_machine(job.machine, job.file).require_tpu(job.file, "Name a slice such as v6e:2x4", fact)
+    with tempfile.TemporaryDirectory(prefix="torchport-outline-") as scratch:
         dump = Path(scratch) / "hlo"
-        found = child.call(
+        calls, spots = child.call(
             "torchport.plan.outlines:compiled",
-            asked,
+            job,
             ended=lambda end: TopologyError(
-                f"sketch {asked.file}", f"The compiler {end}", "Mend that, or plan another size"
+                f"outline {job.file}", f"The compiler {end}", "Mend that, or plan another size"
             ),
             environment=absent.compiling(dump),
         )
         program = hlo.read(dump)
-    call = max(found["attention"], key=lambda call: call["queries"] * call["keys"])
-    flops = 4 * math.prod(call[size] for size in ("batch", "heads", "queries", "keys", "head_size"))
-    row = tiles.row(name, asked.attention, call["head_size"], call["bounded"])
-    loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
-    times = max(loops, key=lambda loop: loop.cycles).trips if loops else sum(program.kernels().values())
-    peak = kind.flops * math.prod(asked.mesh.values()) * row.peak_percent / 100
-    moved = exchanges(program, None, grid.read(found["spots"]))
-    return Parts(
+    call = max(calls, key=lambda call: call.queries * call.keys)
+    flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size
+    row = tiles.row(chip.name, job.attention, call.head_size, call.bounded)
+    loop = block_loop(program)
+    times = loop.trips if loop else sum(program.kernels().values())
+    peak = chip.flops * math.prod(job.mesh.values()) * row.peak_percent / 100
+    parts = Parts[float](
         attention_s=times * flops / peak,
-        other_s=program.cycles() / kind.clock,
-        communication_s=sum(one.seconds(name) for one in moved),
-        peak_percent=row.peak_percent,
+        other_s=program.cycles() / chip.clock,
+        communication_s=seconds(collectives(program, None, spots), chip),
     )
+    return StepParts(parts, row.peak_percent)
 
 
-def compiled(asked: Asked) -> dict[str, Any]:
-    """Compiles a sketch; the program itself is in the dump.
+def compiled(job: OutlineJob) -> tuple[list[dispatch.Traced], list[grid.Spot]]:
+    """Compiles an outline; the program itself is in the dump.
 
     Returns:
-        `attention`, the calls of it, and `spots`, where the mesh's devices are, in its order.
+        The calls of attention, and where the mesh's devices are, in its order.
 
     Raises:
-        UnknownNameError: A strategy that the sketch has not.
+        UnknownNameError: A strategy that the outline has not.
         MeshError: What cannot be divided.
         TopologyError: What the compiler refuses.
     """
-    drawn = read(Path(asked.file))
-    if asked.strategy not in drawn.strategies:
-        fact = f"It has no strategy '{asked.strategy}'"
-        raise UnknownNameError(asked.file, fact, nearest(asked.strategy, drawn.strategies))
-    machine = parse_machine(asked.machine, asked.file)
-    shard.check_mesh(asked.mesh, machine.devices, machine.name, asked.file)
-    mesh = shard.make_mesh(asked.mesh, absent.describe(machine).devices)
-    entries = patch.read(find_pack(asked.path).patches, ["torchax", *drawn.patches])
-    strategy, calls = drawn.strategies[asked.strategy], list[dispatch.Traced]()
+    outline = read(Path(job.file))
+    if job.strategy not in outline.strategies:
+        fact = f"It has no strategy '{job.strategy}'"
+        raise UnknownNameError(job.file, fact, nearest(job.strategy, outline.strategies))
+    machine = parse_machine(job.machine, job.file)
+    shard.check_mesh(job.mesh, machine.devices, machine.name, job.file)
+    mesh = shard.make_mesh(job.mesh, absent.describe(machine).devices)
+    entries = patch.read(find_pack(job.path).patches, ["torchax", *outline.patches])
+    strategy, calls = outline.strategies[job.strategy], list[dispatch.Traced]()
     with patch.applied(entries, stage="denoise") as ledger:
-        found = {op.target: _around(op.target, op.function, strategy, mesh) for op in ledger.ops()}
-        with engine.operators(found), checkout.hushed(True):
-            program = _program(drawn, strategy, mesh, asked, calls)
+        operators = {op.target: _around(op.target, op.function, strategy, mesh) for op in ledger.ops()}
+        with engine.operators(operators), checkout.hushed(True):
+            program = _program(outline, strategy, mesh, job, calls)
             inputs = {
                 name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
-                for name, one in drawn.inputs.items()
+                for name, one in outline.inputs.items()
             }
-            lowered = program.lowered(program.shapes(inputs), tuple(sorted(drawn.static.items())))
+            lowered = program.lowered(program.shapes(inputs), tuple(sorted(outline.static.items())))
             try:
                 lowered.compile()
             except jax.errors.JaxRuntimeError as error:
                 said = " ".join(str(error).split())[:300]
-                raise TopologyError(asked.file, f"The compiler refuses it: {said}", "Mend its rules") from error
-    spots = grid.spots(list(mesh.devices.flat))
-    return {
-        "attention": [dataclasses.asdict(call) for call in calls],
-        "spots": [dataclasses.astuple(spot) for spot in spots],
-    }
+                raise TopologyError(job.file, f"The compiler refuses it: {said}", "Mend its rules") from error
+    return calls, grid.spots(list(mesh.devices.flat))
 
 
-def _around(target: str, function: Callable[..., Any], strategy: Drawn, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+def _around(
+    target: str, function: Callable[..., Any], strategy: OutlineStrategy, mesh: jax.sharding.Mesh
+) -> Callable[..., Any]:
     """Returns attention with its operands and its output where the strategy puts them; any other operator as it is."""
     if not target.endswith(":scaled_dot_product_attention"):
         return function
@@ -221,36 +214,36 @@ def _put(spec: Spec | None, mesh: jax.sharding.Mesh, tensor: Any) -> Any:
 
 
 def _program(
-    drawn: Sketch, strategy: Drawn, mesh: jax.sharding.Mesh, asked: Asked, calls: list[dispatch.Traced]
+    outline: Outline, strategy: OutlineStrategy, mesh: jax.sharding.Mesh, job: OutlineJob, calls: list[dispatch.Traced]
 ) -> compile.Compiled:
     def note(one: Any) -> None:
         if isinstance(one, dispatch.Traced):  # and not a kernel beside attention
             calls.append(one)
 
-    module = _network(drawn)
+    module = _network(outline)
     held = dict(module.named_parameters()) | dict(module.named_buffers())
-    rules = shard.match(strategy.weights, shard.named_shapes(held), asked.mesh, asked.file)
+    rules = shard.match(strategy.weights, shard.named_shapes(held), job.mesh, job.file)
     weights = {name: shard.shape(tensor, shard.sharding(rules[name], mesh)) for name, tensor in held.items()}
     network = compile.Network(
         module,
         strategy.inputs,
         NETWORK,
-        place=asked.file,
+        place=job.file,
         precision="default",
         activations=strategy.activations,
-        stacks=drawn.stacks,
-        place_of=lambda what: f"{asked.file} {what}",
+        stacks=outline.stacks,
+        place_of=lambda what: f"{job.file} {what}",
         how=_gathered,
     )
-    return compile.Compiled(network, weights, mesh, attention=dispatch.Context(asked.attention, {}, note))
+    return compile.Compiled(network, weights, mesh, attention=dispatch.Context(job.attention, {}, note))
 
 
-def _network(drawn: Sketch) -> torch.nn.Module:
+def _network(outline: Outline) -> torch.nn.Module:
     """Returns the network on meta, in the dtypes that it would be loaded in."""
-    module: torch.nn.Module = load.published(drawn.class_, drawn.config, "the sketch's")
-    module.to(getattr(torch, drawn.dtype))
+    module: torch.nn.Module = load.published(outline.class_, outline.config, "the outline's")
+    module.to(getattr(torch, outline.dtype))
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if set(drawn.float32) & set(name.split(".")):
+        if set(outline.float32) & set(name.split(".")):
             tensor.data = tensor.data.to(torch.float32)
     return module
 
@@ -264,13 +257,13 @@ def _gathered(module: torch.nn.Module, **inputs: Any) -> Any:
     return module(**whole)
 
 
-def check_size(drawn: Sketch, size: Mapping[str, int], place: str) -> None:
-    """Refuses a sketch of another size than is asked for.
+def check_size(outline: Outline, size: Mapping[str, int], place: str) -> None:
+    """Refuses an outline of another size than the one that is needed.
 
     Raises:
         BadValueError: By the first of height, width, frames and batch that differs.
     """
-    for name, asked in size.items():
-        if getattr(drawn, name) != asked:
-            fact = f"'{name}' is {asked}, and the sketch '{drawn.title}' has {getattr(drawn, name)}"
-            raise BadValueError(place, fact, "Name a sketch of this size", key=name)
+    for name, needed in size.items():
+        if getattr(outline, name) != needed:
+            fact = f"'{name}' is {needed}, and the outline '{outline.title}' has {getattr(outline, name)}"
+            raise BadValueError(place, fact, "Name an outline of this size", key=name)

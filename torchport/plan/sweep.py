@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,18 @@ from torchport import patch
 from torchport.compile import network
 from torchport.config import checkout
 from torchport.config.card import Axis, Card, Rule, Strategy
-from torchport.config.machine import Machine, parse_machine
+from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
-from torchport.plan.plan import plan
+from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
+from torchport.plan.plan import of_task, on_slice, require_tpu
 from torchport.processes import workers
 from torchport.save.manifest import versions
 from torchport.shard import AXES
-from torchport.task import Request, accept
+from torchport.task import Request, Task, accept
 
 STAGE = "denoise"
-OWN = ("strategy", "mesh")
+SWEPT = ("strategy", "mesh")
 """Fields of the config that are swept."""
 
 
@@ -35,9 +36,9 @@ class Choice:
     mesh: dict[Axis, int]
 
     @property
-    def shown(self) -> str:
+    def mesh_text(self) -> str:
         """The mesh, as text."""
-        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "1"
+        return mesh_text(self.mesh) or "1"
 
     @property
     def overrides(self) -> tuple[str, str]:
@@ -47,8 +48,23 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
+class SweepRow:
+    """The figures of one plan by which it is compared; None for what is not known."""
+
+    strategy: str
+    mesh: dict[Axis, int]
+    fits: bool
+    peak_bytes: int | None
+    block_other_ms: float | None
+    block_collectives_bytes: int | float | None
+    block_attention_ms: float | None
+    uncalibrated_s: float | None
+    model_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What came of a sweep.
+    """The plans of all choices.
 
     Attributes:
         model: The model card's name.
@@ -60,7 +76,7 @@ class Sweep:
 
     model: str
     machine: str
-    planned: list[tuple[Choice, dict[str, Any]]]
+    planned: list[tuple[Choice, JobPlan]]
     failed: list[tuple[Choice, TorchportError]]
     skipped: list[tuple[Choice, TorchportError]]
 
@@ -85,34 +101,35 @@ def sweep(
         BadValueError: The machine is no TPU, or an override says what is swept.
         ConfigError: The model or the config.
     """
-    swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in OWN]
+    swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:
         raise BadValueError(f"--set {swept[0]}", "A sweep takes every strategy and mesh in turn", "Leave it out")
-    overrides = request.overrides if topology_name is None else (*request.overrides, f"machine={topology_name}")
-    asked = dataclasses.replace(request, stage=STAGE, overrides=overrides)
-    pack = find_pack(asked.path)
-    card, _ = pack.card(asked.model)
-    job, document = pack.job(asked.config, overrides)
+    job_request = on_slice(request, topology_name)
+    pack = find_pack(request.path)
+    card, _ = pack.card(request.model)
+    job, document = pack.job(request.config, job_request.overrides)
     machine = parse_machine(job.machine, document.place(["machine"]))
-    if machine.platform != "tpu":
-        remedy = "Name a slice with --topology v6e:2x4"
-        raise BadValueError(f"machine {machine.name}", "It is no TPU, and a plan is for one", remedy)
-    valid: list[Choice] = []
+    require_tpu(machine)
+    valid: list[tuple[Choice, Task]] = []
     skipped: list[tuple[Choice, TorchportError]] = []
     for choice in choices(card, machine):
-        refusal = _refusal(asked, choice)
-        valid += [choice] if refusal is None else []
-        skipped += [(choice, refusal)] if refusal is not None else []
+        try:
+            valid.append((choice, _task(job_request, choice)))
+        except MeshError as error:
+            skipped.append((choice, error))
 
-    def work(choice: Choice) -> dict[str, Any]:
-        folder = None if keep is None else keep / "-".join((choice.strategy, *choice.shown.split(" x ")))
-        given = dataclasses.replace(asked, overrides=(*overrides, *choice.overrides))
-        return plan(given, None, folder, bounded=bounded)
+    def work(item: tuple[Choice, Task]) -> JobPlan:
+        choice, task = item
+        folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
+        return of_task(task, folder, bounded)
 
-    found = workers.each(work, valid, count or workers.default(), "sweep", lambda it: f"{it.strategy}, {it.shown}")
-    results = list(zip(valid, found, strict=True))
-    planned = [(choice, made) for choice, made in results if not isinstance(made, TorchportError)]
-    failed = [(choice, made) for choice, made in results if isinstance(made, TorchportError)]
+    def name(item: tuple[Choice, Task]) -> str:
+        return f"{item[0].strategy}, {item[0].mesh_text}"
+
+    results = zip(valid, workers.each(work, valid, count or workers.default(), "sweep", name), strict=True)
+    outcomes = [(choice, outcome) for (choice, _), outcome in results]
+    planned = [(choice, outcome) for choice, outcome in outcomes if not isinstance(outcome, TorchportError)]
+    failed = [(choice, outcome) for choice, outcome in outcomes if isinstance(outcome, TorchportError)]
     return Sweep(card.model, machine.name, sorted(planned, key=lambda pair: _rank(pair[1])), failed, skipped)
 
 
@@ -142,21 +159,22 @@ def _flat(value: Any) -> Iterator[str]:
             yield from _flat(part)
 
 
-def _refusal(request: Request, choice: Choice) -> TorchportError | None:
-    """Returns why no plan can be made, as far as that is known before anything is compiled."""
-    try:
-        task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)))
-        # Heads are counted by the network's configuration, which its class has.
-        with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
-            network.check_heads(task)
-    except MeshError as error:
-        return error
-    return None
+def _task(request: Request, choice: Choice) -> Task:
+    """Returns the task of a choice, as far as it can be checked before anything is compiled.
+
+    Raises:
+        MeshError: The mesh divides neither the batch nor the heads.
+    """
+    task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)))
+    # Heads are counted by the network's configuration, which its class has.
+    with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
+        network.check_heads(task)
+    return task
 
 
-def _rank(found: Mapping[str, Any]) -> tuple[bool, float]:
-    seconds = found["stages"][STAGE]["step"]["model_s"]
-    return not found["fits"], math.inf if seconds is None else seconds
+def _rank(job: JobPlan) -> tuple[bool, float]:
+    seconds = job.stage(STAGE).step.model_s
+    return not job.fits, math.inf if seconds is None else seconds
 
 
 def data(swept: Sweep) -> dict[str, Any]:
@@ -166,8 +184,8 @@ def data(swept: Sweep) -> dict[str, Any]:
         "model": swept.model,
         "machine": swept.machine,
         "versions": versions(),
-        "assumptions": swept.planned[0][1]["assumptions"] if swept.planned else [],
-        "rows": [_row(choice, found) for choice, found in swept.planned],
+        "assumptions": _assumptions(swept),
+        "rows": [dataclasses.asdict(_row(choice, job)) for choice, job in swept.planned],
         **{
             key: [{"strategy": c.strategy, "mesh": c.mesh, "id": e.id, "error": str(e)} for c, e in pairs]
             for key, pairs in refused
@@ -175,44 +193,46 @@ def data(swept: Sweep) -> dict[str, Any]:
     }
 
 
-def _row(choice: Choice, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of one plan by which it is compared; None for what is not known."""
-    stage = found["stages"][STAGE]
-    block, step = stage["per_block"] or {}, stage["step"]
-    moved = [one["bytes"] * one["count"] for one in block.get("collectives", [])]
-    return {
-        "strategy": choice.strategy,
-        "mesh": choice.mesh,
-        "fits": found["fits"],
-        "peak_bytes": stage["per_device"]["peak_bytes"],
-        "block_other_ms": block.get("other_ms"),
-        "block_collectives_bytes": sum(moved) if block else None,
-        "block_attention_ms": block.get("attention_ms"),
-        "uncalibrated_s": step["uncalibrated_s"],
-        "model_s": step["model_s"],
-    }
+def _assumptions(swept: Sweep) -> list[str]:
+    return swept.planned[0][1].assumptions if swept.planned else []
+
+
+def _row(choice: Choice, job: JobPlan) -> SweepRow:
+    stage = job.stage(STAGE)
+    block = stage.per_block
+    return SweepRow(
+        strategy=choice.strategy,
+        mesh=choice.mesh,
+        fits=job.fits,
+        peak_bytes=stage.per_device.peak_bytes,
+        block_other_ms=None if block is None else block.other_ms,
+        block_collectives_bytes=None if block is None else moved_bytes(block.collectives),
+        block_attention_ms=None if block is None else block.attention_ms,
+        uncalibrated_s=stage.step.uncalibrated_s,
+        model_s=stage.step.model_s,
+    )
 
 
 def lines(swept: Sweep) -> list[str]:
     """Returns a sweep as text."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
     table: list[Sequence[str]] = [head]
-    for choice, found in swept.planned:
-        row = _row(choice, found)
-        moved = row["block_collectives_bytes"]
-        figures = (row["block_other_ms"], None if moved is None else moved / 1e6, row["block_attention_ms"])
-        fits, gib = "yes" if row["fits"] else "NO", f"{row['peak_bytes'] / 2**30:.3g}"
-        table.append((choice.strategy, choice.shown, fits, gib, *map(_figure, (*figures, row["model_s"]))))
+    for choice, job in swept.planned:
+        row = _row(choice, job)
+        moved = None if row.block_collectives_bytes is None else row.block_collectives_bytes / 1e6
+        gib = None if row.peak_bytes is None else row.peak_bytes / GIB
+        figures = (gib, row.block_other_ms, moved, row.block_attention_ms, row.model_s)
+        table.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *map(_figure, figures)))
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     text = [f"{swept.model} on {swept.machine}; other, moved and attention are of one block, model s of a step"]
     for cells in table:
         left = [f"{cell:{width}}" for cell, width in zip(cells[:3], widths[:3], strict=True)]
         right = [f"{cell:>{width}}" for cell, width in zip(cells[3:], widths[3:], strict=True)]
         text.append("  ".join((*left, *right)).rstrip())
-    text += [f"failed: {choice.strategy}, {choice.shown}: {error}" for choice, error in swept.failed]
-    text += [f"skipped: {choice.strategy}, {choice.shown}: {error}" for choice, error in swept.skipped]
+    text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
+    text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
     if swept.planned:
-        text.append(f"assumed: {'; '.join(swept.planned[0][1]['assumptions'])}")
+        text.append(f"assumed: {'; '.join(_assumptions(swept))}")
     return text
 
 

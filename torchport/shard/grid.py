@@ -47,11 +47,6 @@ def spots(devices: Sequence[Any]) -> list[Spot]:
     return found
 
 
-def read(written: Sequence[Any]) -> list[Spot]:
-    """Returns places from what JSON made of them: each a list of the fields."""
-    return [Spot(island, tuple(chip), core) for island, chip, core in written]
-
-
 def order(sizes: Sizes, where: Sequence[Spot], known: Sequence[Order] = ()) -> Order:
     """Returns an order in which the groups of each axis are as compact as they can be, those of inner axes first.
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport.config import Document
 from torchport.config.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
-from torchport.config.machine import Machine, chip
+from torchport.config.machine import Machine
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
 from torchport.shard import grid
 
@@ -107,10 +107,9 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
 
 def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.AbstractMesh:
     """Returns the mesh without its devices, which need not be there: what attention and layouts depend on."""
-    kind = chip(machine)
     device = jax.sharding.AbstractDevice(
         device_kind=machine.kinds[0] if machine.kinds else machine.platform,
-        num_cores=None if kind is None else kind.cores,
+        num_cores=None if machine.chip is None else machine.chip.cores,
         platform=machine.platform,
     )
     sizes, types = tuple(mesh.get(axis, 1) for axis in AXES), (jax.sharding.AxisType.Auto,) * len(AXES)

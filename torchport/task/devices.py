@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torchport.config.machine import GIB, MIB, Machine, Platform
+from torchport.config.machine import Machine, Platform
 from torchport.errors import MachineError
 from torchport.processes import hosts
+from torchport.progress import size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +94,10 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     limit = memory if memory is not None else machine.memory
     most = max(need.activations.values(), default=0)
     if found and limit is not None and sum(need.device_bytes.values()) + most > limit:
-        lacks.append(f"{_gib(limit)} on each device")
+        lacks.append(f"{size_text(limit)} on each device")
     host = host_memory()
     if need.host_bytes + need.host_tensors > host:
-        lacks.append(f"{_gib(host)} of free host memory")
+        lacks.append(f"{size_text(host)} of free host memory")
     if not lacks:
         return
     more = "more" if need.activations else "activations"
@@ -113,15 +114,15 @@ def require(machine: Machine, need: Need, instead: str) -> None:
 def _on_devices(machine: Machine, need: Need) -> list[str]:
     if not need.devices:
         return []
-    parts = " + ".join(f"{name} {_gib(size)}" for name, size in need.device_bytes.items())
+    parts = " + ".join(f"{name} {size_text(size)}" for name, size in need.device_bytes.items())
     most = max(need.activations.values(), default=0)
-    beside = f" and at least {_gib(most)} of activations" if most else ""
+    beside = f" and at least {size_text(most)} of activations" if most else ""
     return [f"{need.devices} device(s) of {machine.name} with {parts} of weights{beside} on each"]
 
 
 def _on_host(need: Need) -> str:
-    beside = f" and at least {_gib(need.host_tensors)} for latents and frames" if need.host_tensors else ""
-    return f"{_gib(need.host_bytes)} of host memory for weights{beside}"
+    beside = f" and at least {size_text(need.host_tensors)} for latents and frames" if need.host_tensors else ""
+    return f"{size_text(need.host_bytes)} of host memory for weights{beside}"
 
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
@@ -153,7 +154,3 @@ def host_memory() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -200,6 +200,17 @@ class Task:
             words += ["--set", override]
         return shlex.join([*words, "--out", str(folder)])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns how a process of ours gets the same task: as it is, but the family by its name, and without shapes."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
+        fields = {name: getattr(self, name) for name in names}
+        return _with_family, (fields,)
+
+
+def _with_family(fields: dict[str, Any]) -> Task:
+    card, document = fields["card"], fields["card_document"]
+    return Task(**fields, family=load_family(fields["pack"], card, document))
+
 
 def _digest(noise: torch.Tensor | None) -> str | None:
     """Returns what tells given noise from other noise, and from that of the seed, in a manifest."""

@@ -1,1 +1,1 @@
-"""A TPU that is not there: its description, the bundles of its kernels, scheduled programs, cost."""
+"""A TPU that is not there: its description, the bundles of a kernel, and programs as its compiler scheduled them."""

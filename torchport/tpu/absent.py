@@ -22,8 +22,8 @@ def environment(dump: Path | None = None) -> dict[str, str]:
     """Returns the variables that a child process is started with to compile for an absent TPU.
 
     Args:
-        dump: The folder into which the compiler writes every kernel's schedule as text (hundreds of megabytes for a
-            large kernel), or None for no dump.
+        dump: The folder into which the compiler writes every kernel's instruction schedule as text (hundreds of
+            megabytes for a large kernel), or None for no dump.
 
     Raises:
         TopologyError: The folder's name has white space, at which libtpu would cut it.
@@ -37,7 +37,7 @@ def environment(dump: Path | None = None) -> dict[str, str]:
     if dump is None:
         return variables
     if any(letter.isspace() for letter in str(dump)):
-        raise TopologyError(str(dump), "The folder for the schedules has white space in its name", "Name one without")
+        raise TopologyError(str(dump), "The folder for the dump has white space in its name", "Name one without")
     own = os.environ.get("LIBTPU_INIT_ARGS", "")
     return variables | {
         # A program that comes out of JAX's cache of compiled programs is not compiled, and dumps nothing.

@@ -1,8 +1,8 @@
-"""The static schedule of a Pallas TPU kernel: what its compiler decided, read on a machine that has no TPU.
+"""The bundles of a Pallas TPU kernel: the instruction schedule that its compiler fixed, read without a TPU.
 
 A TPU core issues one bundle of instructions each cycle, in the order that the compiler fixed: a kernel's steady loop
-takes as many cycles as it has bundles, unless it waits for a DMA. libtpu writes its schedules as text when it is told
-to (`topology.environment`); a kernel's has two files that matter. `*-final_bundles.txt` has a line for each bundle:
+takes as many cycles as it has bundles, unless it waits for a DMA. libtpu writes its bundles as text when it is told
+to (`absent.environment`); a kernel's has two files that matter. `*-final_bundles.txt` has a line for each bundle:
 
     0x1328   : > { %v1 = vadd.f32 ...  ;;  %9 = sbr.rel (%p1_p7) target = $region99 }
     0x1329   :  {}
@@ -29,9 +29,10 @@ from typing import Any, Literal
 import numpy
 import numpy.typing
 
-from torchport.config.machine import MIB, Machine, chip, parse_machine
+from torchport.config.machine import Machine
 from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
 from torchport.processes import child
+from torchport.progress import size_text
 from torchport.tpu.absent import describe, environment
 
 MATMUL, SPILL, FILL = "MATMUL", "VSTORE:SPILL", "VLOAD:FILL"
@@ -72,7 +73,7 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
+class KernelBundles:
     """A kernel's bundles on one core.
 
     Attributes:
@@ -89,7 +90,7 @@ class Schedule:
     root: Region
 
     @property
-    def bundles(self) -> int:
+    def size(self) -> int:
         """Bundles of the whole kernel."""
         return len(self.counts)
 
@@ -122,7 +123,7 @@ class Schedule:
     def _column(self, slot: str) -> int:
         if slot in self.slots:
             return list(self.slots).index(slot)
-        raise UnknownNameError(f"schedule of {self.kernel}", f"There is no slot '{slot}'", nearest(slot, self.slots))
+        raise UnknownNameError(f"bundles of {self.kernel}", f"There is no slot '{slot}'", nearest(slot, self.slots))
 
     def _work(self, region: Region) -> int:
         return int(self.counts[region.start : region.end, self._column(MATMUL)].sum())
@@ -153,27 +154,27 @@ def _loops(region: Region) -> Iterator[Region]:
         yield from [part] if part.kind == "loop" else _loops(part)
 
 
-def read(folder: Path, kernel: str) -> Schedule:
-    """Returns a kernel's schedule from the folder into which libtpu dumped it.
+def read(folder: Path, kernel: str) -> KernelBundles:
+    """Returns a kernel's bundles from the folder into which libtpu dumped them.
 
     Args:
-        folder: What `topology.environment(folder)` named to the process that compiled.
+        folder: What `absent.environment(folder)` named to the process that compiled.
         kernel: The `name=` of the kernel's `pallas_call`, or the compiler's own name for one call of it (`name.1`).
 
     Raises:
         TopologyError: No such kernel, several calls of it, or files of another form.
     """
-    found: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
+    files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         name = _FILE.fullmatch(file.name)
         # The compiler's own programs around a kernel: TLP (the whole program), <late-initialization>, ...
         if name and name["kernel"] != "TLP" and "<" not in name["kernel"]:
-            found[name["what"]].append((name["kernel"], file))
-    bundles, counts = (_one(folder, kernel, files) for files in found.values())
+            files[name["what"]].append((name["kernel"], file))
+    bundles, counts = (_one(folder, kernel, each) for each in files.values())
     slots, table = _read_counts(counts[1])
     root = _read_regions(bundles[1])
     if root.end == len(table):
-        return Schedule(bundles[0], slots, table, root)
+        return KernelBundles(bundles[0], slots, table, root)
     raise TopologyError(str(counts[1]), f"It has {len(table)} rows for {root.end} bundles", _FORM)
 
 
@@ -183,12 +184,12 @@ def _one(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str,
     of_it = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(wanted)}(\.\d+)?", name)]
     exact = [(name, file) for name, file in of_it if name == wanted] or of_it
     if not exact:
-        fact = f"The compiler left no schedule of a kernel '{kernel}' there"
+        fact = f"The compiler left no bundles of a kernel '{kernel}' there"
         raise TopologyError(str(folder), fact, nearest(kernel, {name for name, _ in files}))
     if len(exact) > 1:
         raise TopologyError(
             str(folder),
-            f"It has {len(exact)} schedules of a kernel '{kernel}': {', '.join(name for name, _ in exact)}",
+            f"It has the bundles of {len(exact)} calls of a kernel '{kernel}': {', '.join(name for name, _ in exact)}",
             "Name one of the calls, and dump each program into an empty folder",
         )
     return exact[0]
@@ -284,24 +285,24 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """A kernel that was compiled for a TPU that is not there.
 
     Attributes:
-        schedule: Its bundles.
+        bundles: Of the one kernel that was named.
         compile_seconds: What lowering and compiling took, on this host.
         kernels: Every Pallas kernel of the program, by the compiler's name.
     """
 
-    schedule: Schedule
+    bundles: KernelBundles
     compile_seconds: float
     kernels: tuple[str, ...]
 
 
 def compile_kernel(
     build: str, arguments: dict[str, Any], machine: Machine, *, kernel: str | None = None, keep: Path | None = None
-) -> Compiled:
-    """Compiles a function for one device of an absent TPU and reads the schedule of its Pallas kernel.
+) -> CompiledKernel:
+    """Compiles a function for one device of an absent TPU and reads the bundles of its Pallas kernel.
 
     A child process does it: libtpu reads its settings once, and may end the process.
 
@@ -318,19 +319,19 @@ def compile_kernel(
         TopologyError: No libtpu, no such slice, a program that does not compile, or no single such kernel in it.
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-    with tempfile.TemporaryDirectory(prefix="torchport-schedule-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="torchport-bundles-") as scratch:
         dump = keep.resolve() if keep else Path(scratch) / "dump"
         dump.mkdir(parents=True, exist_ok=True)
         seconds, kernels = child.call(
             "torchport.tpu.bundles:compiled",
-            *(build, arguments, machine.name, place),
+            *(build, arguments, machine, place),
             ended=lambda end: _ended(place, end),
             environment=environment(dump),
         )
         if kernel is None and len(kernels) != 1:
             fact = f"The program has {len(kernels)} Pallas kernels: {', '.join(kernels) or 'none'}"
             raise TopologyError(place, fact, "It must have one, or 'kernel' must name one of them")
-        return Compiled(read(dump, kernel or kernels[0]), seconds, kernels)
+        return CompiledKernel(read(dump, kernel or kernels[0]), seconds, kernels)
 
 
 def _ended(place: str, end: child.Ended) -> TopologyError:
@@ -338,7 +339,7 @@ def _ended(place: str, end: child.Ended) -> TopologyError:
     return TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr)
 
 
-def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) -> tuple[float, tuple[str, ...]]:
+def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
     """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`.
 
     Raises:
@@ -346,7 +347,7 @@ def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) ->
     """
     import jax
 
-    devices = describe(parse_machine(machine, place)).devices
+    devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
     mesh = jax.sharding.Mesh(numpy.array(devices[:1]), ("x",))
@@ -358,7 +359,7 @@ def compiled(build: str, arguments: dict[str, Any], machine: str, place: str) ->
             program = jax.jit(call).lower(*operands).compile()
         took, text = time.monotonic() - began, program.as_text()  # XLA cannot print every program that it compiles
     except jax.errors.JaxRuntimeError as error:
-        raise refused(str(error), parse_machine(machine, place), place) from error
+        raise refused(str(error), machine, place) from error
     return took, tuple(sorted(set(_PALLAS.findall(text))))
 
 
@@ -373,7 +374,7 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
         fact = f"The compiler for {machine.name} refuses it: {' '.join(text.split())[:300]}"
         return TopologyError(place, fact, "Change the kernel or its tile")
     asked, limit = (round(size) for size in sizes)
-    fact = f"The tile takes {asked / MIB:.1f} MiB of VMEM on {machine.name}, and the limit is {limit / MIB:.1f} MiB"
-    found = chip(machine)
-    more = f", or raise vmem_limit_bytes: a core has {found.vmem // MIB} MiB" if found and limit < found.vmem else ""
+    fact = f"The tile takes {size_text(asked)} of VMEM on {machine.name}, and the limit is {size_text(limit)}"
+    vmem = machine.chip.vmem if machine.chip else 0
+    more = f", or raise vmem_limit_bytes: a core has {size_text(vmem)}" if limit < vmem else ""
     return VmemError(place, fact, f"Take a smaller tile{more}", asked=asked, limit=limit)

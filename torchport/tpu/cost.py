@@ -1,9 +1,9 @@
 """What one call of an attention kernel costs: all bundles that it runs, first, last and ragged tiles included.
 
-A schedule (`schedule`) says how many bundles each loop's body has, not how often it runs; that is the kernel's affair,
-and known before it runs. The rule, from the kernel inwards:
+An instruction schedule (`bundles`) says how many bundles each loop's body has, not how often it runs. The kernel knows
+that before it runs. The rule, from the kernel inwards:
 
-* The n-th loop that begins in the schedule runs as often as `Trips.loops` says for the n-th. A loop whose number of
+* The n-th loop that begins in it runs as often as `Trips.loops` says for the n-th. A loop whose number of
   passes is known to be one when it is compiled is none to the compiler, and is left out on both sides.
 * Loops without matrix work that have fewer than `OWN` bundles, or stand under a predicate with none either, are the
   compiler's: they start a copy in pieces. They count once.
@@ -12,7 +12,7 @@ and known before it runs. The rule, from the kernel inwards:
 
 So the count is rather too high than too low.
 
-A schedule can promise too much: on v5p and tpu7x the compiler issues products faster than the matrix units take them
+It can promise too much: on v5p and tpu7x the compiler issues products faster than the matrix units take them
 (v5p, head size 128: 256 products of 16 bundles for each unit in 3923 bundles), and the core will wait. Where the
 products of a steady step alone take longer than its bundles (`least`), they count instead.
 
@@ -26,16 +26,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy
 import numpy.typing
 
+from torchport.attention import dispatch
 from torchport.attention.tiles import LANES, TAIL, SplashTile, Tile, up
-from torchport.config.machine import TPU_CHIPS, Chip, Machine
+from torchport.config.machine import Chip, Machine
 from torchport.errors import TopologyError
-from torchport.tpu.bundles import MATMUL, Region, Schedule, compile_kernel
+from torchport.tpu.bundles import MATMUL, KernelBundles, Region, compile_kernel
 
 BFLOAT16 = 2
 """Bytes."""
@@ -106,62 +106,62 @@ def splash_trips(work: Work, tile: SplashTile, cores: int) -> Trips:
     return Trips((math.ceil(work.heads / cores) * tiles * chunks,), once_in=chunks)
 
 
-def pass_seconds(found: Mapping[str, Any], machine: Machine) -> float:
+def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
     """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes where they take longer.
 
     Args:
-        found: The fields of a `dispatch.Pass`.
+        call: One call of the kernel.
         machine: A TPU slice.
 
     Raises:
-        TopologyError: It does not compile alone, or its schedule is another than one loop.
+        TopologyError: It does not compile alone, or it has other loops than one.
     """
-    kind = TPU_CHIPS[machine.name.partition(":")[0]]
-    schedule = compile_kernel(found["build"], dict(found["arguments"]), machine).schedule
-    bundles = executed(schedule, Trips((math.ceil(found["steps"] / kind.cores),)))
-    return max(bundles / kind.clock, int(found["bytes"]) / kind.bandwidth)
+    chip = machine.require_tpu()
+    kernel = compile_kernel(call.build, dict(call.arguments), machine).bundles
+    count = executed(kernel, Trips((math.ceil(call.steps / chip.cores),)))
+    return max(count / chip.clock, call.bytes / chip.bandwidth)
 
 
-def executed(schedule: Schedule, trips: Trips, slot: str | None = None) -> int:
+def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> int:
     """Returns the bundles that one core runs in a call, or how many of a slot they take.
 
     Raises:
-        TopologyError: The schedule has another number of loops than the trips name.
+        TopologyError: The kernel has another number of loops than the trips name.
     """
-    loops = _loops(schedule)
+    loops = _loops(kernel)
     if len(loops) != len(trips.loops):
         raise TopologyError(
-            f"schedule of {schedule.kernel}",
+            f"bundles of {kernel.kernel}",
             f"It has {len(loops)} loops, and the passes of {len(trips.loops)} are known {trips.loops}",
             "The rule must follow the kernel: mend torchport/tpu/cost.py",
         )
-    weights = numpy.ones(schedule.bundles, numpy.int64)
+    weights = numpy.ones(kernel.size, numpy.int64)
     if slot is not None:
-        weights = schedule.counts[:, list(schedule.slots).index(slot)]
+        weights = kernel.counts[:, list(kernel.slots).index(slot)]
     passes = dict(zip(loops, trips.loops, strict=True))
-    return _Count(_work(schedule), passes, trips.once_in, weights).of(schedule.root, 1)
+    return _Count(_work(kernel), passes, trips.once_in, weights).of(kernel.root, 1)
 
 
-def _work(schedule: Schedule) -> numpy.typing.NDArray[numpy.int64]:
+def _work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
     """Returns the matrix work of each bundle."""
-    return schedule.counts[:, list(schedule.slots).index(MATMUL)]
+    return kernel.counts[:, list(kernel.slots).index(MATMUL)]
 
 
-def _loops(schedule: Schedule) -> list[Region]:
+def _loops(kernel: KernelBundles) -> list[Region]:
     """Returns the kernel's own loops in the order in which they begin, the outer before the inner."""
-    work, found = _work(schedule), []
+    work, loops = _work(kernel), list[Region]()
 
     def visit(region: Region) -> None:
         busy = work[region.start : region.end].any()
         if region.kind == "predicated" and not busy:
             return
         if region.kind == "loop" and (busy or region.end - region.start >= OWN):
-            found.append(region)
+            loops.append(region)
         for part in region.inside:
             visit(part)
 
-    visit(schedule.root)
-    return found
+    visit(kernel.root)
+    return loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Count:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a schedule says of a kernel with a tile; `percent` of the bfloat16 peak.
+    """What the instruction schedule says of a kernel with a tile; `percent` of the bfloat16 peak.
 
     Attributes:
         peak_percent: Of a whole call: useful flop over what the matrix units could do in all bundles that it runs.
@@ -241,20 +241,20 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
     return half * (up(across, width) + (work.head_size if transposed else up(work.head_size, width)))
 
 
-def figures(schedule: Schedule, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:
+def figures(kernel: KernelBundles, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:
     """Returns the figures of a kernel that was compiled with a tile.
 
     Args:
-        schedule: Of one core.
+        kernel: Its bundles on one core.
         work: The device's.
         tile: As fitted to the work.
-        chip: Whose schedule it is.
+        chip: What it was compiled for.
         width: Of its matrix unit.
 
     Raises:
         TopologyError: Another form of the kernel than the count knows.
     """
-    steady = len(schedule.steady())
+    steady = len(kernel.steady())
     if isinstance(tile, Tile):
         trips, group = transposed_trips(work, tile, chip.cores), work.group
         lanes = 2 * group * up(work.head_size, LANES // group)
@@ -267,14 +267,14 @@ def figures(schedule: Schedule, work: Work, tile: Tile | SplashTile, chip: Chip,
     waits = max(0, math.ceil(least(work, tile, width, chip.bundle_flops)) - steady)
     step = 4 * tile.block_q * tile.block_kv * work.head_size * group
     fetched = tile.block_kv * lanes * BFLOAT16
-    cycles = executed(schedule, trips) + steps * waits
+    cycles = executed(kernel, trips) + steps * waits
     return Figures(
         peak_percent=100 * work.flops / (chip.cores * chip.bundle_flops * cycles),
         steady_percent=100 * step / (chip.bundle_flops * (steady + waits)),
-        matrix_unit_share=1.0 if waits else schedule.share(MATMUL),
+        matrix_unit_share=1.0 if waits else kernel.share(MATMUL),
         dma_share=fetched / (chip.bandwidth / chip.cores / chip.clock) / (steady + waits),
-        spills=schedule.spills()[0],
+        spills=kernel.spills()[0],
         steady_bundles=steady,
         waits=waits,
-        body_bundles=schedule.bundles,
+        body_bundles=kernel.size,
     )

@@ -1,1 +1,1 @@
-"""Tiles of attention kernels, ranked by the compiler's own schedule or by time on a TPU."""
+"""The search for the best tile of an attention kernel, on a chip or without one."""

@@ -1,4 +1,4 @@
-"""One call of a TPU kernel as shapes alone: what `schedule.compile_kernel` compiles for a TPU that is not there."""
+"""One call of a TPU kernel as shapes alone: what `bundles.compile_kernel` compiles for a TPU that is not there."""
 
 from __future__ import annotations
 

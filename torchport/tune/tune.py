@@ -1,8 +1,8 @@
 """`torchport tune`: which tile serves a chip, a head size and a kind of scores best, and the table that says so.
 
-Without the chip, candidates are compiled for it and ranked by their static schedule (`cost`): by the share of peak of a
-whole call at the job's length. With it, by time. What overflows VMEM, does not fit instruction memory or waits for HBM
-is dropped, and said.
+Without the chip, candidates are compiled for it and ranked by their instruction schedule (`cost`): by the share of peak
+of a whole call at the job's length. With it, by time. What overflows VMEM, does not fit instruction memory or waits for
+HBM is dropped, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any
 
 from torchport.attention import tiles, transposed
 from torchport.attention.tiles import KernelName, SplashTile, Tile
-from torchport.config.machine import MIB
 from torchport.errors import OutputError, TopologyError, VmemError
 from torchport.files import folder
-from torchport.progress import track
+from torchport.progress import size_text, track
 from torchport.task.devices import found_devices
 from torchport.tpu.bundles import compile_kernel
 from torchport.tpu.cost import Figures, figures, least, padding
@@ -29,7 +28,7 @@ from torchport.tune.workload import Workload
 
 LARGEST_BODY = 16_000
 """Bundles of a kernel's steady step. How large instruction memory is, nobody says; the largest body of the public
-kernels that have run on chips is about this large, and larger ones, which the schedule likes, may never have run."""
+kernels that have run on chips is about this large. Larger ones may never have run, though the count favours them."""
 
 SMALLEST_PART = 4
 """A tile whose steady step is shorter than one part in so many of the largest is not tried: what runs once for each
@@ -59,7 +58,7 @@ class Candidate:
 
     Attributes:
         tile: As it would stand in the table.
-        figures: Of its schedule; None where it was dropped before there was one.
+        figures: Of its instruction schedule; None where it was dropped before there was one.
         dropped: Why it is no result, or empty.
         seconds: The median call's, where there is a chip.
     """
@@ -93,10 +92,10 @@ def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashT
     """Returns the tiles worth a compilation."""
     if implementation == "splash":
         return [SplashTile(*sides) for sides in SPLASH]
-    found = [Tile(q, kv) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
-    width, flops = tiles.UNIT_WIDTH[job.name], job.chip.bundle_flops
+    sizes = [Tile(q, kv) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
+    width, flops = tiles.UNIT_WIDTH[job.chip.name], job.chip.bundle_flops
     shortest = LARGEST_BODY / SMALLEST_PART
-    return [tile for tile in found if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
+    return [tile for tile in sizes if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
 
 
 def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequence[Tile | SplashTile] = ()) -> Result:
@@ -113,14 +112,14 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
     """
     count, kind, _ = found_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
-    what = f"tune {implementation}{' bounded' * bounded} {job.name} {job.work.head_size}"
-    found = []
+    what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"
+    outcomes = []
     for tile in track(list(among or candidates(job, implementation)), what, "tile"):
         candidate = tried(job, implementation, bounded, tile)
         if present and not candidate.dropped:
             candidate = dataclasses.replace(candidate, seconds=_seconds(job, implementation, bounded, tile))
-        found.append(candidate)
-    return Result(job, implementation, bounded, "time" if present else "schedule", sorted(found, key=_rank))
+        outcomes.append(candidate)
+    return Result(job, implementation, bounded, "time" if present else "schedule", sorted(outcomes, key=_rank))
 
 
 def tune_all(job: Workload, implementation: str, scores: str) -> list[Result]:
@@ -132,14 +131,14 @@ def tune_all(job: Workload, implementation: str, scores: str) -> list[Result]:
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
-    found = candidate.figures
-    if candidate.dropped or found is None:
+    figures = candidate.figures
+    if candidate.dropped or figures is None:
         return True, 0.0
-    return False, -found.peak_percent if candidate.seconds is None else candidate.seconds
+    return False, -figures.peak_percent if candidate.seconds is None else candidate.seconds
 
 
 def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
-    """Returns a candidate with its schedule, or with the reason why it is none."""
+    """Returns a candidate with its figures, or with the reason why it is none."""
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
     try:
         if isinstance(tile, Tile):
@@ -147,23 +146,23 @@ def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile |
             fitted = tile.fitted(job.work.queries, job.work.keys)
             group, vmem = job.work.group, job.chip.vmem
             tiles.checked(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
-        schedule = compile_kernel(BUILD, arguments, job.machine).schedule
+        kernel = compile_kernel(BUILD, arguments, job.machine).bundles
     except VmemError as error:
         asked, limit = vars(error)["asked"], vars(error)["limit"]
-        return Candidate(tile, dropped=f"VMEM: {asked:,} bytes, limit {limit:,} ({limit / MIB:.0f} MiB)")
-    fits, width = tile.fitted(job.work.queries, job.work.keys), tiles.UNIT_WIDTH[job.name]
-    found = figures(schedule, job.work, fits, job.chip, width)
-    if found.steady_bundles > LARGEST_BODY:
-        return Candidate(tile, found, f"body: {found.steady_bundles:,} bundles, limit {LARGEST_BODY:,}")
-    if found.dma_share > DMA_LIMIT:
-        return Candidate(tile, found, f"HBM: {found.dma_share:.2f} of the cycles, limit {DMA_LIMIT}")
-    return Candidate(tile, found)
+        return Candidate(tile, dropped=f"VMEM: {asked:,} bytes, limit {limit:,} ({size_text(limit)})")
+    fits, width = tile.fitted(job.work.queries, job.work.keys), tiles.UNIT_WIDTH[job.chip.name]
+    shares = figures(kernel, job.work, fits, job.chip, width)
+    if shares.steady_bundles > LARGEST_BODY:
+        return Candidate(tile, shares, f"body: {shares.steady_bundles:,} bundles, limit {LARGEST_BODY:,}")
+    if shares.dma_share > DMA_LIMIT:
+        return Candidate(tile, shares, f"HBM: {shares.dma_share:.2f} of the cycles, limit {DMA_LIMIT}")
+    return Candidate(tile, shares)
 
 
 def _reduced(job: Workload, tile: Tile | SplashTile) -> Workload:
     """Returns a job with the same program in it: tiles, chunks and heads are loops, of which a few passes will do.
 
-    Two heads or groups for each core, since with one the grid loses a dim and the schedule is another (tpu7x: 5 %
+    Two heads or groups for each core, since with one the grid loses a dim and the program is another (tpu7x: 5 %
     longer), and two tiles, the last one ragged. XLA has less around the kernel to compile.
     """
     work, fitted = job.work, tile.fitted(job.work.queries, job.work.keys)
@@ -185,7 +184,7 @@ def _arguments(job: Workload, implementation: KernelName, bounded: bool, tile: T
         "bounded": bounded,
         "tile": dataclasses.asdict(tile),
         "vmem_bytes": job.chip.vmem - tiles.RESERVED,
-        "padding": padding(job.work.head_size, tiles.UNIT_WIDTH[job.name]),
+        "padding": padding(job.work.head_size, tiles.UNIT_WIDTH[job.chip.name]),
     }
 
 
@@ -215,7 +214,7 @@ def percent_of_peak(result: Result, candidate: Candidate) -> float:
 
 def rows(result: Result) -> list[dict[str, Any]]:
     """Returns the candidates as data."""
-    shared = {"chip": result.job.name, "implementation": result.implementation, "ranked_by": result.ranked_by}
+    shared = {"chip": result.job.chip.name, "implementation": result.implementation, "ranked_by": result.ranked_by}
     return [
         shared
         | {"head_size": result.job.work.head_size, "heads": result.job.work.heads, "tokens": result.job.work.queries}
@@ -230,18 +229,18 @@ def rows(result: Result) -> list[dict[str, Any]]:
 def lines(result: Result) -> list[str]:
     """Returns the candidates as an aligned table."""
     work = result.job.work
-    head = f"{result.implementation}{' bounded' * result.bounded}, {result.job.name}, by {result.ranked_by}: "
+    head = f"{result.implementation}{' bounded' * result.bounded}, {result.job.chip.name}, by {result.ranked_by}: "
     note = f" ({result.job.note})" if result.job.note else ""
-    shown = [head + f"{work.queries:,} tokens{note}, {work.heads} head(s) of {work.head_size}"]
-    shown.append(f"  {'tile':18}{'peak %':>8}{'steady %':>10}{'matrix':>8}{'HBM':>6}{'spills':>8}{'bundles':>9}")
+    text = [head + f"{work.queries:,} tokens{note}, {work.heads} head(s) of {work.head_size}"]
+    text.append(f"  {'tile':18}{'peak %':>8}{'steady %':>10}{'matrix':>8}{'HBM':>6}{'spills':>8}{'bundles':>9}")
     for candidate in result.candidates:
-        name, found = "/".join(map(str, dataclasses.astuple(candidate.tile))), candidate.figures
+        name, shares = "/".join(map(str, dataclasses.astuple(candidate.tile))), candidate.figures
         line = f"  {name:18}"
-        if found:
-            line += f"{percent_of_peak(result, candidate):8.1f}{found.steady_percent:10.1f}"
-            line += f"{found.matrix_unit_share:8.2f}{found.dma_share:6.2f}{found.spills:8}{found.steady_bundles:9}"
-        shown.append(f"{line}  {candidate.dropped and f'dropped, {candidate.dropped}'}".rstrip())
-    return shown
+        if shares:
+            line += f"{percent_of_peak(result, candidate):8.1f}{shares.steady_percent:10.1f}"
+            line += f"{shares.matrix_unit_share:8.2f}{shares.dma_share:6.2f}{shares.spills:8}{shares.steady_bundles:9}"
+        text.append(f"{line}  {candidate.dropped and f'dropped, {candidate.dropped}'}".rstrip())
+    return text
 
 
 def check_writable(file: Path) -> None:
@@ -277,14 +276,14 @@ def _best_row(result: Result) -> tiles.TransposedRow | tiles.SplashRow:
     best = next(iter(result.candidates), None)
     if best is None or best.dropped or best.figures is None:
         raise TopologyError(
-            f"tune {result.implementation} on {result.job.name}",
+            f"tune {result.implementation} on {result.job.chip.name}",
             f"Every tile was dropped; the first: {best.dropped}" if best else "No tile fits this head size",
             "Name another chip or head size",
         )
     work = result.job.work
     _, head_size = transposed.grouping(work.heads, work.head_size)
     fields: dict[str, Any] = {
-        "chip": result.job.name,
+        "chip": result.job.chip.name,
         "head_size": work.head_size if result.implementation == "splash" else head_size,
         "tile": dataclasses.asdict(best.tile),
         "tokens": result.job.work.queries,

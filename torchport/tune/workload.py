@@ -24,7 +24,7 @@ class Workload:
     Attributes:
         machine: A TPU slice.
         work: One device's attention, a sample of it.
-        note: How the numbers were come by.
+        note: Where the numbers come from.
     """
 
     machine: Machine
@@ -32,14 +32,9 @@ class Workload:
     note: str = ""
 
     @property
-    def name(self) -> str:
-        """The chip's name, as in `TPU_CHIPS`."""
-        return self.machine.name.partition(":")[0]
-
-    @property
     def chip(self) -> Chip:
-        """The kind of chip."""
-        return TPU_CHIPS[self.name]
+        """The chip that the slice is made of."""
+        return self.machine.require_tpu()
 
 
 def sized(machine: Machine, tokens: int, heads: int, head_size: int, note: str = "") -> Workload:
@@ -50,22 +45,18 @@ def sized(machine: Machine, tokens: int, heads: int, head_size: int, note: str =
         tokens: S = T.
         heads: Of one device.
         head_size: D.
-        note: How the numbers were come by.
+        note: Where the numbers come from.
 
     Raises:
         BadValueError: The machine is no TPU.
     """
-    if machine.platform != "tpu":
-        raise BadValueError(
-            f"--topology {machine.name}",
-            "It is no TPU",
-            f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4)",
-        )
+    remedy = f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4)"
+    machine.require_tpu(f"--topology {machine.name}", remedy)
     group, _ = transposed.grouping(heads, head_size)
     return Workload(machine, Work(tokens, tokens, heads, head_size, group), note)
 
 
-def asked(
+def of_flags(
     topology: str,
     *,
     model: str | None = None,
@@ -133,8 +124,8 @@ def _configurations(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     [stage] = task.stages
     names = [str(stage.network), "vae"]
     with checkout.on_path(task.upstream), patch.applied(task.patches([stage])), checkout.hushed(True):
-        found = {name: task.card.components[name] for name in names if name in task.card.components}
-        read = {name: dict(load.published(c.class_, dict(c.published), name).config) for name, c in found.items()}
+        known = {name: task.card.components[name] for name in names if name in task.card.components}
+        read = {name: dict(load.published(c.class_, dict(c.published), name).config) for name, c in known.items()}
     return read[names[0]], read.get("vae", {})
 
 

@@ -14,20 +14,20 @@ Source: texts that libtpu 0.0.51 wrote for v6e; their form is documented nowhere
 
 from __future__ import annotations
 
-from torchport.tpu.hlo.instruction import Computation, Instruction, Source
-from torchport.tpu.hlo.program import Collective, Execution, Loop, PerBlock, Program, per_block
+from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
+from torchport.tpu.hlo.program import CollectiveExecution, Execution, Loop, PerBlock, Program, per_block
 from torchport.tpu.hlo.text import INTERNAL, read
 
 __all__ = [
     "INTERNAL",
-    "Collective",
+    "CollectiveExecution",
     "Computation",
     "Execution",
     "Instruction",
     "Loop",
     "PerBlock",
     "Program",
-    "Source",
+    "SourceLine",
     "per_block",
     "read",
 ]

@@ -7,7 +7,7 @@ import re
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class SourceLine:
     """A line of Python: the file as the program names it, the line, and the function's qualified name."""
 
     file: str
@@ -49,7 +49,7 @@ class Instruction:
     operands: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     cycles: int | None = None
-    source: Source | None = None
+    source: SourceLine | None = None
     op_name: str = ""
     target: str = ""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -60,7 +60,7 @@ class Instruction:
 
     @property
     def kernel(self) -> str | None:
-        """The name of the Pallas kernel that it calls, as `schedule.read` takes it; None if it calls none."""
+        """The name of the Pallas kernel that it calls, as `bundles.read` takes it; None if it calls none."""
         return re.sub(r"\.\d+$", "", self.name) if self.target == "tpu_custom_call" else None
 
 

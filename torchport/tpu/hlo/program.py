@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchport.errors import UnknownNameError, nearest
-from torchport.tpu.hlo.instruction import Computation, Instruction, Source
-from torchport.tpu.hlo.trips import Trips
+from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
+from torchport.tpu.hlo.trips import LoopTrips
 
 KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
@@ -39,8 +39,8 @@ class Execution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """An exchange between devices; one that starts and ends in two instructions is one.
+class CollectiveExecution:
+    """A collective, and how many times it is executed; one that starts and ends in two instructions is one.
 
     Attributes:
         kind: One of `KINDS`.
@@ -55,7 +55,7 @@ class Collective:
     bytes: int
     times: int
     groups: tuple[tuple[int, ...], ...]
-    source: Source | None
+    source: SourceLine | None
     overlapped: bool
 
     @property
@@ -113,32 +113,32 @@ class Program:
 
     def cycles(self, of: str | None = None) -> int:
         """Returns the estimated cycles of what the core does itself, without Pallas kernels and collectives."""
-        return sum(found.cycles for found in self._priced(of))
+        return sum(run.cycles for run in self._priced(of))
 
     def kernels(self, of: str | None = None) -> dict[str, int]:
         """Returns how many times each Pallas kernel is called, by its name."""
         count: Counter[str] = Counter()
-        for found in self.walk(of):
-            for _, inner in self._inner(found.instruction):
+        for run in self.walk(of):
+            for _, inner in self._inner(run.instruction):
                 if inner.kernel:
-                    count[inner.kernel] += found.times
+                    count[inner.kernel] += run.times
         return dict(count)
 
     def largest(self, number: int, of: str | None = None) -> list[Execution]:
         """Returns the instructions with the most estimated cycles over all their times, the largest first."""
-        return sorted(self._priced(of), key=lambda found: -found.cycles)[:number]
+        return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
 
     def unpriced(self, of: str | None = None) -> list[Execution]:
         """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
 
         Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
         """
-        left = [found for found in self.walk(of) if not found.beside and self._unpriced(found.instruction)]
-        return sorted(left, key=lambda found: -found.instruction.bytes * found.times)
+        left = [run for run in self.walk(of) if not run.beside and self._unpriced(run.instruction)]
+        return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
-    def collectives(self, of: str | None = None) -> list[Collective]:
-        """Returns the exchanges between devices, in the order in which they begin."""
-        found = []
+    def collectives(self, of: str | None = None) -> list[CollectiveExecution]:
+        """Returns the collectives, in the order in which they begin."""
+        sent = []
         for run in self.walk(of):
             for fusion, inner in self._inner(run.instruction):
                 kind, size = inner.opcode.removesuffix("-start"), inner.bytes
@@ -148,8 +148,8 @@ class Program:
                     kind, size = "reduce-scatter", fusion.bytes
                 apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
                 source = inner.source or run.instruction.source
-                found.append(Collective(kind, size, run.times, inner.groups, source, apart))
-        return found
+                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
+        return sent
 
     def loop_bodies(self, of: str | None = None) -> list[Loop]:
         """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
@@ -158,10 +158,10 @@ class Program:
         are those of one block.
         """
         loops = []
-        for found in self.walk(of):
-            if found.instruction.opcode == "while":
-                body = found.instruction.calls[1]
-                loops.append(Loop(body, self._trips[body], found.times, self.cycles(body)))
+        for run in self.walk(of):
+            if run.instruction.opcode == "while":
+                body = run.instruction.calls[1]
+                loops.append(Loop(body, self._trips[body], run.times, self.cycles(body)))
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
 
     def _walk(self, name: str, times: int, beside: bool) -> Iterator[Execution]:
@@ -188,7 +188,7 @@ class Program:
         if instruction.opcode == "fusion":
             for called in instruction.calls:
                 for inner in self.computations[called].instructions.values():
-                    yield from ((fusion or instruction, found) for fusion, found in self._inner(inner))
+                    yield from ((fusion or instruction, held) for fusion, held in self._inner(inner))
 
     def _scatters(self, fusion: Instruction) -> bool:
         """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
@@ -198,7 +198,7 @@ class Program:
         return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
 
     def _begins(self, fusion: Instruction) -> bool:
-        """Whether a fusion begins an exchange that others, which name it again, go on with while they compute."""
+        """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
         return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
 
     def _apart(self, instruction: Instruction) -> bool:
@@ -207,10 +207,10 @@ class Program:
         return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
 
     def _priced(self, of: str | None) -> Iterator[Execution]:
-        for found in self.walk(of):
-            kernel = any(inner.kernel for _, inner in self._inner(found.instruction))
-            if found.instruction.cycles and not found.beside and not kernel:
-                yield found
+        for run in self.walk(of):
+            kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
+            if run.instruction.cycles and not run.beside and not kernel:
+                yield run
 
     def _unpriced(self, instruction: Instruction) -> bool:
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
@@ -218,8 +218,8 @@ class Program:
         return instruction.cycles is None and not free and not self._apart(instruction)
 
     @functools.cached_property
-    def _trips(self) -> Trips:
-        return Trips(self.file, self.computations)
+    def _trips(self) -> LoopTrips:
+        return LoopTrips(self.file, self.computations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ class PerBlock:
 
     Attributes:
         cycles: Estimated cycles, as `Program.cycles` counts them.
-        collectives: How many exchanges, by kind, bytes of output on one device and size of the group.
+        collectives: How many, by kind, bytes of output on one device and size of the group.
         kernels: How many calls of each Pallas kernel.
     """
 
@@ -249,18 +249,18 @@ def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
         more: The same with more of them.
         blocks: How many more; at least 1.
     """
-    sent, calls = _exchanges(more), Counter(more.kernels())
-    sent.subtract(_exchanges(fewer))
+    sent, calls = _collective_counts(more), Counter(more.kernels())
+    sent.subtract(_collective_counts(fewer))
     calls.subtract(fewer.kernels())
     return PerBlock(
         (more.cycles() - fewer.cycles()) / blocks,
-        {exchange: count / blocks for exchange, count in sent.items() if count},
+        {collective: count / blocks for collective, count in sent.items() if count},
         {kernel: count / blocks for kernel, count in calls.items() if count},
     )
 
 
-def _exchanges(program: Program) -> Counter[tuple[str, int, int]]:
+def _collective_counts(program: Program) -> Counter[tuple[str, int, int]]:
     count: Counter[tuple[str, int, int]] = Counter()
-    for found in program.collectives():
-        count[found.kind, found.bytes, found.group_size] += found.times
+    for one in program.collectives():
+        count[one.kind, one.bytes, one.group_size] += one.times
     return count

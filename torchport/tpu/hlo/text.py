@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 
 from torchport.errors import TopologyError
-from torchport.tpu.hlo.instruction import Computation, Instruction, Source
+from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
 from torchport.tpu.hlo.program import Program
 
 INTERNAL = (
@@ -52,14 +52,14 @@ def read(file: Path, internal: tuple[str, ...] = INTERNAL) -> Program:
     Raises:
         TopologyError: No such file, several in the folder, or text of another form.
     """
-    found = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
-    if len(found) != 1 or not found[0].is_file():
-        names = ", ".join(path.name for path in found if path.is_file()) or "none"
+    files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
+    if len(files) != 1 or not files[0].is_file():
+        names = ", ".join(path.name for path in files if path.is_file()) or "none"
         raise TopologyError(str(file), f"Scheduled programs (*after_codegen.txt) there: {names}", "There must be one")
-    return _Reader(found[0], internal).read()
+    return _HloReader(files[0], internal).read()
 
 
-class _Reader:
+class _HloReader:
     """Reads one file; every refusal names its line."""
 
     def __init__(self, file: Path, internal: tuple[str, ...]) -> None:
@@ -70,7 +70,7 @@ class _Reader:
         self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
         self.at = 0
         self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-        self.sources: dict[int, Source | None] = {0: None}
+        self.sources: dict[int, SourceLine | None] = {0: None}
         self.computations: dict[str, Computation] = {}
 
     def read(self) -> Program:
@@ -125,17 +125,17 @@ class _Reader:
 
     def instruction(self, name: str, text: str) -> Instruction:
         shape_ends = self.close(text, 0) if text.startswith("(") else 0
-        found = _OPCODE.search(text, shape_ends)
-        if not found:
+        opening = _OPCODE.search(text, shape_ends)
+        if not opening:
             raise self.refusal(f"%{name} has no opcode")
-        ends = self.close(text, found.end())
-        opcode, inside = found[1], text[found.end() + 1 : ends - 1]
-        given = dict(part.partition("=")[::2] for part in _split(text[ends:].removeprefix(",")))
-        metadata, config = given.get("metadata", ""), given.get("backend_config", "")
-        calls = self.calls(name, given)
-        shapes = _shapes(opcode, text[: found.start()])
+        ends = self.close(text, opening.end())
+        opcode, inside = opening[1], text[opening.end() + 1 : ends - 1]
+        attributes = dict(part.partition("=")[::2] for part in _split(text[ends:].removeprefix(",")))
+        metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
+        calls = self.calls(name, attributes)
+        shapes = _shapes(opcode, text[: opening.start()])
         cycles, trips, op_name = _CYCLES.search(config), _TRIPS.search(config), _OP_NAME.search(metadata)
-        chain = _CHAIN.search(given.get("frontend_attributes", ""))
+        chain = _CHAIN.search(attributes.get("frontend_attributes", ""))
         leaf = opcode in ("constant", "parameter")
         return Instruction(
             name,
@@ -147,11 +147,11 @@ class _Reader:
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
             source=self.source(metadata) or self.fused(opcode, calls),
             op_name=op_name[1] if op_name else "",
-            target=given.get("custom_call_target", "").strip('"'),
-            groups=self.groups(given.get("replica_groups") or given.get("source_target_pairs") or ""),
+            target=attributes.get("custom_call_target", "").strip('"'),
+            groups=self.groups(attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""),
             chain=chain[1] if chain else "",
             literal=inside if leaf else "",
-            index=given.get("index") or given.get("direction") or "",
+            index=attributes.get("index") or attributes.get("direction") or "",
             trips=int(trips[1]) if trips else None,
         )
 
@@ -164,42 +164,44 @@ class _Reader:
                 return token.end()
         raise self.refusal("A bracket is not closed")
 
-    def calls(self, name: str, given: dict[str, str]) -> tuple[str, ...]:
-        texts = [given.get(key, "") for key in (*_CALLS, "called_computations")]
-        found = tuple(called for text in texts for called in re.findall(r"%([\w.-]+)", text))
-        missing = [called for called in found if called not in self.computations]
+    def calls(self, name: str, attributes: dict[str, str]) -> tuple[str, ...]:
+        texts = [attributes.get(key, "") for key in (*_CALLS, "called_computations")]
+        names = tuple(called for text in texts for called in re.findall(r"%([\w.-]+)", text))
+        missing = [called for called in names if called not in self.computations]
         if missing:
             raise self.refusal(f"%{name} calls %{missing[0]}, which is not before it")
-        return found
+        return names
 
-    def fused(self, opcode: str, calls: tuple[str, ...]) -> Source | None:
+    def fused(self, opcode: str, calls: tuple[str, ...]) -> SourceLine | None:
         """Returns the source of what a fusion computes last, for one that has none itself."""
         if opcode != "fusion":
             return None
         inside = self.computations[calls[0]].instructions.values()
-        return next((found.source for found in reversed(inside) if found.source), None)
+        return next((one.source for one in reversed(inside) if one.source), None)
 
-    def source(self, metadata: str) -> Source | None:
-        found = _FRAME.search(metadata)
-        return self.frame(int(found[1])) if found else None
+    def source(self, metadata: str) -> SourceLine | None:
+        frame = _FRAME.search(metadata)
+        return self.frame(int(frame[1])) if frame else None
 
-    def frame(self, number: int) -> Source | None:
+    def frame(self, number: int) -> SourceLine | None:
         """Returns the innermost source that is not internal, from a frame outwards."""
-        inner, found = [], None
+        inner, source = [], None
         while number not in self.sources:
             self.sources[number] = None  # a circle of frames ends here
             inner.append(number)
             place, parent = self.row("StackFrames", number, ("file_location_id", "parent_frame_id"))
             file, function, line = self.row("FileLocations", place, ("file_name_id", "function_name_id", "line"))
-            found = Source(self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, ""))
-            if not self.internal.search(found.file):
+            source = SourceLine(
+                self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, "")
+            )
+            if not self.internal.search(source.file):
                 break
             # Frames are numbered from 1. Where the first, which has none around it, says 1, parents are one too high.
             number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]
         else:
-            found = self.sources[number]
-        self.sources.update(dict.fromkeys(inner, found))
-        return found
+            source = self.sources[number]
+        self.sources.update(dict.fromkeys(inner, source))
+        return source
 
     def row(self, table: str, number: int, columns: tuple[str, ...]) -> list[int]:
         numbers = dict(re.findall(r"\b(\w+)=(\d+)", self.tables[table].get(number, "")))

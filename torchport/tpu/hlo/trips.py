@@ -31,7 +31,7 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 }
 
 
-class Trips(dict[str, int]):
+class LoopTrips(dict[str, int]):
     """How many times each loop's body runs in one execution of the loop, by the body's name; counted when asked for.
 
     Where the compiler did not write the number, the loop is run: its condition and its state are computed from the
@@ -93,28 +93,30 @@ class Trips(dict[str, int]):
 
         return self._element(part, loop.operands[0], index, around)
 
-    def _element(self, part: Computation, name: str, index: int, given: Callable[[int], int | None]) -> int | None:
-        """Returns an element of a tuple; `given` has those of the computation's parameters, or of its one tuple."""
-        found = part.instructions[name]
-        if found.opcode == "parameter":
-            return given(index)
-        return self._value(part, found.operands[index], given) if found.opcode == "tuple" else None
+    def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
+        """Returns an element of a tuple; `parameters` has those of the computation, or those of its one tuple."""
+        instruction = part.instructions[name]
+        if instruction.opcode == "parameter":
+            return parameters(index)
+        return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
 
-    def _value(self, part: Computation, name: str, given: Callable[[int], int | None]) -> int | None:
+    def _value(self, part: Computation, name: str, parameters: Callable[[int], int | None]) -> int | None:
         """Returns a scalar integer, or None where it depends on anything but such and constants."""
-        found = part.instructions[name]
-        if found.opcode == "get-tuple-element":
-            return self._element(part, found.operands[0], int(found.index), given)
-        if found.opcode == "parameter":
-            return given(int(found.literal))
-        if found.opcode == "constant":
-            literal = {"true": "1", "false": "0"}.get(found.literal, found.literal)
+        instruction = part.instructions[name]
+        if instruction.opcode == "get-tuple-element":
+            return self._element(part, instruction.operands[0], int(instruction.index), parameters)
+        if instruction.opcode == "parameter":
+            return parameters(int(instruction.literal))
+        if instruction.opcode == "constant":
+            literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
             return int(literal) if re.fullmatch(r"-?\d+", literal) else None
-        if found.opcode in ("fusion", "call"):
-            inside = self._computations[found.calls[0]]
-            return self._value(inside, inside.root, lambda number: self._value(part, found.operands[number], given))
-        compute = _COMPUTED.get(found.index if found.opcode == "compare" else found.opcode)
+        if instruction.opcode in ("fusion", "call"):
+            inside = self._computations[instruction.calls[0]]
+            return self._value(
+                inside, inside.root, lambda number: self._value(part, instruction.operands[number], parameters)
+            )
+        compute = _COMPUTED.get(instruction.index if instruction.opcode == "compare" else instruction.opcode)
         if compute is None:
             return None
-        values = [self._value(part, operand, given) for operand in found.operands]
+        values = [self._value(part, operand, parameters) for operand in instruction.operands]
         return None if None in values else int(compute(*values))

@@ -1,0 +1,321 @@
+"""A plan's figures: what `--json` prints, what `plan.json` keeps, and what the page and the terminal show.
+
+Each field has its meaning and its unit below it; docs/plan.md has the same sentences (see `schema`). None is a figure
+that is not known: a program that does not fit has no time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Generic, Literal, TypeVar
+
+import pydantic
+
+from torchport.config import Frozen
+from torchport.config.card import Axis
+from torchport.errors import BadValueError
+
+SecondsT = TypeVar("SecondsT")
+
+
+class Figure(Frozen, use_attribute_docstrings=True):
+    """A part of a plan; the sentence below a field is its description."""
+
+
+class Memory(Figure):
+    """The memory of one device."""
+
+    arguments_bytes: int | None
+    """bytes of weights and inputs"""
+    temporaries_bytes: int | None
+    """bytes of what is computed on the way"""
+    peak_bytes: int | None
+    """bytes that the program takes at most, outputs and code included"""
+    constants_bytes: int | None
+    """bytes of constants in the program: what was traced into it instead of being an argument"""
+    hbm_bytes: int
+    """bytes that the device has"""
+
+
+class Collective(Figure):
+    """A collective of one block or one step."""
+
+    kind: str
+    """the collective, as HLO names it"""
+    bytes: int
+    """bytes of one output on one device"""
+    count: int | float
+    """times that it runs"""
+    group: int
+    """devices that exchange with one another"""
+    source: str | None
+    """the line of PyTorch that it comes from"""
+    links: str
+    """the shape of its group on the grid of chips; of several unlike groups, of the one with the fewest ports"""
+    ports: float
+    """links that each device of the group has for it"""
+
+
+class KernelTime(Figure):
+    """A kernel beside attention."""
+
+    kernel: str
+    """the kernel's name"""
+    count: int
+    """calls in one block"""
+    ms: float
+    """milliseconds of one call: by its instruction schedule, compiled alone, or by its bytes where these take longer"""
+
+
+class BlockTime(Figure):
+    """One block of a network whose blocks run in a loop."""
+
+    count: int
+    """blocks of a step"""
+    other_ms: float
+    """milliseconds of all but attention and collectives, by the compiler's estimate"""
+    kernels: list[KernelTime]
+    """kernels beside attention; their time is within `other_ms`"""
+    attention_ms: float | None
+    """milliseconds of attention by the model; null where it is no kernel"""
+    communication_ms: float
+    """milliseconds of the collectives by the model"""
+    collectives: list[Collective]
+    """the collectives of one block"""
+
+
+class Communication(Figure):
+    """The collectives of a denoising step or of a whole decode, those of blocks included."""
+
+    communication_ms: float | None
+    """milliseconds by the model"""
+    collectives: list[Collective]
+    """those of one kind, size, line and links counted together; fields as in a block"""
+
+
+class Parts(Figure, Generic[SecondsT]):
+    """The parts of a modelled time, before any factor; of a program that does not fit they may be None."""
+
+    attention_s: SecondsT
+    """seconds of attention kernels, by the model; 0 where attention is no kernel but XLA's"""
+    other_s: SecondsT
+    """seconds of all else that computes, by the compiler's estimate"""
+    communication_s: SecondsT
+    """seconds of the collectives, by the model"""
+
+
+class ModelledTime(Parts[SecondsT], Generic[SecondsT]):
+    """The parts with their sum, before and after the factor."""
+
+    uncalibrated_s: SecondsT
+    """seconds: the sum of the three"""
+    model_s: SecondsT
+    """seconds: the same, with all but attention divided by the factor of the calibration"""
+
+
+class KnownTime(ModelledTime[float]):
+    """The modelled time of a program that fits."""
+
+    @property
+    def factor(self) -> float:
+        """By what all but attention was divided; 1 where there is nothing else, or no calibration."""
+        if self.model_s == self.uncalibrated_s:
+            return 1.0
+        return (self.other_s + self.communication_s) / (self.model_s - self.attention_s)
+
+
+class StepTime(ModelledTime[float | None]):
+    """A denoising step, or a whole decode."""
+
+    floor_s: float
+    """seconds that the arithmetic alone takes at peak on the whole slice"""
+    flops: int | float
+    """floating-point operations on the whole slice"""
+
+    @property
+    def known(self) -> KnownTime | None:
+        """The modelled time; None if something does not fit."""
+        return None if self.model_s is None else KnownTime(**self.model_dump(include=set(KnownTime.model_fields)))
+
+
+class Attention(Figure):
+    """The largest call of attention, on all devices together."""
+
+    implementation: str
+    """the implementation"""
+    batch: int
+    """batch of one call"""
+    heads: int
+    """heads"""
+    queries: int
+    """queries"""
+    keys: int
+    """keys, those of all arrays"""
+    head_size: int
+    """features of a head"""
+    bounded: bool
+    """whether a bound of the scores is known"""
+    arrays: int
+    """arrays that the keys come in"""
+    dtype: str
+    """dtype of queries, keys and values"""
+    flops_per_device: int
+    """useful floating-point operations of one call on one device"""
+    steady_percent: float | None
+    """percent of the bfloat16 peak in the kernel's steady loop; null where it is no kernel"""
+    peak_percent: float | None
+    """percent of the bfloat16 peak of a whole call; null where it is no kernel"""
+
+
+class KernelAttention(Attention):
+    """The largest call of attention, where a kernel computes it."""
+
+    steady_percent: float
+    peak_percent: float
+    row_tokens: int
+    """tokens for which the table of tiles has this share of peak; absent where it is no kernel"""
+    ms: float
+    """milliseconds of one call by the model; absent where it is no kernel"""
+
+
+class Operation(Figure):
+    """An operation that takes long."""
+
+    ms: float
+    """milliseconds by the compiler's estimate"""
+    opcode: str
+    """the operation, as HLO names it, or `kernel`"""
+    source: str
+    """the line of PyTorch that it comes from, or the kernel's name; empty where there is none"""
+
+
+class Overflow(Figure):
+    """What does not fit."""
+
+    what: Literal["hbm", "vmem"]
+    """the memory"""
+    kernel: str | None
+    """the kernel that takes too much vector memory"""
+    tile: str | None
+    """the kernel's tile"""
+    asked_bytes: int | None
+    """bytes that are needed"""
+    limit_bytes: int | None
+    """bytes that there are"""
+    fact: str
+    """the same in words"""
+
+
+class PlanFigures(Figure):
+    """The figures that a program has, and a stage of one or several programs."""
+
+    status: Literal["ok"] = "ok"
+    """`ok`: it was compiled"""
+    fits: bool
+    """whether it fits; of a stage, whether all of its programs do"""
+    per_device: Memory
+    """of a stage, the memory of the program that takes most"""
+    per_block: BlockTime | None
+    """one block; null where blocks do not run in a loop"""
+    per_step: Communication | None
+    """the collectives of a denoising step, or of a whole decode"""
+    step: StepTime
+    """the time of a denoising step, or of a whole decode"""
+    attention: KernelAttention | Attention | None
+    """the largest call of attention"""
+    largest: list[Operation]
+    """the ten most expensive operations of a block, or where there is none of the stage"""
+    findings: list[Overflow]
+    """what does not fit"""
+    not_modelled: list[str]
+    """what takes time and is in no part of the model"""
+    trace_s: float
+    """seconds of tracing on this machine"""
+    compile_s: float
+    """seconds of compiling on this machine"""
+
+
+class ProgramPlan(PlanFigures):
+    """One run of one program."""
+
+    inputs: dict[str, list[int]]
+    """shapes of its inputs, by name"""
+    times: int
+    """runs in the stage"""
+    dump: str | None
+    """its file, in the folder of `--keep`"""
+
+
+class StagePlan(PlanFigures):
+    """A stage that was compiled."""
+
+    steps: int
+    """denoising steps; 1 for another stage"""
+    programs: list[ProgramPlan]
+    """one for each set of input shapes; the figures above for one run, and three more"""
+    dtypes: dict[str, str]
+    """dtype of the network, by its name"""
+    precision: dict[str, str]
+    """precision of the network's matrix products, by its name"""
+
+
+class StageLeftOut(Figure):
+    """A stage that was not compiled."""
+
+    status: Literal["not_ported", "not_asked"]
+    """`not_ported` or `not_asked`: it was not compiled"""
+    why: str
+    """the reason, in words; the only other field of such a stage"""
+
+
+class JobPlan(Figure):
+    """A job's plan."""
+
+    model: str
+    """the model card"""
+    machine: str
+    """the slice"""
+    strategy: str
+    """the sharding rules"""
+    mesh: dict[Axis, int]
+    """sizes of the mesh's axes"""
+    fits: bool
+    """whether every stage that was compiled fits"""
+    versions: dict[str, str]
+    """versions of the packages that decide the figures"""
+    assumptions: list[str]
+    """what is taken for granted; the first says what the plan was calibrated with"""
+    stages: dict[str, Annotated[StagePlan | StageLeftOut, pydantic.Field(discriminator="status")]]
+    """the stages, by name"""
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh, as text."""
+        return mesh_text(self.mesh)
+
+    def stage(self, name: str) -> StagePlan:
+        """Returns the figures of a stage.
+
+        Raises:
+            BadValueError: It was not compiled.
+        """
+        stage = self.stages[name]
+        if isinstance(stage, StageLeftOut):
+            raise BadValueError(f"stage {name}", "It was not compiled", stage.why)
+        return stage
+
+
+def mesh_text(mesh: Mapping[Axis, int]) -> str:
+    """Returns the sizes of a mesh's axes as text: `dp=2 x sp=4`."""
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def moved_bytes(collectives: Sequence[Collective]) -> float:
+    """Returns the bytes of all outputs of some collectives, on one device."""
+    return sum(one.bytes * one.count for one in collectives)
+
+
+def largest_shape(inputs: Mapping[str, list[int]]) -> list[int]:
+    """Returns the shape of a network's largest input."""
+    return max(inputs.values(), key=lambda shape: (len(shape), math.prod(shape)))

@@ -1,0 +1,205 @@
+"""How long a compiled program should take: what its compiler estimates, and models of what it does not.
+
+The compiler estimates all but kernels and collectives. Attention is modelled by its share of peak, other kernels by
+their own instruction schedules, collectives by bytes and links. The parts run one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from torchport.attention import dispatch, tiles, transposed
+from torchport.config.machine import Chip, Machine
+from torchport.plan import aot, calibration
+from torchport.plan.collectives import collectives, seconds
+from torchport.plan.figures import (
+    Attention,
+    BlockTime,
+    Communication,
+    KernelAttention,
+    KernelTime,
+    Operation,
+    Parts,
+    StepTime,
+)
+from torchport.shard import grid
+from torchport.task import Task
+from torchport.tpu import cost, hlo
+
+SECOND_ARRAY = 1.025
+"""How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's
+instruction schedule for 111,600 and 1,256 keys on v6e, 45.7 ms against 44.6."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramTime:
+    """A compiled program on a slice, with the times that its compiler does not estimate.
+
+    Attributes:
+        program: As the compiler scheduled it.
+        machine: The slice.
+        spots: Where the mesh's devices are, in its order.
+        calls: The calls of attention, as they were traced: once where blocks are stacked.
+        passes: Seconds of one call of each kernel beside attention, by its name.
+        flops: Of one run, on the whole slice.
+    """
+
+    program: hlo.Program
+    machine: Machine
+    spots: Sequence[grid.Spot]
+    calls: Sequence[Attention]
+    passes: dict[str, float]
+    flops: int
+
+    @property
+    def chip(self) -> Chip:
+        """What the slice is made of."""
+        return self.machine.require_tpu()
+
+    @functools.cached_property
+    def loop(self) -> hlo.Loop | None:
+        """The loop over blocks, if they run in one; unrolled ones cannot be told apart."""
+        return block_loop(self.program)
+
+    @property
+    def attention(self) -> Attention | None:
+        """The largest call of attention."""
+        return max(self.calls, key=lambda call: call.flops_per_device, default=None)
+
+    def block(self) -> BlockTime | None:
+        """Returns what one block takes."""
+        if self.loop is None:
+            return None
+        body, sent = self.loop.body, collectives(self.program, self.loop.body, self.spots)
+        kernels = self.program.kernels(body)
+        return BlockTime(
+            count=self.loop.trips,
+            other_ms=self._ms(self.loop.cycles) + 1e3 * self._in_passes(body),
+            kernels=[
+                KernelTime(kernel=name, count=times, ms=1e3 * self.passes[name])
+                for name, times in kernels.items()
+                if name in self.passes
+            ],
+            attention_ms=self.attention.ms if isinstance(self.attention, KernelAttention) else None,
+            communication_ms=1e3 * seconds(sent, self.chip),
+            collectives=sent,
+        )
+
+    def communication(self) -> Communication:
+        """Returns the collectives of one run."""
+        sent = collectives(self.program, None, self.spots)
+        return Communication(communication_ms=1e3 * seconds(sent, self.chip), collectives=sent)
+
+    def parts(self) -> Parts[float]:
+        """Returns the parts of the time of one run."""
+        # Attention that is no kernel is XLA's, and in its estimate. Stacked blocks are traced once, and their attention
+        # is the largest.
+        spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
+        more = self.loop.trips - 1 if self.loop and spent else 0
+        return Parts[float](
+            attention_s=(sum(spent) + more * max(spent, default=0.0)) / 1e3,
+            other_s=self.program.cycles() / self.chip.clock + self._in_passes(None),
+            communication_s=seconds(collectives(self.program, None, self.spots), self.chip),
+        )
+
+    def step(self) -> StepTime:
+        """Returns the model of the time of one run, and the floor from arithmetic alone."""
+        parts = self.parts()
+        return StepTime(
+            **parts.model_dump(),
+            uncalibrated_s=calibration.calibrated(parts, None),
+            model_s=calibration.calibrated(parts, calibration.shipped()),
+            floor_s=floor_seconds(self.flops, self.machine),
+            flops=self.flops,
+        )
+
+    def largest(self) -> list[Operation]:
+        """Returns what takes longest of a block, or where there is none of the program; no attention or collective."""
+        of = None if self.loop is None else self.loop.body
+        kernels = [
+            Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)
+            for name, times in self.program.kernels(of).items()
+            if name in self.passes
+        ]
+        compiled = [
+            Operation(ms=self._ms(one.cycles), opcode=one.instruction.opcode, source=str(one.instruction.source or ""))
+            for one in self.program.largest(10, of)
+        ]
+        return sorted([*kernels, *compiled], key=lambda one: -one.ms)[:10]
+
+    def not_modelled(self) -> list[str]:
+        """Returns what takes time and is in no part of the model."""
+        said, unpriced = [], self.program.unpriced()
+        if unpriced:
+            size = sum(one.instruction.bytes * one.times for one in unpriced)
+            said.append(
+                f"{len(unpriced)} operation(s) without an estimate of the compiler's, {size / 1e6:.3g} MB of output"
+            )
+        for call in self.calls:
+            if isinstance(call, KernelAttention) and (call.dtype != "bfloat16" or 4 * call.keys < call.row_tokens):
+                here = f"{call.keys:,} keys in {call.dtype}"
+                said.append(f"attention's own share of peak: {here} have that of {call.row_tokens:,} in bfloat16")
+        if self.loop is None and any(call.implementation not in dispatch.KERNELS for call in self.calls):
+            said.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
+        return list(dict.fromkeys(said))
+
+    def _in_passes(self, of: str | None) -> float:
+        """Returns the seconds of a computation's kernels beside attention."""
+        return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(of).items())
+
+    def _ms(self, cycles: int) -> float:
+        return 1e3 * cycles / self.chip.clock
+
+
+def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program) -> ProgramTime:
+    """Returns a program of a task with the times that its compiler does not estimate.
+
+    Args:
+        task: The job, on a TPU slice.
+        compiled: What is known of the program beside its text.
+        program: Its text, as the compiler scheduled it.
+
+    Raises:
+        TopologyError: A kernel does not compile alone.
+    """
+    calls = [_attention(task, call) for call in compiled.calls]
+    passes = {one.kernel: cost.pass_seconds(one, task.machine) for one in compiled.passes}
+    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops)
+
+
+def block_loop(program: hlo.Program) -> hlo.Loop | None:
+    """Returns the loop over blocks: of those with a kernel, the one that takes longest."""
+    loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
+    return max(loops, key=lambda loop: loop.cycles, default=None)
+
+
+def floor_seconds(flops: int, machine: Machine) -> float:
+    """Returns how long the arithmetic alone takes at peak on a slice."""
+    return flops / (machine.require_tpu().flops * machine.devices)
+
+
+def _attention(task: Task, call: dispatch.Traced) -> Attention:
+    """Returns a call of attention; a kernel's has its share of peak and its time, by the table of tiles."""
+    chip, split = task.machine.require_tpu(), math.prod(task.job.mesh.values())
+    flops = 4 * call.batch * call.heads * call.queries * call.keys * call.head_size // split
+    sizes = dataclasses.asdict(call) | {"flops_per_device": flops}
+    implementation = next((name for name in get_args(tiles.KernelName) if name == call.implementation), None)
+    if implementation is None:
+        return Attention(**sizes, steady_percent=None, peak_percent=None)
+    heads = call.heads // math.prod(task.job.mesh.get(axis, 1) for axis in dispatch.HEAD_AXES)
+    _, size = transposed.grouping(max(heads, 1), call.head_size)
+    row = tiles.row(chip.name, implementation, size, call.bounded)
+    # Features are padded to what the row is for, and padding is no useful arithmetic.
+    useful = call.head_size / size
+    share = useful * row.peak_percent / (SECOND_ARRAY if call.arrays > 1 else 1)
+    return KernelAttention(
+        **sizes,
+        steady_percent=useful * row.steady_percent,
+        peak_percent=share,
+        row_tokens=row.tokens,
+        ms=1e3 * flops / (chip.flops * share / 100),
+    )
