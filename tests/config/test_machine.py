@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchport.config.machine import GIB, TPU_CHIPS, parse_machine
+from torchport.config.machine import GIB, HOST, TPU_CHIPS, parse_machine
 from torchport.errors import BadValueError
 
 V6E = parse_machine("v6e:2x4", "a.yaml:1")

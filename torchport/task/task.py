@@ -201,7 +201,7 @@ class Task:
         return shlex.join([*words, "--out", str(folder)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns how a process of ours gets the same task: as it is, but the family by its name, and without shapes."""
+        """Returns how a process of ours gets the same task: the family by its name, and no shapes."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("family", "shapes")]
         fields = {name: getattr(self, name) for name in names}
         return _with_family, (fields,)
