@@ -137,7 +137,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     def lowered(tensors, static):
         notes.append(dispatch.Traced("splash_transposed", 2, 4, 40_000, 40_000, 128, False))
         large = tiles.Tile(20_480, 2048).fitted(40_000, 40_000)
-        tiles.checked(large, head_size=128, heads=1, itemsize=2, bounded=False, vmem=128 * 2**20)
+        tiles.check_vmem(large, head_size=128, heads=1, itemsize=2, bounded=False, vmem=128 * 2**20)
 
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])

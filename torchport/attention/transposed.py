@@ -58,13 +58,13 @@ def attention(
         lengths_B = jnp.full((batch,), keys, jnp.int32)
     # A sample of its own for each group of heads: they lie one after another, not side by side.
     q, k, v = (
-        _grouped(x, heads, head_size, n)
+        _by_group(x, heads, head_size, n)
         for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
     )
-    further = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], jnp.repeat(lengths_B, all_heads // heads))
+    arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], jnp.repeat(lengths_B, all_heads // heads))
     how: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
     how |= {"heads": heads, "head_size": head_size, "interpret": interpret}
-    out = side_by_side(q, [further], **how)
+    out = side_by_side(q, [arrays], **how)
     out = out.reshape(batch, all_heads // heads, queries, heads, head_size)[..., :size]
     return jnp.swapaxes(out, 2, 3).reshape(q_BHSD.shape)
 
@@ -154,7 +154,7 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
     return 1, up(size, LANES)
 
 
-def _grouped(x_BHTD: jax.Array, heads: int, head_size: int, tokens: int) -> jax.Array:
+def _by_group(x_BHTD: jax.Array, heads: int, head_size: int, tokens: int) -> jax.Array:
     """Returns tokens as [B * G, tokens, W]: the heads of a group side by side, padded with zeros."""
     batch, all_heads, have, size = x_BHTD.shape
     if (have, size) != (tokens, head_size):

@@ -66,8 +66,8 @@ class _Softmax:
             q = refs.q[...]
             feature = lax.broadcasted_iota(jnp.int32, q.shape, 1)
             for g in range(plan.heads):
-                own = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
-                refs.heads[g] = jnp.where(own, q, jnp.zeros_like(q))
+                is_of_head = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
+                refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
         """Leaves a cell's probabilities, or its scores, for the next step.
@@ -131,8 +131,8 @@ class _Softmax:
         """Adds the values weighted with p [C, queries], after shrinking what is there."""
         g, a, n = cell
         here = (self.plan.rows(g), pl.ds(a, n))
-        own = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
-        product = self._product(own, p.astype(own.dtype), PLAIN)
+        head_values = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
+        product = self._product(head_values, p.astype(head_values.dtype), PLAIN)
         before = self.refs.acc[here]
         self.refs.acc[here] = (before if shrink is None else before * shrink) + product
 
@@ -175,7 +175,7 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
+    _each(plan, _for_each(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
         chunks.keys(j, slot(j)).wait()
@@ -192,7 +192,7 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+    _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
 
 
 def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:
@@ -240,7 +240,7 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1)
     width, end = plan.tile.columns, plan.tile.block_q
 
     def step(i: Any, _: None) -> None:
-        starts = [pl.multiple_of((i * together + one) * width, LANES) for one in range(together)]
+        starts = [pl.multiple_of((i * together + cell) * width, LANES) for cell in range(together)]
         work([(g, a, width) for a in starts for g in range(plan.heads)])
 
     lax.fori_loop(0, end // width // together, step, None)
@@ -248,9 +248,9 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1)
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
-    def all_of_them(cells: Sequence[Cell]) -> None:
+def _for_each(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    def work_on_all(cells: Sequence[Cell]) -> None:
         for cell in cells:
             work(cell)
 
-    return all_of_them
+    return work_on_all

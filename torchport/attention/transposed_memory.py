@@ -115,7 +115,7 @@ class Chunks:
         _, parts, _, keys = self.v_hbm.shape
         copies = []
         for i in range(target.shape[0]):
-            part, column = (0, first + i) if parts == 1 else _divided(first + i, keys // LANES)
+            part, column = (0, first + i) if parts == 1 else _divmod(first + i, keys // LANES)
             here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
             source = self.v_hbm.at[self.sample, part, self.features, here]
             copies.append(pltpu.make_async_copy(source, target.at[i], done))
@@ -151,11 +151,11 @@ class _Copies:
             copy.start()
 
     def wait(self) -> None:
-        """Waits for the bytes of all: once, for what is waited for stands in the way of what is multiplied."""
+        """Waits for the bytes of all copies, once: each wait delays the products."""
         pltpu.make_async_copy(self.target, self.target, self.done).wait()
 
 
-def _divided(number: Any, by: int) -> tuple[Any, Any]:
+def _divmod(number: Any, by: int) -> tuple[Any, Any]:
     return lax.div(number, by), lax.rem(number, by)
 
 

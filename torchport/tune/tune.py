@@ -146,7 +146,7 @@ def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile |
             _, size = transposed.grouping(job.work.heads, job.work.head_size)
             fitted = tile.fitted(job.work.queries, job.work.keys)
             group, vmem = job.work.group, job.chip.vmem
-            tiles.checked(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
+            tiles.check_vmem(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
         schedule = compile_kernel(BUILD, arguments, job.machine).schedule
     except VmemError as error:
         asked, limit = vars(error)["asked"], vars(error)["limit"]
