@@ -83,7 +83,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
         checkout.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
         _folder(task.folder),
-        kept.Programs.opened(task) as programs,
+        kept.Programs.of_task(task) as programs,
     ):
         preflight.check(task)
         journey = Journey(task, _checkpoint(task), stopping, programs)
@@ -140,8 +140,10 @@ def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], le
         return network.eager(task, stage, parts, folder)
     module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
     weights = network.placed(task, stage, parts, mesh, folder)  # shard
-    programs = journey.kept(stage, mesh, ledger)
-    return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace(), kept=programs)  # compile
+    programs_of = journey.programs_of(stage, mesh, ledger)
+    return network.compiled(
+        task, stage, module, weights, mesh, trace=ledger.trace(), programs_of=programs_of
+    )  # compile
 
 
 def _check_parts(journey: Journey) -> None:

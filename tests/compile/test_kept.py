@@ -76,9 +76,9 @@ class Kept:
             weights = shard.place(tensors.items(), rules, self.mesh)
             parts = {**self.parts, "patches": dict(ledger.trace().digests)}
             self.made = []
-            kept = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
+            source = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
             network = compile.Network(module.to("meta"), INPUTS, "net", "card.yaml:9", "highest")
-            yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), kept=kept), ledger
+            yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), source=source), ledger
 
     def run(self, **static):
         """Returns what the network computes, and whether its program was compiled or cached."""
@@ -524,7 +524,7 @@ def test_a_second_run_loads_its_programs_and_makes_the_same_bits(request_for, mo
 def test_nothing_is_kept_where_that_was_switched_off(task, monkeypatch, tmp_path, how):
     monkeypatch.setenv("TORCHPORT_CACHE", "off" if how == "variable" else str(tmp_path / "cache"))
     changes = {"flag": {"cache": False}, "variable": {}, "original": {"backend": "original"}}[how]
-    with programs.Programs.opened(task(**changes)) as opened:
+    with programs.Programs.of_task(task(**changes)) as opened:
         assert opened.root is None and not jax.config.jax_compilation_cache_dir
     assert not (tmp_path / "cache").exists()
 

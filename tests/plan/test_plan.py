@@ -142,7 +142,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
-    called = recorder.Called({}, (), 8, 10**15, (1,), None)
+    called = recorder.Call({}, (), 8, 10**15, (1,), None)
     result = aot._program(aot.Outline(network, [called], notes), called, V6E, plan.Path("nowhere"))
     overflow = result["vmem"]
     assert (overflow["kernel"], overflow["limit"]) == ("splash_transposed", 120 * 2**20) and result["dump"] is None
@@ -275,12 +275,12 @@ def test_a_verb_that_asks_for_a_value_or_never_calls_is_refused(pack):
     how = lambda module, x: module(x)  # noqa: E731
     text = refusal(
         BadValueError,
-        lambda: recorder.recorded(dataclasses.replace(stage, run=asks, **like), {}, network, how, None),
+        lambda: recorder.network_calls(dataclasses.replace(stage, run=asks, **like), {}, network, how, None),
     )
     assert text.startswith("--stage denoise: Its verb asks for a value that the network computes (aten._local_scalar")
     text = refusal(
         BadValueError,
-        lambda: recorder.recorded(dataclasses.replace(stage, run=silent, **like), {}, network, how, None),
+        lambda: recorder.network_calls(dataclasses.replace(stage, run=silent, **like), {}, network, how, None),
     )
     assert text == "--stage denoise: It never calls its network. Report this: its verb is at fault."
 

@@ -84,14 +84,14 @@ class Context:
         bounds: Upper bounds of |q . k| by name, which calls refer to.
         note: Called with every call, of attention or of a kernel beside it, as it is traced: for plans.
         interpret: Run TPU kernels as plain JAX, on any platform: for tests.
-        rehearsed: Check that a kernel takes a call, and return the queries in its stead.
+        rehearse: Check that a kernel takes a call, and return the queries in its stead.
     """
 
     implementation: Implementation | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     note: Callable[[Traced | Pass], None] | None = None
     interpret: bool = False
-    rehearsed: bool = False
+    rehearse: bool = False
 
 
 NONE = Context()
@@ -293,7 +293,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
     elif problem.chip is not None:
         best = tiles.best(problem.chip, "splash", problem.head_size, False)
         options |= dataclasses.asdict(best)
-    if current().rehearsed:
+    if current().rehearse:
         return q
     return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
 
@@ -301,7 +301,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 def _transposed(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size)
-    if current().rehearsed:
+    if current().rehearse:
         return q
     return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
 

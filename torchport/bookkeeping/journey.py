@@ -16,7 +16,7 @@ import torch
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
-from torchport.compile.network import Kept
+from torchport.compile.network import ProgramsOf
 from torchport.config.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
@@ -139,8 +139,8 @@ class Journey:
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
 
-    def kept(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> Kept:
-        """Returns what says where a stage's programs are kept; see `network.compiled`."""
+    def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
+        """Returns where a stage's programs come from; see `network.compiled`."""
         return functools.partial(self.programs.of, stage, self.weights.folder, mesh, ledger)
 
     def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
@@ -185,7 +185,7 @@ class Journey:
             "config": task.job.model_dump(),
             "backend": task.request.backend,
             "patches": ledger.rows(),
-            "programs": self.programs.made.get(stage.name, []),
+            "programs": self.programs.rows.get(stage.name, []),
             "versions": versions(),
             "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
         }

@@ -71,20 +71,20 @@ def shown(request: Request) -> list[RuleRow]:
 
 
 def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
-    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearsed(task, stage)
+    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
     for rule, own in _by_rule(strategy.weights[name], rehearsal.weights):
         size = shard.device_bytes({key: shapes[key] for key in own}, own, task.job.mesh, task.dtype(name))
         yield _row(name, "weights", rule, own, size, ("gathered where they are used",) if rule.gather else ())
     for entry, inputs in _by_rule(strategy.inputs[name], rehearsal.inputs):
-        if rehearsal.called:
+        if rehearsal.calls:
             yield _row(name, "inputs", entry, inputs, None, ())
         else:
             order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
             yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
     rules = strategy.activations.get(name, [])
-    taken = list(activations.matched(rehearsal.module, rules, task.rules_place("activations", name)).values())
+    taken = list(activations.rule_by_module(rehearsal.module, rules, task.rules_place("activations", name)).values())
     for kind in rules:
         notes = ("may be padded",) if kind.uneven else ()
         count = sum(rule is kind for rule in taken)

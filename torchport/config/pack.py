@@ -59,18 +59,18 @@ class Pack:
 
     def _job_file(self, name: str) -> Path:
         here = Path(name)
-        # A bare name means one of the pack's configs; a path means that file, or nothing.
-        named = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
-        for file in (here, self.root / here, *named):
+        # A bare name means one of the pack's configs; a path means that file alone.
+        candidates = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
+        for file in (here, self.root / here, *candidates):
             if has_file(file):
                 return file
-        known = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
+        configs = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
         raise UnknownNameError(
-            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, known), name=name
+            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, configs), name=name
         )
 
     def read(self, file: Path) -> Document:
-        """Returns a YAML document, called by its path from the pack or from here in errors; no link out of the pack."""
+        """Returns a YAML document; errors name it by its path from the pack or from the current folder."""
         file = inside(self.root, file) if file.is_relative_to(self.root) else file
         bases = [base for base in (Path.cwd(), self.root) if file.is_absolute() and file.is_relative_to(base)]
         return read_document(file, str(file.relative_to(bases[0])) if bases else None)
@@ -79,7 +79,7 @@ class Pack:
 def find_pack(path: str | None) -> Pack:
     """Returns the pack: `--path`, then `TORCHPORT_PATH`, then the checkout, then the wheel's own copy.
 
-    The current folder is never taken unasked: what is in it may be somebody else's.
+    The current folder is never used by default: its content may be somebody else's.
 
     Raises:
         DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.

@@ -44,7 +44,7 @@ class Outline:
     """
 
     program: compile.Compiled
-    called: list[recorder.Called]
+    called: list[recorder.Call]
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
@@ -76,7 +76,7 @@ def _outline(task: Task, stage: family.Stage, devices: Any) -> Outline:
     name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
     module, how = network.module_of(stage, parts), network.how(stage, task)
     weights = network.shapes(task, stage, module, mesh)
-    called = recorder.recorded(stage, parts, module, how, task.settings)
+    called = recorder.network_calls(stage, parts, module, how, task.settings)
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     return Outline(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
@@ -101,7 +101,7 @@ def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]
         return [_program(outline, called, task.machine, dump) for called in outline.called]
 
 
-def _program(outline: Outline, called: recorder.Called, machine: Machine, dump: Path) -> dict[str, Any]:
+def _program(outline: Outline, called: recorder.Call, machine: Machine, dump: Path) -> dict[str, Any]:
     """Compiles for one set of shapes."""
     written, traced = set(dump.glob(SCHEDULED)), len(outline.kernels)
     start, lowered_at = time.monotonic(), None
