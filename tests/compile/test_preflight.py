@@ -138,7 +138,7 @@ def shown(task, monkeypatch):
     """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
     monkeypatch.setattr(shard, "accept", lambda request: task)
     monkeypatch.setattr("torchport.patch.applied", lambda entries: contextlib.nullcontext())
-    return shard.shown(task.request)
+    return shard.rule_rows(task.request)
 
 
 def with_rules(task, component="transformer", **kinds):
@@ -289,7 +289,7 @@ def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkey
 
 def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(devices, "found_devices", lambda platform: (8, "TPU v6 lite", None))
+    monkeypatch.setattr(devices, "visible_devices", lambda platform: (8, "TPU v6 lite", None))
     large = ("height=16384", "width=16384", "frames=241")
     task = port("machine=v6e:2x4", *large, stage="denoise", prompt=None)
     text = refusal(MachineError, lambda: check(task))

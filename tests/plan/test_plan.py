@@ -142,7 +142,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
-    called = recorder.Call({}, (), 8, 10**15, (1,), None)
+    called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None)
     result = aot._program(aot.Outline(network, [called], notes), called, V6E, plan.Path("nowhere"))
     overflow = result["vmem"]
     assert (overflow["kernel"], overflow["limit"]) == ("splash_transposed", 120 * 2**20) and result["dump"] is None

@@ -17,7 +17,7 @@ from torchport import save
 from torchport.config import machine
 from torchport.errors import BadValueError, MachineError
 from torchport.processes import hosts, watch
-from torchport.processes.hosts import Cluster, asked
+from torchport.processes.hosts import Cluster, cluster_of
 from torchport.run import run
 from torchport.task import Request, devices
 
@@ -277,14 +277,14 @@ def test_a_second_ctrl_c_to_one_ends_all(tmp_path, root, stopped):
 
 def refusal(*flags):
     with pytest.raises(BadValueError) as caught:
-        asked(*flags)
+        cluster_of(*flags)
     return str(caught.value)
 
 
 def test_the_flags_name_a_cluster_or_are_refused():
-    assert asked(False, None, None, None) is None
-    assert asked(True, None, None, None) == Cluster()
-    assert asked(False, "[::1]:8476", 2, 1) == Cluster("[::1]:8476", 2, 1)
+    assert cluster_of(False, None, None, None) is None
+    assert cluster_of(True, None, None, None) == Cluster()
+    assert cluster_of(False, "[::1]:8476", 2, 1) == Cluster("[::1]:8476", 2, 1)
     assert refusal(True, None, 2, None) == (
         "--distributed: --processes is given too. Leave one out: --distributed takes all from the cluster."
     )
@@ -346,6 +346,6 @@ def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(m
         address = f"localhost:{server.getsockname()[1]}"
         own = watch.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
         own.answered -= ago
-        own._aborted()
+        own._on_abort()
     lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "
     assert said == ([(2, f"{lost}command.")] if ago else [])

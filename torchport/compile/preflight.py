@@ -52,7 +52,7 @@ class Rehearsal:
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]
-    calls: list[recorder.Call]
+    calls: list[recorder.NetworkCall]
     inputs: dict[str, Rule]
     activations: int
     attention: list[dict[str, Any]]
@@ -184,7 +184,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     return Rehearsal(module, weights, calls, inputs[most], max(per_device), list(attention.calls.values()))
 
 
-def input_rules(task: Task, component: str, calls: Sequence[recorder.Call]) -> list[dict[str, Rule]]:
+def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
     """Returns the rule of every input of each call, with the spec that fits.
 
     Raises:
@@ -199,7 +199,7 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.Call]) -> l
     return [_fitting_rules(task, component, call) for call in calls]
 
 
-def _fitting_rules(task: Task, component: str, call: recorder.Call) -> dict[str, Rule]:
+def _fitting_rules(task: Task, component: str, call: recorder.NetworkCall) -> dict[str, Rule]:
     """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole."""
     rules = task.card.strategies[task.job.strategy].inputs[component]
     place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
@@ -220,7 +220,7 @@ def _fitting_rules(task: Task, component: str, call: recorder.Call) -> dict[str,
     return rule_of
 
 
-def _activation_bytes(call: recorder.Call, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
+def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
     """Returns the least bytes that a call takes on each device beside weights: its inputs, and a share of an output."""
     output = math.prod(call.shape) * call.dtype.itemsize
     inputs = 0

@@ -44,7 +44,7 @@ class Outline:
     """
 
     program: compile.Compiled
-    called: list[recorder.Call]
+    called: list[recorder.NetworkCall]
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
@@ -101,7 +101,7 @@ def compiled(request: Request, dump: Path, bounded: bool) -> list[dict[str, Any]
         return [_program(outline, called, task.machine, dump) for called in outline.called]
 
 
-def _program(outline: Outline, called: recorder.Call, machine: Machine, dump: Path) -> dict[str, Any]:
+def _program(outline: Outline, called: recorder.NetworkCall, machine: Machine, dump: Path) -> dict[str, Any]:
     """Compiles for one set of shapes."""
     written, traced = set(dump.glob(SCHEDULED)), len(outline.kernels)
     start, lowered_at = time.monotonic(), None

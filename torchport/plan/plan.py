@@ -102,7 +102,7 @@ def _planned(task: Task, name: str, folder: Path, bounded: bool) -> dict[str, An
         dump = None if result["dump"] is None else f"{name}/{result['dump']}"
         programs.append(shared | known | {"dump": dump})
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
-    shown, network = task.shown(stage), str(stage.network)
+    shown, network = task.manifest_settings(stage), str(stage.network)
     numbers = {key: {network: shown[key][network]} for key in ("dtypes", "precision")}
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
     return together(programs, task.settings.steps if name == "denoise" else 1) | numbers

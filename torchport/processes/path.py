@@ -1,6 +1,6 @@
 """Where a process imports from: what the user has named, and never the current folder unasked.
 
-What lies in the current folder may be somebody else's: a `json.py` in it would run in the place of Python's own.
+The current folder may hold somebody else's files: a `json.py` in it would run instead of Python's own.
 """
 
 import os

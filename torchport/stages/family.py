@@ -74,13 +74,13 @@ class Settings:
 
 
 PIECE = 256
-"""Attention kernels read keys in pieces of this many: a sequence of whole pieces need not be padded in every block."""
+"""Attention kernels read keys in pieces of this many. A sequence of whole pieces needs no padding in each block."""
 
 
 def fit_text(
     values: Sequence[Sequence[torch.Tensor]], bucket: int | None, others: int | None = None
 ) -> list[list[torch.Tensor]]:
-    """Returns tokens and masks of prompts with as much padding as the program wants; a masked token changes nothing.
+    """Returns tokens and masks of prompts with the padding that suits the program; a masked token changes nothing.
 
     Args:
         values: Tokens [1, L, D] of each condition of guidance, their masks [1, L], nonzero if valid, and so on in
@@ -104,12 +104,12 @@ def fit_text(
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What the loop tells its caller, and asks of it.
+    """The loop's progress bar, its callback after each step, and the state from which it resumes.
 
     Attributes:
         track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
         finished: Called after each step with its number (from 1) and what the loop would need to go on.
-        resume: The number of finished steps and what `finished` was given after them, by an earlier, stopped run.
+        resume: The number of finished steps, and the state that a stopped run passed to `finished` after them.
     """
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
@@ -153,7 +153,7 @@ class Stage:
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
-    """Refuses inputs of other shapes than the stage before makes them with these settings: its network would not run.
+    """Refuses inputs that do not have the shapes of these settings: the network would not run.
 
     Raises:
         ArtefactForeignError: A tensor of another shape.
@@ -183,12 +183,12 @@ def latents_like(
         settings.height // config[space],
         settings.width // config[space],
     ]
-    made = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
-    return {"latents": made}
+    latents = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
+    return {"latents": latents}
 
 
 def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    """Refuses latents of another shape than the job's: as many tokens in another order would pass everywhere else.
+    """Refuses latents of another shape than the job's. No later check would notice as many tokens in another order.
 
     Args:
         latents: What denoising starts from.
@@ -203,7 +203,7 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 class CallModule(torch.nn.Module):
-    """Stands where upstream's own module of one input stood, and passes that input on to a call.
+    """Replaces a module of upstream that has one input, and passes that input on to a call.
 
     Args:
         call: What computes in its place.

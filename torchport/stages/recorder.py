@@ -15,7 +15,7 @@ Static = tuple[tuple[str, object], ...]
 
 
 @dataclasses.dataclass
-class Call:
+class NetworkCall:
     """One set of shapes that a network is called with.
 
     Attributes:
@@ -56,7 +56,7 @@ class Recorder:
         self.module = module.to("meta")
         self.how = how
         self.count = count
-        self.calls: dict[Any, Call] = {}
+        self.calls: dict[Any, NetworkCall] = {}
         # Real tensors are among them, such as latents before the first step. We never enter the mode: masks would lose
         # their values, too.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -76,7 +76,7 @@ class Recorder:
         with self.mode:
             return torch.empty(self.calls[key].shape, dtype=self.calls[key].dtype, device="cpu")
 
-    def _new_call(self, tensors: dict[str, torch.Tensor], static: Static) -> Call:
+    def _new_call(self, tensors: dict[str, torch.Tensor], static: Static) -> NetworkCall:
         from torch.utils.flop_counter import FlopCounterMode
 
         tensors = {
@@ -87,7 +87,7 @@ class Recorder:
             output = self.how(self.module, **tensors, **dict(static))
         first = output[0] if isinstance(output, tuple) else output
         flops = int(counter.get_total_flops()) if self.count else None
-        return Call(tensors, static, 0, flops, first.shape, first.dtype)
+        return NetworkCall(tensors, static, 0, flops, first.shape, first.dtype)
 
 
 def network_calls(
@@ -99,7 +99,7 @@ def network_calls(
     *,
     count: bool = True,
     **inputs: torch.Tensor,
-) -> list[Call]:
+) -> list[NetworkCall]:
     """Returns the calls that a stage's verb makes of its network, in the order of first calls; the verb itself runs.
 
     Args:

@@ -21,7 +21,7 @@ from torchport.config.machine import MIB
 from torchport.errors import OutputError, TopologyError, VmemError
 from torchport.files import folder
 from torchport.progress import track
-from torchport.task.devices import found_devices
+from torchport.task.devices import visible_devices
 from torchport.tpu.bundles import compile_kernel
 from torchport.tpu.cost import Figures, figures, least, padding
 from torchport.tune import kernel_call
@@ -111,7 +111,7 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
     Raises:
         TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
     """
-    count, kind, _ = found_devices("tpu")
+    count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.name} {job.work.head_size}"
     found = []
