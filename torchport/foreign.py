@@ -78,8 +78,8 @@ def brief(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())[:200].rstrip(".")
-    named = isinstance(error, KeyError | AssertionError) or not text
-    return f"{type(error).__name__}{text and ': ' + text}" if named else text
+    needs_class_name = isinstance(error, KeyError | AssertionError) or not text
+    return f"{type(error).__name__}{text and ': ' + text}" if needs_class_name else text
 
 
 def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """One call of attention in a program: its implementation, its sizes on all devices together, its arrays of keys."""
+    """One call of attention in a program: its implementation, its sizes over all devices, and its arrays of keys."""
 
     implementation: str
     batch: int
@@ -82,9 +82,9 @@ class Context:
     Attributes:
         implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
         bounds: Upper bounds of |q . k| by name, which calls refer to.
-        note: Called with every call, of attention or of a kernel beside it, as it is traced: for plans.
+        note: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
         interpret: Run TPU kernels as plain JAX, on any platform: for tests.
-        rehearse: Check that a kernel takes a call, and return the queries in its stead.
+        rehearse: Check that a kernel takes a call, and return the queries instead.
     """
 
     implementation: Implementation | None = None
@@ -139,7 +139,7 @@ def attention(
         q_BHSD: Queries [B, H, S, D].
         k_BHTD: Keys [B, H, T, D].
         v_BHTD: Values [B, H, T, D].
-        lengths: Integers [B], 0 to T: keys and values from there on take no part, whatever they hold.
+        lengths: Integers [B], 0 to T: keys and values from there on are ignored.
         query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
             is self-attention; pass the number of queries where that is a coincidence.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
@@ -169,8 +169,8 @@ def attention(
     factor = size**-0.5 if scale is None else float(scale)
     limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
     k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    how = (tile, interpret or current().interpret)
-    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *how)
+    tile_and_mode = (tile, interpret or current().interpret)
+    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *tile_and_mode)
     output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
     return output if query_lengths is None else _zero_from_length(output, query_lengths)
 
@@ -324,8 +324,8 @@ def transposed_options(problem: Problem, queries: int, keys: int, heads: int, he
     tile = problem.tile or tiles.best(chip, "splash_transposed", head_size, problem.bounded)
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
-    how = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
-    return {**how, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+    options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
+    return {**options, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
 def _sharded(run: Callable[..., jax.Array]) -> Run:

@@ -1,6 +1,6 @@
 """Attention of two streams, pictures and text, over the keys of both: norms, positions, exchanges and kernel in one.
 
-This is how a TPU wants it. Each device projects its own tokens of the pictures; one pass normalises and turns q and k
+This form is fast on a TPU. Each device projects its own tokens of the pictures; one pass normalises and turns q and k
 and parts their heads; an all-to-all gives every device all tokens of its own heads (Ulysses, over `sp`); the kernel
 reads tokens and heads as they arrive, values transposed as their projection makes them, and the text's keys from arrays
 of their own. Nothing is joined, padded or turned on the way. Without `sp` the same holds with one group of heads.
@@ -58,8 +58,8 @@ def sizes() -> tuple[int, int]:
 def uses_kernel() -> bool:
     """Returns whether calls go to the kernel here: on a TPU, and no other implementation is named."""
     settings = current()
-    named = settings.implementation in (None, "splash_transposed")
-    return named and (settings.interpret or platform()[0] == "tpu")
+    may_use_kernel = settings.implementation in (None, "splash_transposed")
+    return may_use_kernel and (settings.interpret or platform()[0] == "tpu")
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
@@ -70,7 +70,7 @@ def fits(batch: int, heads: int, head_size: int) -> bool:
 
 
 def multiple() -> int:
-    """Returns of what the pictures' tokens should be a multiple: of `sp`, and for the kernel of 256 on each device."""
+    """Returns the number of which the pictures' tokens should be a multiple: `sp`, times 256 for the kernel."""
     return sizes()[1] * (TAIL if uses_kernel() else 1)
 
 
@@ -207,13 +207,13 @@ def _local(
         out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, local, features // groups)
         return _all_to_all(out, groups), attend(text_q, **options(queries=text_q.shape[1]))
 
-    # An all-to-all wants its parts outermost: of several samples at once, XLA would copy all that goes in or comes out.
+    # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
     batch = pictures.q.shape[0]
     step = batch if groups == 1 else 1
     parts = [attend(range(first, first + step)) for first in range(0, batch, step)]
     out, out_text = (jnp.concatenate(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
-    there = jnp.arange(out_text.shape[1]) < lengths_B[:, None]
-    out_text = jnp.where(there[..., None], out_text, jnp.zeros_like(out_text))
+    is_valid = jnp.arange(out_text.shape[1]) < lengths_B[:, None]
+    out_text = jnp.where(is_valid[..., None], out_text, jnp.zeros_like(out_text))
     if groups > 1:
         out_text = lax.all_gather(out_text, "sp", axis=2, tiled=True)
     return out[:, None], out_text

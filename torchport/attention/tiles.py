@@ -60,7 +60,7 @@ class Tile:
 
     @property
     def together(self) -> int:
-        """Cells of a piece of the tail that are scheduled as one: a part of them all, five at most."""
+        """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 
@@ -116,7 +116,7 @@ UNIT_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
 
 TABLE = Path(__file__).with_name("tiles.yaml")
 RESERVED = 8 * MIB
-"""Bytes of a core's VMEM that kernels leave to XLA, for what it keeps there around them."""
+"""Bytes of a core's VMEM that kernels leave to XLA."""
 
 KernelName = Literal["splash_transposed", "splash"]
 
@@ -190,7 +190,7 @@ class _Row(Frozen):
     """Likewise, of the steady loop alone."""
     ranked_by: Literal["schedule", "time"]
     libtpu: str
-    """Whose schedule, or programs, these were."""
+    """The version of libtpu whose schedule or programs gave these figures."""
 
 
 class TransposedRow(_Row):

@@ -13,15 +13,15 @@ Three things bring it close:
 * **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition
   and half a conversion. Otherwise the running maximum, in the same order of work.
 
-Whatever is 16-bit and wider than a register lies in VMEM as columns of 128 lanes: there, both halves of a register's
-rows are neighbours, where the usual order would have every one put together from two.
+16-bit arrays wider than a register lie in VMEM as columns of 128 lanes. There both halves of a register's rows are
+neighbours. In the usual order each register would be put together from two.
 
-Padding costs nothing: whole chunks beyond a sample's length are never fetched, and what is left of it is cut into
+Padding costs nothing. Whole chunks beyond a sample's length are never fetched. The rest of the length is cut into
 pieces of `TAIL` keys, of which only the last is masked.
 
-Operands lie as an all-to-all leaves them, so that nobody has to turn or join them: tokens first, heads side by side,
-values transposed and in the parts that came from each device; further keys (a text's) in arrays of their own, taken
-piece by piece after the first.
+The kernel takes operands in the layout that an all-to-all leaves, so no pass has to transpose or join them: tokens
+first, heads side by side, values transposed and in the parts that came from each device. Further keys (a text's) lie in
+their own arrays, which the kernel reads piece by piece after the first.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
 W = g * D features of a group, F = G * W; N parts of the values; C keys of a chunk.
@@ -97,7 +97,7 @@ class _Softmax:
             self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
 
     def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
-        """Adds a piece of the tail at once; keys that are not valid [TAIL, 1] are left out."""
+        """Adds a piece of the tail in one step; `valid` [TAIL, 1] says which keys count."""
         # All scores first: while some are exponentiated, others are multiplied.
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
@@ -234,8 +234,8 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1)
 
     Args:
         plan: Has the cells.
-        work: What is done with some of them, all heads of the same queries among them.
-        together: The queries of how many cells: a part of them all.
+        work: Called with some of the cells: all heads of the same queries.
+        together: For how many cells' queries it is called at once: a divisor of their number.
     """
     width, end = plan.tile.columns, plan.tile.block_q
 

@@ -54,7 +54,7 @@ class Plan:
         return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
 
     def rows(self, head: int) -> slice:
-        """Returns where a head's features are in its group's."""
+        """Returns the slice of a head's features within its group's features."""
         return slice(head * self.head_size, (head + 1) * self.head_size)
 
 
@@ -82,9 +82,9 @@ class Refs:
 
 
 class Chunks:
-    """Keys and values on their way from HBM, into two slots in turn.
+    """Copies keys and values from HBM into two slots in turn.
 
-    Chunk 0 is fetched for the next tile of the same heads while this one's tail is computed.
+    It fetches chunk 0 of the next tile of the same heads while this tile's tail is computed.
     """
 
     def __init__(self, plan: Plan, refs: Refs, row: Any, array: int) -> None:

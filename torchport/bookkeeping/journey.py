@@ -100,9 +100,9 @@ class Journey:
         Raises:
             SaveError: An artefact is missing, damaged, or another run's.
         """
-        noted, tensors = hosts.pair_from_first(lambda: self._read(stage))
-        self._shas |= noted["shas"]
-        self._settings = {**noted["settings"], **self._settings}
+        facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
+        self._shas |= facts["shas"]
+        self._settings = {**facts["settings"], **self._settings}
         inputs = dict(tensors)
         if stage.name == "denoise" and self.task.request.noise is not None:
             inputs["noise"] = self.task.request.noise
@@ -261,11 +261,11 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
 def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
     """Refuses a flag that contradicts an earlier stage's artefact: the flag would have no effect."""
     for key, value in task.flag_settings().items():
-        settled = manifest.settings.get(key, value)
-        if key not in stage.uses and settled != value:
+        earlier = manifest.settings.get(key, value)
+        if key not in stage.uses and earlier != value:
             raise ArtefactForeignError(
                 str(file),
-                f"'{manifest.stage}' was made with {key} {settled!r}, and '{stage.name}' is asked for with {value!r}",
+                f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}",
                 "Leave the flag out: it has no effect here; or make the earlier stage again with it",
                 key=key,
             )

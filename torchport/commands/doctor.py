@@ -65,19 +65,19 @@ def _versions() -> list[Diagnosis]:
     for line in requirements:
         match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
         if match and match[1] in versions:
-            wanted, version = match[2].strip(), versions[match[1]]
-            ok = _within(version, wanted)
-            fact = version if ok else f"{version}, and torchport wants {wanted}: pip install '{match[1]}{wanted}'"
+            specifier, version = match[2].strip(), versions[match[1]]
+            ok = _within(version, specifier)
+            fact = version if ok else f"{version}, and torchport wants {specifier}: pip install '{match[1]}{specifier}'"
             findings.append(Diagnosis("ok" if ok else "bad", match[1], fact))
     if "libtpu" in versions:
         findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))
     return findings
 
 
-def _within(version: str, wanted: str) -> bool:
+def _within(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(wanted).contains(version.partition("+")[0], prereleases=True)
+    return SpecifierSet(specifier).contains(version.partition("+")[0], prereleases=True)
 
 
 def _devices() -> list[Diagnosis]:
@@ -133,13 +133,13 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
         model, _ = pack.card(name)
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
-        there = folder.is_dir() and any(folder.iterdir())
+        in_cache = folder.is_dir() and any(folder.iterdir())
         size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
-        fact = f"in the cache, {folder}" if there else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
-        findings.append(Diagnosis("ok" if there else "note", f"checkpoint of {name}", fact))
-        written = tiny.folder_of(model)
-        if (written / "model_index.json").is_file():
-            findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(written)))
+        fact = f"in the cache, {folder}" if in_cache else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
+        findings.append(Diagnosis("ok" if in_cache else "note", f"checkpoint of {name}", fact))
+        tiny_folder = tiny.folder_of(model)
+        if (tiny_folder / "model_index.json").is_file():
+            findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(tiny_folder)))
     return findings
 
 

@@ -50,8 +50,8 @@ def details(folder: Path, key: str) -> dict[str, Any]:
     installed = {name: versions.installed(name) for name in entry.fits}
     lock = drift.read_lock(entry.folder).get(entry.target)
     rows = [row.versions for row in lock.rows] if lock else []
-    written = {"equivalence": entry.equivalence.written(), "installed": installed, "locked_at": rows}
-    return {**fields, **written, "place": entry.place}
+    extras = {"equivalence": entry.equivalence.written(), "installed": installed, "locked_at": rows}
+    return {**fields, **extras, "place": entry.place}
 
 
 def lock(
@@ -72,7 +72,7 @@ def lock(
     Raises:
         TargetError: An upstream is not installed.
     """
-    versions.installed.cache_clear()  # asked now, not when this process began
+    versions.installed.cache_clear()  # read again: packages may have changed since this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
     entries = entries_of(folder, upstreams)
     lines = drift.lock(folder, entries, write=False)

@@ -135,8 +135,8 @@ def lines(rows: list[RuleRow]) -> list[str]:
         for row in component_rows:
             size = "" if row.bytes is None else _size(row.bytes)
             count = str(row.matches or "")
-            noted = f"  ({'; '.join(row.notes)})" if row.notes else ""
-            text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {size:>10}  {row.pattern}{noted}")
+            notes = f"  ({'; '.join(row.notes)})" if row.notes else ""
+            text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {size:>10}  {row.pattern}{notes}")
     return text
 
 

@@ -29,9 +29,9 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses as click does, and checks the values as they were written: click changes an empty path."""
-        written = list(args)
-        rest = super().parse_args(ctx, args)  # where --help is asked for, it ends here
-        values, _, _ = self.make_parser(ctx).parse_args(written)
+        args_as_written = list(args)
+        rest = super().parse_args(ctx, args)  # --help ends here
+        values, _, _ = self.make_parser(ctx).parse_args(args_as_written)
         for option in self.params:
             for value in _texts(values.get(str(option.name))):
                 if isinstance(option, click.Option):
@@ -132,7 +132,7 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # where standard error takes nothing, nobody can be told
+    with contextlib.suppress(OSError):  # standard error may be closed
         click.echo(text, err=True)
 
 
@@ -175,7 +175,7 @@ def _run(command: click.Command) -> int:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())  # or Python would try again at its end
         if error.errno == errno.EPIPE:
-            return 1  # whoever read it has read enough
+            return 1  # the reader has closed the pipe
         fact = f"It cannot be written: {error.strerror}"
         raise OutputError("standard output", fact, "Free some space, or send it somewhere else") from error
 

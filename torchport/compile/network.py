@@ -120,8 +120,8 @@ def check_heads(task: Task) -> None:
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
-            written = task.job_document.place(["mesh", axis])
-            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)
+            axis_place = task.job_document.place(["mesh", axis])
+            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], axis_place)
 
 
 def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:

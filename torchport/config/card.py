@@ -43,8 +43,8 @@ Word = Annotated[str, pydantic.Field(min_length=1)]
 
 
 def _once_each(split: list[Split]) -> list[Split]:
-    named = [axis for axes in dims_of(split) for axis in axes]
-    if len(named) != len(set(named)):
+    axes_of_dims = [axis for axes in dims_of(split) for axis in axes]
+    if len(axes_of_dims) != len(set(axes_of_dims)):
         raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
     return split
 
@@ -327,8 +327,8 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     sections_of_names = [(path, names, "network", networks) for path, names in sections]
     sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
-    for path, names, word, there in sections_of_names:
+    for path, names, word, known_names in sections_of_names:
         for name in names:
-            if name not in there:
+            if name not in known_names:
                 fact = f"'{name}' is no {word} of '{card.model}'"
-                raise UnknownKeyError(document.place([*path, name]), fact, nearest(name, there), key=name)
+                raise UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)

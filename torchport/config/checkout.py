@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchport.config.card import Checkout
 from torchport.errors import UpstreamError
-from torchport.files.folder import expanded, has_folder
+from torchport.files.folder import expand_home, has_folder
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
@@ -44,15 +44,15 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
     return folder
 
 
-def existing(named: str | Path) -> Path:
+def existing(path: str | Path) -> Path:
     """Returns the folder that `--upstream-path` names.
 
     Raises:
         UpstreamError: There is none.
     """
-    folder = expanded(str(named))
+    folder = expand_home(str(path))
     if not has_folder(folder):
-        raise UpstreamError(f"--upstream-path {named}", "There is no such folder", "Name the upstream's checkout")
+        raise UpstreamError(f"--upstream-path {path}", "There is no such folder", "Name the upstream's checkout")
     return folder.resolve()
 
 

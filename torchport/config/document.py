@@ -219,7 +219,7 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        mistakes = [(_written(document.data, e["loc"], e["type"]), e) for e in error.errors()]
+        mistakes = [(_path_in_file(document.data, e["loc"], e["type"]), e) for e in error.errors()]
         # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
         mistakes.sort(
             key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0]), m[1]["type"] != "value_error")
@@ -227,7 +227,7 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
         raise _mistake(model, document, *mistakes[0]) from error
 
 
-def _written(data: Any, location: Sequence[str | int], kind: str) -> Location:
+def _path_in_file(data: Any, location: Sequence[str | int], kind: str) -> Location:
     """Returns pydantic's location without the names that pydantic adds for alternatives."""
     path: Location = ()
     for number, part in enumerate(location, 1):
@@ -252,11 +252,11 @@ def _mistake(model: type[Frozen], document: Document, location: Location, error:
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
     if error["type"] == "value_error":
         return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
-    wanted = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
+    expected = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
     value, kind = error["input"], type(error["input"]).__name__
     text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     fact = f"'{name}' is empty" if value is None else f"'{name}' is {text} ({_KINDS.get(kind, kind)})"
-    return WrongTypeError(place, fact, f"It must be {wanted}", key=name)
+    return WrongTypeError(place, fact, f"It must be {expected}", key=name)
 
 
 _WANTED = {

@@ -85,15 +85,15 @@ def find_pack(path: str | None) -> Pack:
         DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.
     """
     package = Path(__file__).resolve().parent.parent
-    for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
-        if named is not None:
-            if not named or not _is_pack(Path(named)):
+    for source, value in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
+        if value is not None:
+            if not value or not _is_pack(Path(value)):
                 raise DataFolderError(
-                    f"{source} {named}",
+                    f"{source} {value}",
                     "There is no folder here with patches/ and configs/ in it",
                     "Name the folder that holds both",
                 )
-            return Pack(Path(named).resolve())
+            return Pack(Path(value).resolve())
     for folder in (package.parent, package / "_data"):
         if _is_pack(folder):
             return Pack(folder)

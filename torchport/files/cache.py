@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchport.errors import BadValueError, OutputError
-from torchport.files.folder import expanded
+from torchport.files.folder import expand_home
 
 VARIABLE = "TORCHPORT_CACHE"
 OFF = "off"
@@ -31,9 +31,9 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 def folder() -> Path:
     """Returns torchport's cache folder: `$TORCHPORT_CACHE`, `$XDG_CACHE_HOME/torchport`, or `~/.cache/torchport`."""
-    named = os.environ.get(VARIABLE)
-    if named and named != OFF:
-        return expanded(named).absolute()
+    value = os.environ.get(VARIABLE)
+    if value and value != OFF:
+        return expand_home(value).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
 
 
@@ -66,11 +66,11 @@ def remove_leftovers(path: Path, pattern: str) -> None:
         path: The folder that they lie in.
         pattern: Of their names.
     """
-    for left in path.glob(pattern):
-        # Another run may remove it at the same time; and what cannot be removed harms nobody.
+    for folder in path.glob(pattern):
+        # Another run may remove it at the same time. A folder that cannot be removed does no harm.
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_trusted(path: Path) -> None:
@@ -86,15 +86,15 @@ def check_trusted(path: Path) -> None:
     """
     for part in {**dict.fromkeys(_ancestors(path)), **dict.fromkeys(_ancestors(path.resolve()))}:
         _check_above(part, part.lstat())
-    check_own(path, path.stat())
+    check_owner(path, path.stat())
     with os.scandir(path) as entries:
         for entry in entries:
             # Another run of ours may have renamed or removed it by now.
             with contextlib.suppress(FileNotFoundError):
-                check_own(Path(entry.path), entry.stat(follow_symlinks=False))
+                check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
 
 
-def check_own(path: Path, status: os.stat_result) -> None:
+def check_owner(path: Path, status: os.stat_result) -> None:
     """Refuses a file or folder of the cache that is not this user's, or that others can write.
 
     Raises:
@@ -156,9 +156,9 @@ def host() -> str:
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+        fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-        words = [line for line in lines if line.partition(":")[0].strip() in named]
+        words = [line for line in lines if line.partition(":")[0].strip() in fields]
     else:
         words = [platform.system(), platform.processor()]
     return f"{platform.machine()}-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}"

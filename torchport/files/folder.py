@@ -38,7 +38,7 @@ def has_folder(path: Path) -> bool:
         return False
 
 
-def expanded(name: str) -> Path:
+def expand_home(name: str) -> Path:
     """Returns a path with `~` as the home folder; `~somebody` that this system does not know stays as it is."""
     try:
         return Path(name).expanduser()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchport.config.card import DTYPES, Card
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
-from torchport.files.folder import expanded
+from torchport.files.folder import expand_home
 from torchport.foreign import brief, reading
 from torchport.progress import log
 
@@ -29,7 +29,7 @@ The eight-bit floats are not among them: they need scales, and no card has scale
 """
 
 LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
-"""Bytes that are read of a file from elsewhere: ten times the largest vocabulary; what safetensors itself reads."""
+"""Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
 
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -64,7 +64,7 @@ def check_name(name: str) -> None:
     Raises:
         CheckpointMissingError: It is none of them.
     """
-    if name == "tiny" or (is_folder(name) and expanded(name).is_dir()):
+    if name == "tiny" or (is_folder(name) and expand_home(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
     if is_folder(name) or repo.count("/") != 1 or "@" in revision:
@@ -113,7 +113,7 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 
 
 def _existing_folder(name: str) -> Path:
-    folder = expanded(name).resolve()
+    folder = expand_home(name).resolve()
     if not folder.is_dir():
         raise CheckpointMissingError(
             f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
@@ -128,10 +128,10 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
     if local(name) is None:
         _check_disk(name, card)
     repo, _, revision = name.partition("@")
-    wanted = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
+    patterns = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
     log.info("checkpoint %s ...", name)
     try:
-        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=wanted))
+        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise CheckpointMissingError(

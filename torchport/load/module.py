@@ -134,10 +134,10 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
     """
     from safetensors import safe_open
 
-    wanted = module.state_dict()
+    state = module.state_dict()
     files = account(module, folder)
     for name, buffer in module.named_buffers():
-        if name not in wanted:
+        if name not in state:
             yield name, _check_filled(name, buffer, folder)
     open_file: Path | None = None
     stream: Any = None
@@ -145,7 +145,7 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
         if file != open_file:
             open_file, stream = file, safe_open(str(file), framework="pt")
         tensor: torch.Tensor = stream.get_tensor(name)
-        yield name, tensor.to(wanted[name].dtype)
+        yield name, tensor.to(state[name].dtype)
 
 
 def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
@@ -159,9 +159,9 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
     """
-    wanted, files = module.state_dict(), checkpoint.weight_files(folder)
-    missing = sorted(set(wanted) - set(files))
-    foreign = sorted(set(files) - set(wanted))
+    state, files = module.state_dict(), checkpoint.weight_files(folder)
+    missing = sorted(set(state) - set(files))
+    foreign = sorted(set(files) - set(state))
     if missing or foreign:
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
@@ -174,14 +174,14 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
         )
     for file in sorted(set(files.values())):
         for name, entry in checkpoint.header(file).items():
-            if tuple(entry["shape"]) != tuple(wanted[name].shape):
+            if tuple(entry["shape"]) != tuple(state[name].shape):
                 raise CheckpointForeignError(
                     str(file),
                     f"'{name}' has shape {entry['shape']}",
-                    f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
+                    f"The model's has {list(state[name].shape)}: name a checkpoint of this model",
                     name=name,
                 )
-            _check_dtype(file, name, entry["dtype"], wanted[name].dtype)
+            _check_dtype(file, name, entry["dtype"], state[name].dtype)
     return files
 
 
@@ -261,7 +261,7 @@ def _account_encoder(component: Component, folder: Path) -> None:
             _check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
 
 
-def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn.Module:
+def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
     """Returns a transformers model, every key and shape accounted for."""
     checkpoint.weights(folder)
     cls = class_of(component.class_)
@@ -273,7 +273,7 @@ def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn
             output_loading_info=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
-            **how,
+            **options,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in info.get(kind) or ())
@@ -297,9 +297,9 @@ def _check_config(cls: Any, folder: Path) -> None:
     """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
-    wanted, model_type = cls.config_class.model_type, config.get("model_type")
-    if model_type != wanted:
-        fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{wanted}': name a checkpoint of this model"
+    expected, model_type = cls.config_class.model_type, config.get("model_type")
+    if model_type != expected:
+        fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
     if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
         fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"

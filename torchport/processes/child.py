@@ -108,8 +108,8 @@ def call(
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     """Returns a child's variables: this process's, some additions, and a `PYTHONPATH` without empty entries."""
     variables = {**os.environ, **additions}
-    named = path.without_empty(variables.pop("PYTHONPATH", ""))
-    return variables | ({"PYTHONPATH": named} if named else {})
+    search_path = path.without_empty(variables.pop("PYTHONPATH", ""))
+    return variables | ({"PYTHONPATH": search_path} if search_path else {})
 
 
 def answer(name: str) -> None:

@@ -36,7 +36,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stopping]:
-        """Handles the signals while the context lasts; only a main thread can, and elsewhere nothing changes."""
+        """Handles the signals while the context lasts. Outside the main thread it does nothing: no other thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -68,7 +68,7 @@ class Watch:
         thread.start()
         _watches.append(self)
         try:
-            # The first process has the service; what aborts it is nobody else's end.
+            # The first process runs the service itself, so it needs no handler.
             with self._abort() if self.state.process_id else contextlib.nullcontext():
                 yield
         finally:

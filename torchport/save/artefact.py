@@ -285,13 +285,13 @@ def _manifest_text(file: Path, made_by: str) -> str:
 def _check_identity(
     file: Path,
     name: str,
-    wanted: Mapping[str, Any],
+    identity: Mapping[str, Any],
     stored: Mapping[str, Any],
     components: Mapping[str, str],
     made_with: Mapping[str, str],
 ) -> None:
     """Refuses an artefact of another run."""
-    for key, value in wanted.items():
+    for key, value in identity.items():
         if key not in stored or stored[key] != value:
             raise ArtefactForeignError(
                 str(file),

@@ -72,20 +72,20 @@ def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool) -> None:
     """Refuses a hand-written port's file whose tensors are not those of its stage."""
     embeddings = file.name == FILES["encode"]
-    wanted = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
-    needed = wanted if guided else wanted[: len(_EMBEDDINGS)]
-    for name in sorted({*tensors, *needed}):
+    names = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
+    required = names if guided else names[: len(_EMBEDDINGS)]
+    for name in sorted({*tensors, *required}):
         tensor, fact = tensors.get(name), ""
         if tensor is None:
             fact = f"It lacks '{name}'"
-        elif name not in wanted and not (embeddings and name in _IMAGES):
+        elif name not in names and not (embeddings and name in _IMAGES):
             fact = f"It holds '{name}'"
         elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             fact = f"'{name}' is {str(tensor.dtype)[6:]}"
         elif name == "latents" and tensor.ndim != 5:
             fact = f"'{name}' has shape {list(tensor.shape)}"
         if fact:
-            holds = f"tensors {', '.join(needed)}" if embeddings else "latents [B, C, T, H, W]"
+            holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
             raise ArtefactForeignError(
                 str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
             )

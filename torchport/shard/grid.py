@@ -23,8 +23,8 @@ class Spot:
     """Where a device is.
 
     Attributes:
-        island: Devices of one island have links of their own; between islands there is the network. A slice of TPUs is
-            one, whatever hosts it has; of CPUs and GPUs each process is one.
+        island: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is
+            one island, on one host or several. Of CPUs and GPUs each process is one.
         chip: The chip's coordinates, (x, y, z); empty where chips have none.
         core: Which device of the chip; of the process where chips have no coordinates.
     """
@@ -36,20 +36,20 @@ class Spot:
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
     """Returns where JAX's devices are, or those of a topology."""
-    places, seen = [], collections.Counter[int]()
+    places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):
             # A slice that is alone has no number.
             places.append(Spot(getattr(device, "slice_index", 0), tuple(device.coords), device.core_on_chip))
         else:
-            places.append(Spot(device.process_index, (), seen[device.process_index]))
-            seen[device.process_index] += 1
+            places.append(Spot(device.process_index, (), devices_of_process[device.process_index]))
+            devices_of_process[device.process_index] += 1
     return places
 
 
-def read(written: Sequence[Any]) -> list[Spot]:
+def read(rows: Sequence[Any]) -> list[Spot]:
     """Returns spots from JSON, where each is a list of its fields."""
-    return [Spot(island, tuple(chip), core) for island, chip, core in written]
+    return [Spot(island, tuple(chip), core) for island, chip, core in rows]
 
 
 def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:

@@ -19,9 +19,9 @@ class Call(Protocol):
     """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""
 
     batches: bool
-    """Whether the conditions of guidance go through it as one batch, or one after the other as upstream has it."""
+    """Whether it takes the conditions of guidance as one batch, or one after the other as upstream does."""
     drops: bool
-    """Whether tokens that are masked, whatever their values, are left out beforehand; the original keeps them."""
+    """Whether masked tokens are left out before the call; the original keeps them."""
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
         """Returns inputs that will be passed many times, where the network wants them."""
@@ -32,7 +32,7 @@ class Call(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a stage is asked to make.
+    """Settings of what a stage makes.
 
     Attributes:
         prompt: What to show.

@@ -107,7 +107,7 @@ def network_calls(
         parts: The stage's, without storage.
         module: What is compiled of the network; it is moved to meta.
         how: How it is called.
-        settings: What the stage is asked to make.
+        settings: What the stage makes.
         count: Whether arithmetic is counted.
         **inputs: Inputs that exist already.
 

@@ -79,7 +79,7 @@ class Task:
         job_document: The config's lines, for errors.
         machine: What the config names.
         family: The module of the model's verbs.
-        settings: What the stages are asked to make.
+        settings: What the stages make.
         folder: The output folder.
         upstream: The upstream's checkout, where it is one.
         shapes: Components as shapes, each built once; see `network.published`.
@@ -195,8 +195,8 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
-        named = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
-        for flag, value in named.items():
+        flags = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
+        for flag, value in flags.items():
             words += [flag, value] if value is not None else []
         words += ["--backend", "original"] if self.original else []
         for override in request.overrides:

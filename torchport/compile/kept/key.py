@@ -73,8 +73,8 @@ def versions() -> dict[str, str]:
 def sources(package: str) -> str:
     """Returns the hash of a package's Python files, and of the data beside torchport's own.
 
-    A version does not tell: a checkout and an editable install keep theirs while they are edited. The package is
-    looked for as an import would, and not imported.
+    A version does not suffice: a checkout or an editable install keeps its version while its files change. This finds
+    the package as an import would, and does not import it.
     """
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -168,7 +168,7 @@ def of_module(module: torch.nn.Module) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Returns a value as plain data; of what is no plain data, its type, and its name if it has one."""
+    """Returns a value as plain data; for any other value its type, and its name if it has one."""
     if isinstance(value, Mapping):
         return {str(key): _as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -180,8 +180,8 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         raw = b"" if value.is_meta else value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw).hexdigest()}"
-    named = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
-    return f"{type(value).__qualname__} {value.__qualname__ if named else ''}"
+    has_name = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return f"{type(value).__qualname__} {value.__qualname__ if has_name else ''}"
 
 
 def of_call(

@@ -1,4 +1,4 @@
-"""Looks programs up before they are traced, keeps those that were, and notes which is which."""
+"""Loads programs from disk before they are traced, stores new ones, and notes which were loaded."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class StagePrograms:
     Args:
         root: Where programs lie; None where none is kept.
         stage: The stage.
-        common: Returns the parts of the key that all programs of this process have: asked when a program is, since
-            hashing takes a moment.
+        common: Returns the parts of the key that all programs of this process have. It is called only when a program is
+            looked up, since hashing takes a moment.
         parts: Those that all programs of the stage have.
         mesh: The devices.
         ledger: The stage's patches, in force.
@@ -148,16 +148,16 @@ class StagePrograms:
         Raises:
             BadValueError: Somebody else owns the program on disk, or can write to it.
         """
-        wanted = None if self.root is None else self._key(weights, arrays, static)
-        if self.root is None or wanted is None:
+        parts = None if self.root is None else self._key(weights, arrays, static)
+        if self.root is None or parts is None:
             program, recalled, _ = self._compiled(lower)
             self._note("compiled", _now(), recalled, None)
             return program, False
-        path = entry.folder(self.root, self.component, wanted)
-        loaded = self._loaded(path, wanted, weights, arrays)
+        path = entry.folder(self.root, self.component, parts)
+        loaded = self._loaded(path, parts, weights, arrays)
         if loaded is not None:
             return loaded, True
-        self._log_nearest(wanted)
+        self._log_nearest(parts)
         program, recalled, trace = self._compiled(lower)
         created = _now()
         self._note("compiled", created, recalled, path.name)
@@ -169,7 +169,7 @@ class StagePrograms:
                 jax.config.jax_compilation_cache_dir,
             )
         else:
-            self._keep(path, wanted, created, trace, program)
+            self._keep(path, parts, created, trace, program)
         return program, False
 
     def _key(self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static) -> dict[str, Any] | None:
@@ -181,10 +181,10 @@ class StagePrograms:
     def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
         self.rows.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
 
-    def _loaded(self, path: Path, wanted: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    def _loaded(self, path: Path, parts: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
         """Returns the program of an entry, its trace's calls credited to the ledger; None if there is no usable one."""
         try:
-            stored = entry.read(path, wanted)
+            stored = entry.read(path, parts)
             if stored is None:
                 return None
             manifest, data = stored
@@ -228,11 +228,11 @@ class StagePrograms:
             program = lowered.compile()
             return program, bool(hits), trace
 
-    def _keep(self, path: Path, wanted: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
+    def _keep(self, path: Path, parts: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
         """Writes an entry. A program that cannot be kept is logged, and serves this run all the same."""
         try:
             data, _, _ = serialize_executable.serialize(program)
-            entry.write(path, wanted, created, trace, data)
+            entry.write(path, parts, created, trace, data)
         except OSError as error:
             log.warning("%s: the program is not kept: %s: %s", self.stage.name, path, error.strerror or error)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -241,7 +241,7 @@ class StagePrograms:
         with contextlib.suppress(OSError):  # what another run removes at the same time
             entry.prune(path.parent, self.component)
 
-    def _log_nearest(self, wanted: dict[str, Any]) -> None:
+    def _log_nearest(self, current: dict[str, Any]) -> None:
         """Logs how the most similar entry of the component differs; this run's own entries do not count."""
         assert self.root is not None
         keys = {row["key"] for row in self.rows}
@@ -251,7 +251,7 @@ class StagePrograms:
                 continue
             with contextlib.suppress(entry.DamagedError):  # a damaged entry of another key does no harm here
                 manifest = entry.read_manifest(path)
-                parts = key.differences(manifest.key, wanted)
+                parts = key.differences(manifest.key, current)
                 if nearest is None or len(parts) < nearest[0]:
                     nearest = (len(parts), parts, manifest.created)
         if nearest is not None:
