@@ -127,7 +127,9 @@ def of_stage(model: str, name: card.StageName, checkout: str | None, **config: A
         if name == "decode":
             inputs = {"hidden_states": torch.randn(1, 32, 3, 4, 6, generator=torch.Generator().manual_seed(1))}
         else:
-            [called] = recorder.recorded(stage, parts, module, builder.how(stage, found), found.settings, count=False)
+            [called] = recorder.network_calls(
+                stage, parts, module, builder.how(stage, found), found.settings, count=False
+            )
             ones = {key: torch.ones(tensor.shape, dtype=tensor.dtype) for key, tensor in called.tensors.items()}
             inputs = {**ones, **dict(called.static)}
         if stage.prepare is not None:

@@ -195,7 +195,7 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
     flags = {option.name for option in cli.commands["run"].params} - {"quiet", "verbose"}
-    assert flags <= {*Request.__dataclass_fields__, *inspect.signature(hosts.asked).parameters}
+    assert flags <= {*Request.__dataclass_fields__, *inspect.signature(hosts.cluster_of).parameters}
 
 
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tmp_path):

@@ -181,11 +181,11 @@ def show_rules(
     path: str | None,
 ) -> None:
     """Prints every rule: its spec, how many tensors it matches, and their bytes on each device."""
-    from torchport.commands.shard import lines, request_of, shown
+    from torchport.commands.shard import lines, request_of, rule_rows
 
     place = None if upstream_path is None else str(upstream_path)
     request = request_of(model, config, strategy, path, upstream_path=place, overrides=overrides)
-    terminal.say("\n".join(lines(shown(request))))
+    terminal.say("\n".join(lines(rule_rows(request))))
 
 
 @cli.group()
@@ -198,10 +198,10 @@ def patches() -> None:
 @path_option
 def list_patches(names: tuple[str, ...], path: str | None) -> None:
     """Lists the patches of the named upstreams or files, or all patches."""
-    from torchport.commands.patches import listed
+    from torchport.commands.patches import rows
     from torchport.config.pack import find_pack
 
-    for row in listed(find_pack(path).patches, names):
+    for row in rows(find_pack(path).patches, names):
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
         notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
         noted = f"  ({', '.join(notes)})" if notes else ""
@@ -215,10 +215,10 @@ def show_patch(id: str, path: str | None) -> None:
     """Shows everything about one patch, as YAML."""
     import yaml
 
-    from torchport.commands.patches import shown
+    from torchport.commands.patches import details
     from torchport.config.pack import find_pack
 
-    text = yaml.safe_dump(shown(find_pack(path).patches, id), sort_keys=False)
+    text = yaml.safe_dump(details(find_pack(path).patches, id), sort_keys=False)
     click.echo(text, nl=False)  # YAML escapes control characters itself
 
 
@@ -232,7 +232,7 @@ def show_patch(id: str, path: str | None) -> None:
 def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
     """Records the reviewed source of every target, of the named upstreams or of all."""
     from torchport.commands.check import require_applied
-    from torchport.commands.patches import locked
+    from torchport.commands.patches import lock
     from torchport.config.checkout import existing
     from torchport.config.pack import find_pack
 
@@ -240,8 +240,8 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     folder = find_pack(path).patches
-    tried = functools.partial(require_applied, folder, upstream_path=checkout)
-    lines = locked(folder, names, only_check, tried)
+    check_apply = functools.partial(require_applied, folder, upstream_path=checkout)
+    lines = lock(folder, names, only_check, check_apply)
     for line in lines:
         terminal.say(line)
     terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")

@@ -93,12 +93,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns `known` as a remedy: the closest name first if one is close, else all of them."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a remedy that lists the names; if one of them is close to the given name, it asks for that one first."""
+    sorted_names = sorted(names)
+    close = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.6)
     guess = f"Did you mean '{close[0]}'? " if close else ""
-    return f"{guess}Known: {', '.join(names)}" if names else "None are known"
+    return f"{guess}Known: {', '.join(sorted_names)}" if sorted_names else "None are known"
 
 
 def kinds() -> list[type[TorchportError]]:

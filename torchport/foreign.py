@@ -1,4 +1,4 @@
-"""Upstream's own code over files from elsewhere: whatever it raises becomes one line."""
+"""Runs upstream's own code over files from elsewhere, and turns whatever it raises into one line."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchport.errors import CheckpointBrokenError, CheckpointForeignError, Torc
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """Returns what upstream raises over files that are not what it expects (tests/load/test_fuzzed_checkpoints.py).
+    """Returns what upstream raises over files that it does not expect (tests/load/test_fuzzed_checkpoints.py).
 
-    A constructor that gets a word for a number fails wherever it first computes with it.
+    A constructor that gets a word for a number fails where it first computes with it.
     """
     import jinja2
     from huggingface_hub.errors import StrictDataclassError
@@ -37,7 +37,7 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     Args:
         kind: Of the error.
         place: The file or folder that upstream reads.
-        fact: What failed; upstream's reason is put after it.
+        fact: What failed; upstream's reason follows it.
         remedy: What to do.
 
     Raises:
@@ -55,7 +55,7 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
 
 @contextlib.contextmanager
 def tokenizing(place: str) -> Iterator[None]:
-    """Turns what a tokenizer's chat template, or its tokens, make upstream raise over a prompt into one line.
+    """Turns the errors that upstream raises while it encodes a prompt with a tokenizer into one line.
 
     Args:
         place: The tokenizer's folder.
@@ -74,18 +74,18 @@ def tokenizing(place: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Returns what went wrong at first, as one short phrase: upstream wraps errors in errors that say less."""
+    """Returns the first cause of an error as one short phrase: upstream wraps errors in errors that say less."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())[:200].rstrip(".")
-    named = isinstance(error, KeyError | AssertionError) or not text
-    return f"{type(error).__name__}{text and ': ' + text}" if named else text
+    needs_class_name = isinstance(error, KeyError | AssertionError) or not text
+    return f"{type(error).__name__}{text and ': ' + text}" if needs_class_name else text
 
 
 def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
-    """Refuses a configuration of another class, or with a value of another kind than the class's own default is.
+    """Refuses a configuration of another class, or with a value of another kind than the class's default.
 
-    Upstream reads most of them without a look, and stops hours later where it first computes with one.
+    Upstream does not check most of these values. It would stop hours later, where it first computes with one.
 
     Raises:
         CheckpointForeignError: There is one.
@@ -108,5 +108,5 @@ def _is_like(value: Any, default: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
     if isinstance(default, list | tuple):
         whole = isinstance(value, list)
-        return whole and all(one is None or not default or _is_like(one, default[0]) for one in value)
+        return whole and all(item is None or not default or _is_like(item, default[0]) for item in value)
     return not isinstance(default, str) or isinstance(value, str)

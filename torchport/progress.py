@@ -1,4 +1,4 @@
-"""What a person sees: one bar per thing that takes long, a log line per event, and sizes in units that can be read."""
+"""What a person sees: a progress bar for each long task, a log line for each event, and sizes with units."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger("torchport")
 def track(items: Iterable[T], what: str, unit: str, total: int | None = None, done: int = 0) -> Iterator[T]:
     """Yields the items under a bar that shows seconds per item and the time left.
 
-    The bar goes to stderr, and only to a terminal: in a file it would be thousands of lines. There, and never
-    with `--quiet`, a log line says that the work began.
+    The bar goes to stderr, and only to a terminal: in a file it would be thousands of lines. In a file, a log line says
+    that the work began, unless `--quiet` is set.
 
     Args:
         items: What to iterate.
@@ -28,8 +28,8 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
     """
     from tqdm import tqdm
 
-    shown = log.isEnabledFor(logging.INFO)
-    if shown and not sys.stderr.isatty():
+    enabled = log.isEnabledFor(logging.INFO)
+    if enabled and not sys.stderr.isatty():
         log.info("%s ...", what)
     yield from tqdm(
         items,
@@ -37,7 +37,7 @@ def track(items: Iterable[T], what: str, unit: str, total: int | None = None, do
         unit=unit,
         total=total,
         initial=done,
-        disable=not (shown and sys.stderr.isatty()),
+        disable=not (enabled and sys.stderr.isatty()),
         dynamic_ncols=True,
         leave=True,
     )
@@ -51,7 +51,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the seconds that something takes whose end nobody knows: compilation.
+    """Shows the seconds that a task of unknown length takes, such as compilation.
 
     Args:
         what: What is being done: `compile transformer`.

@@ -1,4 +1,4 @@
-"""The path, read aloud: patch, load, shard, compile, run, save. What else a run does is in `bookkeeping`."""
+"""The path: patch, load, shard, compile, run, save. All else that a run does is in `bookkeeping`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     """Carries a request down the path and returns where its outputs are.
 
     Args:
-        request: What was asked for.
+        request: The request.
         cluster: The processes that run it together, each with the same request; by default this one alone.
 
     Raises:
@@ -83,7 +83,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
         checkout.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
         _folder(task.folder),
-        kept.Programs.opened(task) as programs,
+        kept.Programs.of_task(task) as programs,
     ):
         preflight.check(task)
         journey = Journey(task, _checkpoint(task), stopping, programs)
@@ -102,7 +102,7 @@ def _travel(journey: Journey, stage: family.Stage) -> None:
     task, lap = journey.task, journey.clock(stage)
     inputs = journey.read(stage)
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger:  # patch
-        # What runs in PyTorch runs in one process: elsewhere it might round otherwise.
+        # Stages in PyTorch run in one process alone: another machine might round differently.
         run = functools.partial(_outputs, journey, stage, ledger, inputs, lap)  # load, shard, compile, run
         outputs = run() if stage.network is not None else hosts.tensors_from_first(run)
         journey.write(stage, outputs, ledger)  # save
@@ -140,12 +140,14 @@ def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], le
         return network.eager(task, stage, parts, folder)
     module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
     weights = network.placed(task, stage, parts, mesh, folder)  # shard
-    programs = journey.kept(stage, mesh, ledger)
-    return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace(), kept=programs)  # compile
+    programs_of = journey.programs_of(stage, mesh, ledger)
+    return network.compiled(
+        task, stage, module, weights, mesh, trace=ledger.trace(), programs_of=programs_of
+    )  # compile
 
 
 def _check_parts(journey: Journey) -> None:
-    """Refuses a checkpoint that lacks a part, or holds another model's, before the first stage spends hours."""
+    """Refuses a checkpoint that lacks a part, or holds a part of another model, before any stage runs."""
     task = journey.task
     for stage in task.stages:
         names = [stage.network] if stage.network is not None else []
@@ -155,7 +157,7 @@ def _check_parts(journey: Journey) -> None:
 
 @contextlib.contextmanager
 def _folder(folder: Path) -> Iterator[None]:
-    """Makes the output folder, keeps it for this run, and takes it away again if an error leaves nothing in it."""
+    """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
     hosts.from_first(lambda: atomic.make_folder(folder))
     lock = contextlib.ExitStack()
@@ -164,7 +166,7 @@ def _folder(folder: Path) -> Iterator[None]:
             hosts.from_first(lambda: lock.enter_context(atomic.locked(folder)))
             yield
     except BaseException:
-        # What cannot be removed stays: the error that is on its way says more.
+        # A folder that cannot be removed stays: the first error matters more.
         with contextlib.suppress(OSError):
             for path in new:
                 path.rmdir()
@@ -181,7 +183,7 @@ def _checkpoint(task: Task) -> checkpoint.Checkpoint:
 
 
 def _log_patches(ledger: patch.Ledger, when: str) -> None:
-    """Logs one line for all patches, one for each that is not exact or does not stand, and with -v one for each."""
+    """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
     rows = ledger.rows()
     standing = sum(row["state"] in ("applied", "used") for row in rows)
     if rows:

@@ -83,7 +83,9 @@ def test_keys_without_their_mean_give_the_same_softmax_and_a_wider_bound(monkeyp
     assert float(jnp.abs(attention(q, k + 30.0, v, smooth_keys=True) - attention(q, k, v)).max()) < 1e-5
     assert float(jnp.abs(plain - attention(q, k, v)).max()) < 1e-4
     seen = []
-    monkeypatch.setattr(dispatch, "_chosen", lambda name, asked, *shapes: seen.append(asked.bound) or (lambda *_: q))
+    monkeypatch.setattr(
+        dispatch, "_implementation", lambda name, asked, *shapes: seen.append(asked.bound) or (lambda *_: q)
+    )
     attention(q, k, v, bound=8.0, smooth_keys=True)
     attention(q, k, v, bound=8.0)
     assert seen == [4.0, 2.0]  # times the scale, 1/4; twice as much without the mean
@@ -93,7 +95,7 @@ def test_a_bound_by_name_is_the_programs(monkeypatch):
     q, k, v = drawn()
     seen = []
     monkeypatch.setattr(
-        dispatch, "_chosen", lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_: q)
+        dispatch, "_implementation", lambda name, asked, *shapes: seen.append((name, asked.bound)) or (lambda *_: q)
     )
     with context(Context("plain", {"joint": 12.0})):
         attention(q, k, v, bound="joint")

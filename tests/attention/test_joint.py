@@ -65,7 +65,7 @@ def form(streams, tables, lengths, project, mesh, missing, bound=None, fill=0.0)
 
     def run(seen, read, cos, sin, lengths_B, weight, bias):
         out, text = joint.joint(seen, read, cos, sin, lengths_B, heads=HEADS, eps=1e-6, bound=bound)
-        return joint.parted_linear(out, weight, bias), text
+        return joint.linear_of_parts(out, weight, bias), text
 
     inputs = (stream(streams[0], missing), stream(streams[1], 0), *map(array, tables), jnp.asarray(lengths))
     with jax.set_mesh(devices), dispatch.context(INTERPRETED), jax.default_matmul_precision("highest"):

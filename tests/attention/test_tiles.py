@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from torchport.attention import splash, tiles
-from torchport.attention.tiles import SplashTile, Table, Tile, best, checked, read_table, row, write_table
+from torchport.attention.tiles import SplashTile, Table, Tile, best, check_vmem, read_table, row, write_table
 from torchport.config.machine import MIB, TPU_CHIPS
 from torchport.errors import AttentionError, ConfigError, MissingKeyError, UnknownKeyError, VmemError, WrongTypeError
 
@@ -40,7 +40,7 @@ def test_every_shipped_tile_fits_its_chip():
         heads = 2 if found.head_size == 64 else 1
         tile = best(found.chip, "splash_transposed", found.head_size, found.bounded)
         vmem = TPU_CHIPS[found.chip].vmem
-        assert checked(tile, head_size=found.head_size, heads=heads, itemsize=2, bounded=found.bounded, vmem=vmem)
+        assert check_vmem(tile, head_size=found.head_size, heads=heads, itemsize=2, bounded=found.bounded, vmem=vmem)
 
 
 def test_the_shipped_table_has_no_row_twice_and_is_as_it_would_be_written(tmp_path):
@@ -71,14 +71,14 @@ def test_a_head_size_beyond_the_table_is_refused_with_the_command_that_adds_it()
 def test_a_tile_that_does_not_fit_is_refused_with_the_tile_and_the_bytes():
     tile, how = Tile(8192, 4096), {"head_size": 128, "heads": 1, "itemsize": 2, "bounded": True}
     with pytest.raises(VmemError) as caught:
-        checked(tile, **how, vmem=64 * MIB)
+        check_vmem(tile, **how, vmem=64 * MIB)
     assert str(caught.value) == (
         "tile block_q=8192, block_kv=4096, columns=512: It takes 84,287,488 bytes of VMEM (80.4 MiB) with 1 head(s) of "
         "128 features to a tile, and the limit is 58,720,256 (56.0 MiB). "
         "Take a smaller tile; `torchport tune` finds one."
     )
     assert (caught.value.tile, caught.value.asked, caught.value.limit) == (tile, tile.vmem_bytes(**how), 56 * MIB)
-    assert checked(tile, **how, vmem=128 * MIB) is tile
+    assert check_vmem(tile, **how, vmem=128 * MIB) is tile
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_outside_the_main_thread_nothing_is_handled_and_nothing_fails():
 
     def work():
         with Stopping().listening() as stopping:
-            seen.append((stopping.asked, signal.getsignal(signal.SIGINT) is before))
+            seen.append((stopping.cause, signal.getsignal(signal.SIGINT) is before))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -243,7 +243,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     try:
         with Stopping().listening() as stopping:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stopping.wanted()
+            assert not stopping.is_requested()
     finally:
         assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
 
@@ -268,11 +268,11 @@ LISTENING = """if True:
     def until_asked():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         sys.stderr.write("ready\\n")
-        while not stopping.wanted():
+        while not stopping.is_requested():
             time.sleep(0.01)
         time.sleep(0.1)
         sys.stderr.write("saving\\n")
-        pathlib.Path(sys.argv[1]).write_text(stopping.asked)
+        pathlib.Path(sys.argv[1]).write_text(stopping.cause)
 
     with Stopping().listening() as stopping:
         sys.stderr.write("listening\\n")
@@ -344,7 +344,7 @@ def stopped_once(tmp_path_factory, encoded, root):
     small = ("height=64", "width=64", "frames=5", "steps=3")
     request = Request("hunyuan", "configs/demo.yaml", out=folder, inputs=encoded, stage="denoise", backend="original")
     with pytest.MonkeyPatch.context() as context, pytest.raises(StoppedError):
-        context.setattr(Stopping, "__init__", lambda self: setattr(self, "asked", True))
+        context.setattr(Stopping, "__init__", lambda self: setattr(self, "cause", True))
         context.setattr(Stopping, "check", checked_after_a_step(Stopping.check))
         run(dataclasses.replace(request, overrides=small, path=str(root)))
     return folder

@@ -32,8 +32,8 @@ def _check(world):
 
 def test_a_locked_pack_is_clean(world):
     _entries(world, "f", "g")
-    assert patches.locked(world.patches, ["up"], check=True) == ["up.m:f: new", "up.m:g: new"]
-    assert patches.locked(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
+    assert patches.lock(world.patches, ["up"], check=True) == ["up.m:f: new", "up.m:g: new"]
+    assert patches.lock(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
     assert _check(world) == []
     assert check.exit_code([]) == 0
     assert check.as_text([]) == "clean"
@@ -58,7 +58,7 @@ def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
 
 def test_drift_is_found_and_the_patch_is_tried_all_the_same(world):
     _entries(world, "f")
-    patches.locked(world.patches)
+    patches.lock(world.patches)
     world.write("up/m.py", "def f(a):\n    return 10\n")
     (finding,) = _check(world)
     assert (finding.id, finding.place, finding.step) == ("TP207", "patches/up/p.yaml:1", "drift")
@@ -95,7 +95,7 @@ def test_a_callee_that_is_no_python_is_one_finding_with_its_line(world):
     world.write("up/other.py", "def helper(x):\n    return x\n")
     world.write("up/m.py", "from up.other import helper\ndef f(a):\n    return helper(a)\n")
     _entries(world, "f")
-    patches.locked(world.patches)
+    patches.lock(world.patches)
     world.write("up/other.py", "def helper(x):\n    return x +\n")
     (finding,) = _check(world)
     assert (finding.id, finding.place) == ("TP201", "up/other.py:2")
@@ -119,16 +119,16 @@ def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
         check.require_applied(world.patches, names, world.site)
 
     with pytest.raises(UnsupportedError) as caught:
-        patches.locked(world.patches, ["up"], tried=tried)
+        patches.lock(world.patches, ["up"], check_apply=tried)
     assert str(caught.value) == (
         "patches/up/p.yaml:9: Nothing is locked, as TP204 is found: up.m:h is still held by up.m.PENDING, a map. Patch "
         "that holder instead, or write 'aliases: report'. See all findings with: torchport check up."
     )
     assert not (world.patches / "up" / "lock.yaml").exists()
     _entries(world, "f")
-    assert patches.locked(world.patches, ["up"], tried=tried) == ["up.m:f: new"]
+    assert patches.lock(world.patches, ["up"], check_apply=tried) == ["up.m:f: new"]
     world.write("up/m.py", "def f(a):\n    return 10\n")
-    assert patches.locked(world.patches, ["up"], tried=tried) == ["up.m:f: changed"]
+    assert patches.lock(world.patches, ["up"], check_apply=tried) == ["up.m:f: changed"]
 
 
 def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
@@ -175,12 +175,12 @@ def test_findings_are_one_line_each_without_control_characters():
 
 def test_patches_are_listed_and_shown_as_data(world):
     _entries(world, "f")
-    (row,) = patches.listed(world.patches)
+    (row,) = patches.rows(world.patches)
     assert (row["id"], row["kind"], row["locked"], row["place"]) == ("up.f", "replace", False, "patches/up/p.yaml:1")
-    patches.locked(world.patches)
-    shown = patches.shown(world.patches, "up.f")
+    patches.lock(world.patches)
+    shown = patches.details(world.patches, "up.f")
     assert (shown["why"], shown["locked_at"], shown["installed"]) == ("A test.", [{"up": "unknown"}], {"up": None})
     json.dumps(shown)
     with pytest.raises(UnknownNameError, match=r"No patch 'up.g'. Did you mean 'up.f'"):
-        patches.shown(world.patches, "up.g")
+        patches.details(world.patches, "up.g")
     assert patches.schema()["type"] == "array"

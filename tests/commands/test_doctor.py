@@ -8,7 +8,7 @@ import types
 import pytest
 
 from torchport.commands import doctor
-from torchport.commands.doctor import Diagnosis, advice, examine, known_bad
+from torchport.commands.doctor import Diagnosis, advice, bad_combinations, examine
 from torchport.config import machine
 from torchport.files import cache
 from torchport.save import manifest
@@ -96,35 +96,35 @@ def test_a_full_or_read_only_disk_is_bad(findings, monkeypatch, free, writable, 
 @pytest.mark.parametrize("variable", ["LIBTPU_INIT_ARGS", "XLA_FLAGS"])
 def test_the_flags_that_make_nan_on_v6e_are_bad_there_and_a_note_elsewhere(variable):
     environment = {variable: f"{FUSION} --other=1 {OVERLAP}"}
-    (bad,) = known_bad(environment, ["TPU v6 lite"])
+    (bad,) = bad_combinations(environment, ["TPU v6 lite"])
     assert bad.state == "bad" and "jax issue 38741" in bad.fact and bad.fact.endswith("drop one of the two")
     assert "--xla_tpu_enable_async_collective_fusion together with" in bad.fact
-    assert [finding.state for finding in known_bad(environment, [])] == ["note"]
+    assert [finding.state for finding in bad_combinations(environment, [])] == ["note"]
 
 
 @pytest.mark.parametrize("flags", ["", FUSION, OVERLAP, f"{FUSION.replace('true', 'false')} {OVERLAP}"])
 def test_one_of_the_flags_alone_is_fine(flags):
-    assert known_bad({"LIBTPU_INIT_ARGS": flags}, ["TPU v6 lite"]) == [
+    assert bad_combinations({"LIBTPU_INIT_ARGS": flags}, ["TPU v6 lite"]) == [
         Diagnosis("ok", "known-bad combinations", "none found")
     ]
 
 
 def test_flags_spread_over_two_variables_are_one_set():
-    assert known_bad({"LIBTPU_INIT_ARGS": FUSION, "XLA_FLAGS": OVERLAP}, ["TPU v6 lite"])[0].state == "bad"
+    assert bad_combinations({"LIBTPU_INIT_ARGS": FUSION, "XLA_FLAGS": OVERLAP}, ["TPU v6 lite"])[0].state == "bad"
 
 
 def test_a_backslash_in_the_flags_is_bad():
-    (bad,) = known_bad({"LIBTPU_INIT_ARGS": "--a=1 \\\n --b=2"}, [])
+    (bad,) = bad_combinations({"LIBTPU_INIT_ARGS": "--a=1 \\\n --b=2"}, [])
     assert bad.state == "bad" and "libtpu stops reading at a backslash" in bad.fact
 
 
 @pytest.mark.parametrize(("value", "noted"), [("1", True), ("True", True), ("0", False), ("", False)])
 def test_64_bit_numbers_are_a_note(value, noted):
-    assert ("JAX_ENABLE_X64" in known_bad({"JAX_ENABLE_X64": value}, [])[0].what) is noted
+    assert ("JAX_ENABLE_X64" in bad_combinations({"JAX_ENABLE_X64": value}, [])[0].what) is noted
 
 
 def test_a_tpu_is_shown_with_its_memory(findings, monkeypatch):
-    monkeypatch.setattr(devices, "found_devices", lambda name: (8, "TPU v6 lite", 32 * machine.GIB))
+    monkeypatch.setattr(devices, "visible_devices", lambda name: (8, "TPU v6 lite", 32 * machine.GIB))
     assert findings()["tpu devices"].fact == "8 of kind 'TPU v6 lite', 32.0 GiB each"
 
 

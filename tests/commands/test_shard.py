@@ -2,14 +2,14 @@
 
 import pytest
 
-from torchport.commands.shard import RuleRow, lines, request_of, shown
+from torchport.commands.shard import RuleRow, lines, request_of, rule_rows
 from torchport.errors import MeshError
 from torchport.task import Request
 
 
 def found(*overrides, strategy, config="configs/demo.yaml"):
     """The transformer's rows by kind and pattern."""
-    rows = shown(request_of("hunyuan", config, strategy, None, overrides=overrides))
+    rows = rule_rows(request_of("hunyuan", config, strategy, None, overrides=overrides))
     return {(row.kind, row.pattern): row for row in rows if row.component == "transformer"}
 
 
@@ -18,7 +18,7 @@ def request(*overrides):
 
 
 def test_every_rule_is_shown_with_what_it_matches_and_the_bytes_on_a_device():
-    rows = shown(request())
+    rows = rule_rows(request())
     weights = [row for row in rows if row.component == "transformer" and row.kind == "weights"]
     assert all(row.matches for row in weights)
     columns = next(row for row in weights if "to_[qkv]" in row.pattern and "weight" in row.pattern)
@@ -28,7 +28,7 @@ def test_every_rule_is_shown_with_what_it_matches_and_the_bytes_on_a_device():
 
 
 def test_activation_rules_are_shown_with_the_modules_they_match():
-    rows = shown(request("strategy=ulysses", "mesh={dp: 2, sp: 4}"))
+    rows = rule_rows(request("strategy=ulysses", "mesh={dp: 2, sp: 4}"))
     found = {row.pattern: (row.specs, row.matches) for row in rows if row.kind == "activations"}
     assert found == {
         "x_embedder": (("[dp, sp]",), 1),
@@ -46,7 +46,7 @@ def test_without_a_config_the_published_network_is_shown_on_the_strategys_own_me
 
 
 def test_inputs_whose_shapes_are_known_are_shown_with_what_they_get():
-    rows = shown(request("strategy=tp_replicated_rows"))
+    rows = rule_rows(request("strategy=tp_replicated_rows"))
     found = {row.component: row for row in rows if row.kind == "inputs"}
     assert found["transformer"].specs == ("[dp]",) and found["transformer"].matches == 7
     assert found["vae"].specs == ("[-, -, -, -, tp]",), "of its largest tile"
@@ -61,7 +61,7 @@ def test_a_module_is_counted_for_the_rule_that_it_has():
 
 def test_a_rule_that_does_not_divide_is_refused_here_too():
     with pytest.raises(MeshError, match="tp=3 does not divide"):
-        shown(request("mesh={tp: 3}", "machine=cpu:3"))
+        rule_rows(request("mesh={tp: 3}", "machine=cpu:3"))
 
 
 def test_the_table_reads_as_text():

@@ -76,9 +76,9 @@ class Kept:
             weights = shard.place(tensors.items(), rules, self.mesh)
             parts = {**self.parts, "patches": dict(ledger.trace().digests)}
             self.made = []
-            kept = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
+            source = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
             network = compile.Network(module.to("meta"), INPUTS, "net", "card.yaml:9", "highest")
-            yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), kept=kept), ledger
+            yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), source=source), ledger
 
     def run(self, **static):
         """Returns what the network computes, and whether its program was compiled or cached."""
@@ -524,7 +524,7 @@ def test_a_second_run_loads_its_programs_and_makes_the_same_bits(request_for, mo
 def test_nothing_is_kept_where_that_was_switched_off(task, monkeypatch, tmp_path, how):
     monkeypatch.setenv("TORCHPORT_CACHE", "off" if how == "variable" else str(tmp_path / "cache"))
     changes = {"flag": {"cache": False}, "variable": {}, "original": {"backend": "original"}}[how]
-    with programs.Programs.opened(task(**changes)) as opened:
+    with programs.Programs.of_task(task(**changes)) as opened:
         assert opened.root is None and not jax.config.jax_compilation_cache_dir
     assert not (tmp_path / "cache").exists()
 
@@ -541,7 +541,7 @@ def test_a_run_is_refused_whose_cache_others_can_write(task, monkeypatch, tmp_pa
 
 
 def test_a_tensor_that_a_module_keeps_beside_its_weights_is_known_by_its_values():
-    kept = [key._described(tensor) for tensor in (torch.ones(2), torch.zeros(2), torch.ones(2, dtype=torch.bfloat16))]
-    assert len(set(kept)) == 3 and kept[0] == key._described(torch.ones(2))
-    assert key._described(torch.tensor(1.0)) != key._described(torch.tensor(2.0))
-    assert "meta" not in key._described(torch.ones(2, device="meta"))
+    kept = [key._as_plain(tensor) for tensor in (torch.ones(2), torch.zeros(2), torch.ones(2, dtype=torch.bfloat16))]
+    assert len(set(kept)) == 3 and kept[0] == key._as_plain(torch.ones(2))
+    assert key._as_plain(torch.tensor(1.0)) != key._described(torch.tensor(2.0))
+    assert "meta" not in key._as_plain(torch.ones(2, device="meta"))

@@ -138,7 +138,7 @@ def shown(task, monkeypatch):
     """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
     monkeypatch.setattr(shard, "accept", lambda request: task)
     monkeypatch.setattr("torchport.patch.applied", lambda entries: contextlib.nullcontext())
-    return shard.shown(task.request)
+    return shard.rule_rows(task.request)
 
 
 def with_rules(task, component="transformer", **kinds):
@@ -280,7 +280,7 @@ def test_latents_and_frames_are_counted_in_the_hosts_memory(asked, need):
 
 def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: 24 * GIB)
-    monkeypatch.setattr(preflight, "rehearsed", None)  # nothing is carried out
+    monkeypatch.setattr(preflight, "rehearse", None)  # nothing is carried out
     for sets, size in ((["height=16384", "width=16384"], "30.0"), (["frames=1048573"], "96.0")):
         text = refusal(MachineError, lambda sets=sets: check(asked(sets, backend="torchax")))
         assert f"at least {size} GiB for latents and frames" in text and "has 24.0 GiB of free host memory" in text
@@ -289,26 +289,26 @@ def test_a_video_that_is_too_large_for_the_host_is_refused_at_once(asked, monkey
 
 def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: 1000 * GIB)
-    monkeypatch.setattr(devices, "found_devices", lambda platform: (8, "TPU v6 lite", None))
+    monkeypatch.setattr(devices, "visible_devices", lambda platform: (8, "TPU v6 lite", None))
     large = ("height=16384", "width=16384", "frames=241")
     task = port("machine=v6e:2x4", *large, stage="denoise", prompt=None)
     text = refusal(MachineError, lambda: check(task))
     assert "of weights and at least " in text and "this machine has 32.0 GiB on each device" in text
-    found = preflight.rehearsed(task, task.stages[0])
+    rehearsal = preflight.rehearse(task, task.stages[0])
     tokens = 61 * 1024 * 1024
-    assert found.called[0].tensors["hidden_states"].shape == (2, 65, 61, 1024, 1024)
+    assert rehearsal.calls[0].tensors["hidden_states"].shape == (2, 65, 61, 1024, 1024)
     # At the least the inputs of one device, and its share of what a feed-forward layer's 512 features are.
-    assert found.activations >= tokens * 65 * 4 + 2 * tokens * 512 * 4 // 8
+    assert rehearsal.activations >= tokens * 65 * 4 + 2 * tokens * 512 * 4 // 8
 
 
 def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port):
     task = port()
-    found = preflight.rehearsed(task, task.stages[2])
-    [called] = found.called
-    assert found.inputs["hidden_states"].spec == [None, None, None, "dp", "tp"]
+    rehearsal = preflight.rehearse(task, task.stages[2])
+    [called] = rehearsal.calls
+    assert rehearsal.inputs["hidden_states"].spec == [None, None, None, "dp", "tp"]
     assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 4)
     inputs = 32 * 2 * 4 * 4 * 4 // 8
-    largest = found.activations - inputs
+    largest = rehearsal.activations - inputs
     # The last layers have 16 channels at the video's size, and the decoder returns three of them.
     assert largest >= 16 * 5 * 64 * 64 * 4 // 8
 
@@ -336,10 +336,10 @@ def test_a_rehearsal_counts_no_default_dtype_of_the_callers(port):
     torch.set_default_dtype(torch.bfloat16)
     try:
         task = port()
-        found = preflight.rehearsed(task, task.stages[1])
+        rehearsal = preflight.rehearse(task, task.stages[1])
     finally:
         torch.set_default_dtype(torch.float32)
-    assert found.called[0].tensors["timestep"].dtype == torch.float32
+    assert rehearsal.calls[0].tensors["timestep"].dtype == torch.float32
 
 
 def test_a_mesh_without_devices_says_for_which_platform_and_chip_it_is():

@@ -14,8 +14,8 @@ NAMES = (*ENCODERS, "tokenizer", "tokenizer_2", "image_processor", "glyph_encode
 def write(card: Card, folder: Path) -> Path:
     """Writes all components but the networks, which need a checkout."""
     for name in NAMES[:-1]:
-        tiny._made(card, name).save_pretrained(folder / card.folder(name, None))
-    encoder = tiny._made(card, "text_encoder_2").get_encoder()
+        tiny._component(card, name).save_pretrained(folder / card.folder(name, None))
+    encoder = tiny._component(card, "text_encoder_2").get_encoder()
     file = glyphs(card, folder)
     file.parent.mkdir(parents=True)
     torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, file)

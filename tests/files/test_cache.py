@@ -115,7 +115,7 @@ def test_what_somebody_else_owns_is_refused(folder, monkeypatch):
     owner = folder.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
     with pytest.raises(BadValueError) as caught:
-        cache.check_own(folder, folder.stat())
+        cache.check_owner(folder, folder.stat())
     assert str(caught.value) == (
         f"{folder}: User {owner} owns it, and what is loaded from the cache is run as user {owner + 1}. "
         "Remove it, name another folder with TORCHPORT_CACHE, or run with --no-cache."

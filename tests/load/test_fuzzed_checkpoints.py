@@ -32,7 +32,7 @@ def loaded(component, folder, name):
     load.account_component(component, folder)
     cls = load.class_of(component.class_)
     if component.pickle is not None:
-        return checkpoint.pickled(folder / component.pickle)
+        return checkpoint.pickle_header(folder / component.pickle)
     if not issubclass(cls, torch.nn.Module):
         return load.part(component.class_, folder)
     if hasattr(cls, "from_config"):

@@ -150,12 +150,12 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     def lowered(tensors, static):
         notes.append(dispatch.Traced("splash_transposed", 2, 4, 40_000, 40_000, 128, False))
         large = tiles.Tile(20_480, 2048).fitted(40_000, 40_000)
-        tiles.checked(large, head_size=128, heads=1, itemsize=2, bounded=False, vmem=128 * 2**20)
+        tiles.check_vmem(large, head_size=128, heads=1, itemsize=2, bounded=False, vmem=128 * 2**20)
 
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
-    called = recorder.Called({}, (), 8, 10**15, (1,), None)
+    called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None)
     result = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
     overflow = result.memory
     assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
@@ -289,12 +289,12 @@ def test_a_verb_that_asks_for_a_value_or_never_calls_is_refused(pack):
     how = lambda module, x: module(x)  # noqa: E731
     text = refusal(
         BadValueError,
-        lambda: recorder.recorded(dataclasses.replace(stage, run=asks, **like), {}, network, how, None),
+        lambda: recorder.network_calls(dataclasses.replace(stage, run=asks, **like), {}, network, how, None),
     )
     assert text.startswith("--stage denoise: Its verb asks for a value that the network computes (aten._local_scalar")
     text = refusal(
         BadValueError,
-        lambda: recorder.recorded(dataclasses.replace(stage, run=silent, **like), {}, network, how, None),
+        lambda: recorder.network_calls(dataclasses.replace(stage, run=silent, **like), {}, network, how, None),
     )
     assert text == "--stage denoise: It never calls its network. Report this: its verb is at fault."
 

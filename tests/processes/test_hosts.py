@@ -346,6 +346,6 @@ def test_a_first_process_that_hangs_is_named_though_its_host_takes_connections(m
         address = f"localhost:{server.getsockname()[1]}"
         own = watch.Watch(types.SimpleNamespace(num_processes=2, process_id=1, coordinator_address=address))
         own.answered -= ago
-        own._aborted()
+        own._on_abort()
     lost = "error[TP504] process 0 of 2: It was killed, or its host is lost. Start all processes again with the same "
     assert said == ([(2, f"{lost}command.")] if ago else [])

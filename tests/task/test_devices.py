@@ -20,7 +20,7 @@ def here(monkeypatch):
     """Sets what this machine has: devices of a kind, memory on each, memory of the host."""
 
     def have(found, kind="TPU v6 lite", memory=None, host=1000 * GIB):
-        monkeypatch.setattr(devices, "found_devices", lambda platform: (found, kind if found else "none", memory))
+        monkeypatch.setattr(devices, "visible_devices", lambda platform: (found, kind if found else "none", memory))
         monkeypatch.setattr(devices, "host_memory", lambda: host)
 
     return have
@@ -87,7 +87,7 @@ def test_the_chips_published_memory_counts_where_the_device_does_not_say(here):
 
 def test_what_runs_in_pytorch_needs_host_memory_alone(here, monkeypatch):
     here(0, host=3 * GIB)
-    monkeypatch.setattr(devices, "found_devices", None)  # JAX is not even asked
+    monkeypatch.setattr(devices, "visible_devices", None)  # JAX is not even asked
     require(HOST, Need(0, {}, 3 * GIB, "c"), "")
     text = refusal(Need(0, {}, 4 * GIB, "a/b@c"), HOST)
     assert text == (
@@ -99,7 +99,7 @@ def test_what_runs_in_pytorch_needs_host_memory_alone(here, monkeypatch):
 
 def test_preparing_a_cpu_machine_makes_its_virtual_devices():
     prepare(Machine("cpu:8", "cpu", 8))
-    assert devices.found_devices("cpu")[:2] == (8, "cpu") and devices.found_devices("tpu") == (0, "none", None)
+    assert devices.visible_devices("cpu")[:2] == (8, "cpu") and devices.visible_devices("tpu") == (0, "none", None)
 
 
 def test_a_process_whose_devices_are_fewer_is_refused_and_more_are_cut():

@@ -51,9 +51,9 @@ def test_accepting_writes_nothing(asked, tmp_path):
 def test_one_stage_is_one_stage_and_needs_no_prompt_unless_it_encodes(asked, tmp_path):
     decode = asked(stage="decode", prompt=None, inputs=tmp_path / "in")
     assert [stage.name for stage in decode.stages] == ["decode"] and decode.inputs == tmp_path / "in"
-    assert "prompt" not in decode.shown(decode.stages[0])
+    assert "prompt" not in decode.manifest_settings(decode.stages[0])
     encode = asked(stage="encode")
-    assert "prompt" in encode.shown(encode.stages[0])
+    assert "prompt" in encode.manifest_settings(encode.stages[0])
     for stage in ("encode", "all"):
         assert refusal(BadValueError, lambda stage=stage: asked(stage=stage, prompt=None)) == (
             "--prompt: It is missing, and the stage 'encode' needs one. Add --prompt \"...\"."
@@ -135,7 +135,7 @@ def test_an_artefact_is_for_its_model_and_size_and_embeddings_for_any_size(asked
 
 def test_what_is_shown_is_what_a_stage_uses_and_can_be_written_as_json(asked):
     found = asked()
-    shown = {stage.name: found.shown(stage) for stage in found.stages}
+    shown = {stage.name: found.manifest_settings(stage) for stage in found.stages}
     assert json.loads(json.dumps(shown)) == shown
     assert shown["denoise"]["dtypes"]["transformer"] == "float32" and shown["decode"]["precision"]["vae"] == "highest"
     assert "steps" in shown["denoise"] and "steps" not in shown["decode"] and "seed" not in shown["encode"]

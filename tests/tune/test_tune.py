@@ -79,12 +79,12 @@ def test_where_the_chip_is_time_decides(schedules, monkeypatch):
     seconds = {256: 0.002, 512: 0.001}
     schedules[2048, 256, 512] = FIGURES
     schedules[2048, 512, 512] = dataclasses.replace(FIGURES, peak_percent=50.0)
-    monkeypatch.setattr(tune, "found_devices", lambda platform: (8, "TPU v6 lite", 32 * 2**30))
+    monkeypatch.setattr(tune, "visible_devices", lambda platform: (8, "TPU v6 lite", 32 * 2**30))
     monkeypatch.setattr(tune, "_seconds", lambda job, implementation, bounded, tile: seconds[tile.block_kv])
     found = tune.tune(JOB, "splash_transposed", True, [Tile(*sides) for sides in schedules])
     assert found.ranked_by == "time" and [c.seconds for c in found.candidates] == [0.001, 0.002]
     assert tune.percent_of_peak(found, found.candidates[0]) == pytest.approx(100 * JOB.work.flops / 0.001 / 918e12)
-    monkeypatch.setattr(tune, "found_devices", lambda platform: (4, "TPU v5p", 95 * 2**30))
+    monkeypatch.setattr(tune, "visible_devices", lambda platform: (4, "TPU v5p", 95 * 2**30))
     assert tune.tune(JOB, "splash_transposed", True, [Tile(2048, 256)]).ranked_by == "schedule", "another chip's time"
 
 

@@ -1,4 +1,4 @@
-"""An upper bound of attention scores that is known before any token is: from the gains of the q and k norms.
+"""An upper bound of attention scores, computed from the gains of the q and k norms before any token is seen.
 
 Softmax needs no maximum where no exponential can overflow and no sum can vanish: `exp2(s) / sum(exp2(s))` is exact as
 it stands when every score, in units of log 2, lies within `LIMIT`. Most video transformers normalise queries and keys
@@ -10,8 +10,8 @@ keeps the pair's length, so by Cauchy and Schwarz over pairs
 
     |q . k| <= sum_p |q_p| |k_p| <= D * max_p(g_qp * g_kp) + (terms of the offsets),
 
-where g_qp is the larger gain of pair p. How features are paired is the model's affair (neighbours, or halves), so the
-maximum over pairs is bounded by that of `max(g_q) * max(g_k)`, which holds for every pairing and without rotation.
+where g_qp is the larger gain of pair p. Models pair features differently (neighbours, or halves), so we bound the
+maximum over pairs by `max(g_q) * max(g_k)`. That holds for every pairing, and without rotation.
 
 Source: the idea of a bound in place of the running maximum is maxdiffusion's (`custom_splash_attention.py`, pull
 requests 436 and 452, Apache-2.0), which takes it from the tokens at run time and subtracts it; the static form, and
@@ -45,8 +45,8 @@ ROUNDING = 1.0 + 2.0**-4
 
 On either side: the norm's result, its product with the gain, and the rotation, whose length grows by 2^-8 where it is
 computed in float32, and where it is not by (1 + 2 sqrt(2)) 2^-8: that of the sum, and those of tables and products, of
-which each feature takes two. Together up to 1.023 and 1.047 (found: 1.0211 and 1.0306). LayerNorm whose statistics are
-rounded too, as torchax computes it in bfloat16, may reach 1.08: the range that `LIMIT` leaves to values takes that.
+which each feature takes two. Together up to 1.023 and 1.047 (measured: 1.0211 and 1.0306). LayerNorm whose statistics
+are rounded too, as torchax computes it in bfloat16, may reach 1.08: the range that `LIMIT` leaves to values takes that.
 """
 
 
@@ -113,14 +113,14 @@ def of_weights(
                 block[2 + side].extend([weights[offset]] if offset != name and offset in weights else [])
     if not all(hasattr(array, "__array__") for block in blocks.values() for group in block for array in group):
         return None
-    found = [
+    bounds = [
         _of_block(*([numpy.asarray(array, numpy.float64) for array in group] for group in block))
         for block in blocks.values()
     ]
-    if min(found) <= 0:
+    if min(bounds) <= 0:
         fact = f"The gains of the bound '{what}' are all 0"
         raise BadValueError(place, fact, "A norm that multiplies by 1 + weight has no place here")
-    return max(found)
+    return max(bounds)
 
 
 def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
@@ -130,24 +130,26 @@ def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> l
         DeadRuleError: None, or not every block's: a bound that leaves out a norm would be wrong.
         BadValueError: What it matches is no gain.
     """
-    found = [name for name in weights if re.fullmatch(pattern, name)]
-    if not found:
+    names = [name for name in weights if re.fullmatch(pattern, name)]
+    if not names:
         fact = f"'{pattern}' of the bound '{what}' matches no weight"
         raise DeadRuleError(place, fact, nearest(pattern, weights))
-    wrong = next((name for name in found if len(weights[name].shape) != 1 or name.endswith("bias")), None)
+    wrong = next((name for name in names if len(weights[name].shape) != 1 or name.endswith("bias")), None)
     if wrong is not None:
         fact = f"'{pattern}' of the bound '{what}' matches '{wrong}' {list(weights[wrong].shape)}, which is no gain"
         raise BadValueError(place, fact, "Match the weights of norms alone")
-    kinds = {re.sub(r"\d+", "#", name, count=1) for name in found}
-    left = next((name for name in weights if re.sub(r"\d+", "#", name, count=1) in kinds and name not in found), None)
-    if left is not None:
-        fact = f"'{pattern}' of the bound '{what}' matches '{found[0]}' and not '{left}'"
+    patterns = {re.sub(r"\d+", "#", name, count=1) for name in names}
+    unmatched = next(
+        (name for name in weights if re.sub(r"\d+", "#", name, count=1) in patterns and name not in names), None
+    )
+    if unmatched is not None:
+        fact = f"'{pattern}' of the bound '{what}' matches '{names[0]}' and not '{unmatched}'"
         raise DeadRuleError(place, fact, "It must match the norms of every block")
-    return found
+    return names
 
 
 def _of_block(query_gains: Any, key_gains: Any, query_offsets: Any, key_offsets: Any) -> float:
-    # A gain shared by all features says nothing of how many they are.
+    # All features may share one gain; its size does not say how many features there are.
     if not query_gains or not key_gains or any(gain.size == 1 for gain in (*query_gains, *key_gains)):
         return math.inf
     return norm_bound(query_gains, key_gains, query_offsets=query_offsets, key_offsets=key_offsets)

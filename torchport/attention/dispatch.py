@@ -1,6 +1,6 @@
-"""The one door to attention: what is asked for is checked, an implementation is chosen, and its shards are laid out.
+"""The one door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
 
-An implementation that is named is that one or an error. Where none is named, the platform and the request choose:
+If the caller names an implementation, that one runs, or it is an error. Otherwise the platform and the call choose:
 
 | platform | request | implementation |
 |---|---|---|
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from torchport.attention import plain, splash, stock, tiles, transposed
 from torchport.attention.plain import Window
-from torchport.attention.problem import Problem, check_bound, check_call, checked_lengths, platform
+from torchport.attention.problem import Problem, check_bound, check_call, int32_lengths, platform
 from torchport.config.card import Axis, Implementation
 from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError, nearest
@@ -43,7 +43,7 @@ HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """One call of attention in a program: its implementation, its sizes on all devices together, its arrays of keys."""
+    """One call of attention in a program: its implementation, its sizes over all devices, and its arrays of keys."""
 
     implementation: str
     batch: int
@@ -77,21 +77,21 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a program's attention is told from outside, while it is traced.
+    """Settings of all attention calls in a program, which hold while it is traced.
 
     Attributes:
         implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
         bounds: Upper bounds of |q . k| by name, which calls refer to.
-        note: Called with every call, of attention or of a kernel beside it, as it is traced: for plans.
+        note: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
         interpret: Run TPU kernels as plain JAX, on any platform: for tests.
-        rehearsed: Check that a kernel takes a call, and return the queries in its stead.
+        rehearse: Check that a kernel takes a call, and return the queries instead.
     """
 
     implementation: Implementation | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     note: Callable[[Traced | Pass], None] | None = None
     interpret: bool = False
-    rehearsed: bool = False
+    rehearse: bool = False
 
 
 NONE = Context()
@@ -132,14 +132,14 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
-    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`; inside a
-    `jax.shard_map` of one's own (check_vma=False) on what it is given. It has no reverse mode.
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`. Inside a
+    `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are. It has no reverse mode.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
         k_BHTD: Keys [B, H, T, D].
         v_BHTD: Values [B, H, T, D].
-        lengths: Integers [B], 0 to T: keys and values from there on take no part, whatever they hold.
+        lengths: Integers [B], 0 to T: keys and values from there on are ignored.
         query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
             is self-attention; pass the number of queries where that is a coincidence.
         scale: What scores are multiplied by; 1 / sqrt(D) by default.
@@ -163,44 +163,44 @@ def attention(
     check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
     batch, _, queries, size = q_BHSD.shape
     keys = k_BHTD.shape[2]
-    lengths_B = None if lengths is None else checked_lengths("lengths", lengths, batch, keys)
+    lengths_B = None if lengths is None else int32_lengths("lengths", lengths, batch, keys)
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
-    limit = limited(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
-    k_BHTD = splash.smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
-    how = (tile, interpret or current().interpret)
-    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *how)
-    output = _chosen(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
-    return output if query_lengths is None else _zeroed(output, query_lengths)
+    limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
+    k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    tile_and_mode = (tile, interpret or current().interpret)
+    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *tile_and_mode)
+    output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
+    return output if query_lengths is None else _zero_from_length(output, query_lengths)
 
 
-def limited(bound: float | str | None, factor: float) -> float | None:
-    """Returns the bound of scores, `factor` times that of products, which may be given by its name."""
+def score_bound(bound: float | str | None, factor: float) -> float | None:
+    """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
     check_bound(limit)
     return None if limit is None else limit * abs(factor)
 
 
-def _zeroed(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
+def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
     """Returns outputs with zeros from each sample's length on."""
     batch, _, queries, _ = o_BHSD.shape
-    valid_BS = jnp.arange(queries) < checked_lengths("query_lengths", query_lengths, batch, queries)[:, None]
+    valid_BS = jnp.arange(queries) < int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
     return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
 
 
 Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"], jax.Array]
 
 
-def _chosen(named: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
+def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
     """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T.
 
     Raises:
         AttentionError: The named one does not exist, or does not compute this.
     """
     program = current()
-    # A program's own name is for attention over valid tokens; a mask of pairs is `plain`'s wherever it occurs.
-    name = named or (None if problem.masked else program.implementation) or _by_platform(problem)
+    # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
+    name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
     if name not in NAMES:
         raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
     if problem.masked and name not in MASKED:
@@ -225,7 +225,7 @@ def _chosen(named: str | None, problem: Problem, shape: tuple[int, int, int], ke
         dtype = jnp.dtype(problem.dtype).name
         program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
     if name == "plain":
-        # A mask has a layout of its own; XLA splits that form by itself.
+        # A mask has its own layout, so XLA splits the masked form by itself.
         whole = functools.partial(_plain, problem)
         return whole if problem.masked else _sharded(whole)
     if name == "xla":
@@ -251,8 +251,8 @@ def _by_platform(problem: Problem) -> str:
 def _check_kernel(name: str, problem: Problem) -> None:
     """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
     if problem.platform == "tpu" and problem.chip is None:
-        known = ", ".join(TPU_CHIPS)
-        raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {known}; or use 'plain'")
+        chips = ", ".join(TPU_CHIPS)
+        raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
     if problem.tile is not None and not isinstance(problem.tile, tiles.Tile):
         raise AttentionError(f"attention {name}", f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
     if problem.platform != "tpu" and not problem.interpret:
@@ -293,7 +293,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
     elif problem.chip is not None:
         best = tiles.best(problem.chip, "splash", problem.head_size, False)
         options |= dataclasses.asdict(best)
-    if current().rehearsed:
+    if current().rehearse:
         return q
     return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
 
@@ -301,7 +301,7 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
 def _transposed(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
     options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size)
-    if current().rehearsed:
+    if current().rehearse:
         return q
     return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
 
@@ -310,7 +310,7 @@ def transposed_options(problem: Problem, queries: int, keys: int, heads: int, he
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
-        request: The call.
+        problem: The call.
         queries: S.
         keys: T.
         heads: That share a tile.
@@ -323,9 +323,9 @@ def transposed_options(problem: Problem, queries: int, keys: int, heads: int, he
     vmem = TPU_CHIPS[chip].vmem
     tile = problem.tile or tiles.best(chip, "splash_transposed", head_size, problem.bounded)
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
-    tiles.checked(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
-    how = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
-    return {**how, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+    tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
+    options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
+    return {**options, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
 def _sharded(run: Callable[..., jax.Array]) -> Run:
@@ -356,9 +356,9 @@ def _check_axes(mesh: Any) -> None:
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
         raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
-    known = (*BATCH_AXES, *HEAD_AXES)
-    if all(size == 1 for axis, size in mesh.shape.items() if axis in known):
-        remedy = f"Name its axes {', '.join(known)}, or call attention inside a jax.shard_map of your own"
+    axes = (*BATCH_AXES, *HEAD_AXES)
+    if all(size == 1 for axis, size in mesh.shape.items() if axis in axes):
+        remedy = f"Name its axes {', '.join(axes)}, or call attention inside a jax.shard_map of your own"
         raise AttentionError(
             "attention", f"No axis of the mesh {dict(mesh.shape)} splits the batch or the heads", remedy
         )

@@ -89,10 +89,10 @@ class Stream:
 
 
 def token_multiple(tokens: torch.Tensor) -> int:
-    """Returns of what the number of the pictures' tokens should be a multiple, for `joint` on this mesh."""
+    """Returns the number of which the pictures' token count should be a multiple, for `joint` on this mesh."""
     import jax
 
-    # A rehearsal's tokens have shapes alone, and it says for which mesh by an abstract one.
+    # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
     if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
         return 1
     from torchport.attention import joint
@@ -122,8 +122,8 @@ def joint(
         bound: The model card's name for the bound of these scores.
 
     Returns:
-        [B, S, O] and [B, T, H * D] of q's dtype; the text's are 0 beyond its lengths, what padding of the pictures
-        holds means nothing.
+        [B, S, O] and [B, T, H * D] of q's dtype. The text's are 0 beyond its lengths. Padding of the pictures holds
+        arbitrary values.
     """
     size = rotary[0].shape[1]
     heads = pictures.q.shape[2] // size
@@ -140,8 +140,8 @@ def joint(
     v = torch.cat([v, text_v], dim=1)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     output = attention(q, k, v, lengths=lengths + valid, bound=bound).transpose(1, 2).flatten(2).to(pictures.q.dtype)
-    seen = functional.pad(output[:, :valid], (0, 0, 0, every - valid)) if every > valid else output[:, :valid]
-    return project(seen), output[:, valid:]
+    out = functional.pad(output[:, :valid], (0, 0, 0, every - valid)) if every > valid else output[:, :valid]
+    return project(out), output[:, valid:]
 
 
 def _jointly(
@@ -160,9 +160,9 @@ def _jointly(
     eps = common_eps([norm for norm in norms if norm is not None])
 
     def run(streams: list[list[Any]], tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        own, (cos, sin) = [form.Tokens(*stream) for stream in streams], tables
-        seen, text = form.joint(own[0], own[1], cos, sin, lengths_B, heads=heads, eps=eps, bound=bound)
-        return form.parted_linear(seen, weight, bias), text
+        tokens, (cos, sin) = [form.Tokens(*stream) for stream in streams], tables
+        out, text = form.joint(tokens[0], tokens[1], cos, sin, lengths_B, heads=heads, eps=eps, bound=bound)
+        return form.linear_of_parts(out, weight, bias), text
 
     gains = [None if norm is None else norm.weight for norm in norms]
     streams = [[s.q, s.k, s.v, *gains[2 * n : 2 * n + 2]] for n, s in enumerate((pictures, text))]

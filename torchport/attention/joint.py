@@ -1,6 +1,6 @@
 """Attention of two streams, pictures and text, over the keys of both: norms, positions, exchanges and kernel in one.
 
-This is how a TPU wants it. Each device projects its own tokens of the pictures; one pass normalises and turns q and k
+This form is fast on a TPU. Each device projects its own tokens of the pictures; one pass normalises and turns q and k
 and parts their heads; an all-to-all gives every device all tokens of its own heads (Ulysses, over `sp`); the kernel
 reads tokens and heads as they arrive, values transposed as their projection makes them, and the text's keys from arrays
 of their own. Nothing is joined, padded or turned on the way. Without `sp` the same holds with one group of heads.
@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from torchport.attention import rotary, transposed
-from torchport.attention.dispatch import Traced, current, limited, transposed_options
+from torchport.attention.dispatch import Traced, current, score_bound, transposed_options
 from torchport.attention.problem import Problem, platform
 from torchport.attention.tiles import LANES, TAIL
 from torchport.errors import AttentionError
@@ -55,23 +55,23 @@ def sizes() -> tuple[int, int]:
     return shape.get("tp", 1), shape.get("sp", 1)
 
 
-def wanted() -> bool:
+def uses_kernel() -> bool:
     """Returns whether calls go to the kernel here: on a TPU, and no other implementation is named."""
     settings = current()
-    named = settings.implementation in (None, "splash_transposed")
-    return named and (settings.interpret or platform()[0] == "tpu")
+    may_use_kernel = settings.implementation in (None, "splash_transposed")
+    return may_use_kernel and (settings.interpret or platform()[0] == "tpu")
 
 
 def fits(batch: int, heads: int, head_size: int) -> bool:
     """Returns whether `joint` computes this here: by the kernel, on a mesh that divides samples and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     divided = heads % math.prod(sizes()) == 0 and batch % mesh.shape.get("dp", 1) == 0
-    return wanted() and head_size == LANES and divided and not mesh.manual_axes
+    return uses_kernel() and head_size == LANES and divided and not mesh.manual_axes
 
 
 def multiple() -> int:
-    """Returns of what the pictures' tokens should be a multiple: of `sp`, and for the kernel of 256 on each device."""
-    return sizes()[1] * (TAIL if wanted() else 1)
+    """Returns the number of which the pictures' tokens should be a multiple: `sp`, times 256 for the kernel."""
+    return sizes()[1] * (TAIL if uses_kernel() else 1)
 
 
 def joint(
@@ -100,7 +100,7 @@ def joint(
 
     Returns:
         The pictures' outputs [B, K, N, S, F / (K * N)], features parted as heads are over devices, which
-        `parted_linear` takes; padding among them holds anything finite. The text's outputs [B, T, F], 0 beyond its
+        `linear_of_parts` takes; padding among them holds anything finite. The text's outputs [B, T, F], 0 beyond its
         lengths. Both of q's dtype.
 
     Raises:
@@ -113,7 +113,7 @@ def joint(
     if tokens % need or tokens < valid:
         fact = f"The pictures have {tokens} tokens, {valid} of them valid"
         raise AttentionError("attention joint", fact, f"Pad them to a multiple of {need}", multiple=need)
-    limit, interpret = limited(bound, size**-0.5), current().interpret
+    limit, interpret = score_bound(bound, size**-0.5), current().interpret
     problem = Problem(*platform(), pictures.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
     note = current().note
     if note is not None:
@@ -121,15 +121,15 @@ def joint(
         note(Traced("splash_transposed", batch, heads, every, every, size, problem.bounded, 2, pictures.q.dtype.name))
     run = functools.partial(_local, problem, eps, valid)
     cos, sin = (jnp.pad(table, ((0, tokens - valid), (0, 0))) for table in (cos_SD, sin_SD))
-    missing = -longest % TAIL
+    padding = -longest % TAIL
     text = dataclasses.replace(
-        text, **{key: jnp.pad(getattr(text, key), ((0, 0), (0, missing), (0, 0))) for key in "qkv"}
+        text, **{key: jnp.pad(getattr(text, key), ((0, 0), (0, padding), (0, 0))) for key in "qkv"}
     )
     out, out_text = _on_shards(run, pictures, text, cos, sin, jnp.clip(lengths_B.astype(jnp.int32), 0, longest))
     return out, out_text[:, :longest]
 
 
-def parted_linear(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array) -> jax.Array:
+def linear_of_parts(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array) -> jax.Array:
     """Returns the projection [B, S, O] of features that are parted as `joint` leaves them, of x's dtype."""
     _, ways, groups, _, part = x_BKNSF.shape
     weight = weight_OF.astype(x_BKNSF.dtype).reshape(-1, ways, groups, part)
@@ -152,10 +152,10 @@ def _on_shards(
         return run(pictures, text, cos, sin, lengths)
     axes = {axis: axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp")}
     whole = PartitionSpec()
-    own = PartitionSpec(axes["dp"], axes["sp"], axes["tp"])
+    by_token = PartitionSpec(axes["dp"], axes["sp"], axes["tp"])
     same = PartitionSpec(axes["dp"], None, axes["tp"])
     specs = (
-        Tokens(own, own, own, whole, whole),
+        Tokens(by_token, by_token, by_token, whole, whole),
         Tokens(same, same, same, whole, whole),
         PartitionSpec(axes["sp"]),
         PartitionSpec(axes["sp"]),
@@ -163,8 +163,8 @@ def _on_shards(
     )
     out = (PartitionSpec(axes["dp"], axes["tp"], None, axes["sp"]), same)
     split = jax.shard_map(run, in_specs=specs, out_specs=out, check_vma=False)
-    found: tuple[jax.Array, jax.Array] = split(pictures, text, cos, sin, lengths)
-    return found
+    outputs: tuple[jax.Array, jax.Array] = split(pictures, text, cos, sin, lengths)
+    return outputs
 
 
 def _local(
@@ -179,56 +179,58 @@ def _local(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs [B, 1, N, S, F / N] and [B, T, F] of a device's own tokens and heads."""
     _, groups = sizes()
-    text_q = text.q if text.norm_q is None else rotary.normalized(text.q, text.norm_q, eps)
-    text_k = text.k if text.norm_k is None else rotary.normalized(text.k, text.norm_k, eps)
-    texts = [_mine(x, groups) for x in (text_q.astype(pictures.q.dtype), text_k.astype(pictures.k.dtype), text.v)]
+    text_q = text.q if text.norm_q is None else rotary.rms_norm(text.q, text.norm_q, eps)
+    text_k = text.k if text.norm_k is None else rotary.rms_norm(text.k, text.norm_k, eps)
+    texts = [
+        _local_heads(x, groups) for x in (text_q.astype(pictures.q.dtype), text_k.astype(pictures.k.dtype), text.v)
+    ]
 
-    def attended(samples: range) -> tuple[jax.Array, jax.Array]:
+    def attend(samples: range) -> tuple[jax.Array, jax.Array]:
         """Returns the outputs [B, N, S, F / N] and [B, T, F / N] of some samples."""
         here = slice(samples.start, samples.stop)
 
-        def turned(x_BSF: jax.Array, weight_D: jax.Array | None) -> jax.Array:
+        def norm_and_rotate(x_BSF: jax.Array, weight_D: jax.Array | None) -> jax.Array:
             assert weight_D is not None
-            turned = rotary.rotated(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, problem.interpret, samples)
-            return _tokens(_exchanged(turned, groups))
+            x = rotary.rms_norm_rotary(x_BSF, weight_D, cos_SD, sin_SD, eps, groups, problem.interpret, samples)
+            return _tokens(_all_to_all(x, groups))
 
-        q, k = turned(pictures.q, pictures.norm_q), turned(pictures.k, pictures.norm_k)
-        batch, own, features = pictures.v[here].shape
-        v = jnp.swapaxes(pictures.v[here], 1, 2).reshape(batch, groups, features // groups, own)
+        q, k = norm_and_rotate(pictures.q, pictures.norm_q), norm_and_rotate(pictures.k, pictures.norm_k)
+        batch, local, features = pictures.v[here].shape
+        v = jnp.swapaxes(pictures.v[here], 1, 2).reshape(batch, groups, features // groups, local)
         text_q, text_k, text_v = (x[here] for x in texts)
         arrays = [
-            transposed.Keys(k, _exchanged(v, groups), jnp.full((batch,), valid, jnp.int32)),
+            transposed.Keys(k, _all_to_all(v, groups), jnp.full((batch,), valid, jnp.int32)),
             transposed.Keys(text_k, jnp.swapaxes(text_v, 1, 2)[:, None], lengths_B[here]),
         ]
         options = functools.partial(transposed_options, problem, keys=k.shape[1], heads=1, head_size=LANES)
         attend = functools.partial(transposed.side_by_side, arrays=arrays, heads=1, head_size=LANES)
-        out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, own, features // groups)
-        return _exchanged(out, groups), attend(text_q, **options(queries=text_q.shape[1]))
+        out = attend(q, **options(queries=q.shape[1])).reshape(batch, groups, local, features // groups)
+        return _all_to_all(out, groups), attend(text_q, **options(queries=text_q.shape[1]))
 
-    # An all-to-all wants its parts outermost: of several samples at once, XLA would copy all that goes in or comes out.
+    # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
     batch = pictures.q.shape[0]
     step = batch if groups == 1 else 1
-    parts = [attended(range(first, first + step)) for first in range(0, batch, step)]
+    parts = [attend(range(first, first + step)) for first in range(0, batch, step)]
     out, out_text = (jnp.concatenate(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True))
-    there = jnp.arange(out_text.shape[1]) < lengths_B[:, None]
-    out_text = jnp.where(there[..., None], out_text, jnp.zeros_like(out_text))
+    is_valid = jnp.arange(out_text.shape[1]) < lengths_B[:, None]
+    out_text = jnp.where(is_valid[..., None], out_text, jnp.zeros_like(out_text))
     if groups > 1:
         out_text = lax.all_gather(out_text, "sp", axis=2, tiled=True)
     return out[:, None], out_text
 
 
-def _exchanged(x_BNSF: jax.Array, groups: int) -> jax.Array:
+def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
     """Returns part n of every device of `sp` on device n, in the devices' order."""
     return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
 
 
 def _tokens(x_BNSF: jax.Array) -> jax.Array:
     """Returns the tokens that came from each device as one sequence."""
-    batch, groups, own, part = x_BNSF.shape
-    return x_BNSF.reshape(batch, groups * own, part)
+    batch, groups, local, part = x_BNSF.shape
+    return x_BNSF.reshape(batch, groups * local, part)
 
 
-def _mine(x_BTF: jax.Array, groups: int) -> jax.Array:
+def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:
     """Returns the features of a device's own heads."""
     if groups == 1:
         return x_BTF

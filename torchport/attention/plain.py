@@ -1,12 +1,12 @@
-"""Attention that runs everywhere and says what the others must compute: float32 softmax, a block at a time.
+"""Attention that runs everywhere, the reference for the other forms: float32 softmax, a block at a time.
 
 Scores never exist beyond one block of queries and one of keys, so that 100,000 tokens need the memory of their inputs,
 their outputs and one block. Nothing is padded: the last block of either kind starts earlier instead, and what it sees a
 second time is masked (keys) or written again with the same values (queries). Blocks of keys that a block of queries
-cannot see, beyond the longest length or outside its window, are not computed. That makes the loops' bounds values: this
-form is for inference, it has no reverse mode.
+cannot see, beyond the longest length or outside its window, are not computed. So the bounds of the loops are known
+only at run time: this form has no reverse mode.
 
-Which product is computed how was chosen by the distance to softmax in float64:
+We chose the precision of each product by the distance to softmax in float64:
 
 * q k^T of bfloat16 inputs: bfloat16 products summed in float32. A product of two bfloat16 is exact in float32, so that
   a conversion beforehand would only cost time.
@@ -198,7 +198,7 @@ def attention(
         causal: Whether query s sees keys up to s only.
         window: (left, right): query s sees keys s - left to s + right; None: no limit.
         mask: bool (True takes part) or float (added to the scaled scores), [B or 1, H or 1, S, T]. It is read a block
-            at a time, but somebody has to hold it: for small ones.
+            at a time, but it is held in memory whole, so it must be small.
         block_q: Queries of a block, at most.
         block_kv: Keys of a block, at most. A block of scores has B * H * block_q * block_kv float32.
 

@@ -72,17 +72,17 @@ def platform() -> tuple[str, str | None]:
     return ("gpu" if platform in ("cuda", "gpu") else platform), (chips[0] if chips else None)
 
 
-def checked_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
+def int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
     """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
     traced = isinstance(lengths, jax.core.Tracer)
-    given = lengths if traced else numpy.asarray(lengths)
-    if given.shape != (batch,) or not jnp.issubdtype(given.dtype, jnp.integer):
-        fact = f"{name} has the shape {list(given.shape)} and dtype {given.dtype}"
+    values = lengths if traced else numpy.asarray(lengths)
+    if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
+        fact = f"{name} has the shape {list(values.shape)} and dtype {values.dtype}"
         raise AttentionError("attention", fact, f"It must be [{batch}] integers, one for each sample")
-    if not traced and not all(0 <= length <= tokens for length in given.tolist()):
-        fact = f"{name} is {given.tolist()}"
+    if not traced and not all(0 <= length <= tokens for length in values.tolist()):
+        fact = f"{name} is {values.tolist()}"
         raise AttentionError("attention", fact, f"Each must be 0 to {tokens}, the number of tokens")
-    return jnp.clip(jnp.asarray(given).astype(jnp.int32), 0, tokens)
+    return jnp.clip(jnp.asarray(values).astype(jnp.int32), 0, tokens)
 
 
 def check_window(window: Any) -> None:
@@ -102,16 +102,16 @@ def check_bound(bound: Any) -> None:
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
     """Refuses tensors that do not belong together, and a window that is none."""
     check_window(window)
-    shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
-        raise AttentionError("attention", shown, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")
+        raise AttentionError("attention", shapes, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")
     if 0 in q.shape or 0 in k.shape:
-        raise AttentionError("attention", shown, "None of them may be empty")
+        raise AttentionError("attention", shapes, "None of them may be empty")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise AttentionError("attention", f"q is {q.dtype}, k {k.dtype}, v {v.dtype}", "They must have one float dtype")
     if mask is not None:
-        wanted = (*q.shape[:2], q.shape[2], k.shape[2])
-        fits = mask.ndim == 4 and mask.shape[2:] == wanted[2:]
-        if not fits or any(have not in (1, want) for have, want in zip(mask.shape[:2], wanted[:2], strict=True)):
-            shape = f"[{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]}, {wanted[3]}]"
+        full = (*q.shape[:2], q.shape[2], k.shape[2])
+        fits = mask.ndim == 4 and mask.shape[2:] == full[2:]
+        if not fits or any(have not in (1, want) for have, want in zip(mask.shape[:2], full[:2], strict=True)):
+            shape = f"[{full[0]} or 1, {full[1]} or 1, {full[2]}, {full[3]}]"
             raise AttentionError("attention", f"The mask has the shape {list(mask.shape)}", f"It must be {shape}")

@@ -25,7 +25,7 @@ ROWS = 256
 """Tokens of a block: two of them, in and out, take 4 MiB of VMEM at 2,048 features."""
 
 
-def normalized(x_BSF: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x_BSF: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     """Returns RMSNorm of each head, rounded as PyTorch models round it: to the weight's dtype, before the weight.
 
     Args:
@@ -41,12 +41,12 @@ def normalized(x_BSF: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     return (scaled.astype(weight_D.dtype) * weight_D).reshape(x_BSF.shape)
 
 
-def grouped(x_BSF: jax.Array, groups: int) -> jax.Array:
+def by_group(x_BSF: jax.Array, groups: int) -> jax.Array:
     """Returns features [B, S, F] as [B, N, S, F / N]."""
     return jnp.swapaxes(x_BSF.reshape(*x_BSF.shape[:2], groups, -1), 1, 2)
 
 
-def rotated(
+def rms_norm_rotary(
     x_BSF: jax.Array,
     weight_D: jax.Array,
     cos_SD: jax.Array,
@@ -69,7 +69,7 @@ def rotated(
         samples: Those that are taken, which lie one after another; all of them by default.
 
     Returns:
-        [B, N, S, F / N] of x's dtype, B those that are taken; rounded as `normalized` and then once more.
+        [B, N, S, F / N] of x's dtype, B those that are taken; rounded as `rms_norm` and then once more.
     """
     batch, tokens, features = x_BSF.shape
     rows, part = min(ROWS, tokens), features // groups
@@ -102,10 +102,10 @@ def rotated(
 def alone(
     batch: int, tokens: int, features: int, groups: int
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
-    """Returns `rotated` of bfloat16 projections and the shapes of its tensors, for `bundles.compile_kernel`."""
+    """Returns `rms_norm_rotary` of bfloat16 projections and its tensors' shapes, for `bundles.compile_kernel`."""
 
     def run(x: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        return rotated(x, weight, cos, sin, 1e-6, groups)
+        return rms_norm_rotary(x, weight, cos, sin, 1e-6, groups)
 
     table = jax.ShapeDtypeStruct((tokens, LANES), jnp.float32)
     gains = jax.ShapeDtypeStruct((LANES,), jnp.bfloat16)
@@ -115,12 +115,12 @@ def alone(
 def _kernel(eps: float, x: Any, weight: Any, cos: Any, sin: Any, out: Any) -> None:
     """A block of tokens: x [rows, F], weight [1, D], cos and sin [rows, D], out [N, rows, F / N]."""
     groups, rows, part = out.shape
-    own = part // LANES
+    per_group = part // LANES
     even = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) % 2 == 0
-    for head in range(groups * own):
+    for head in range(groups * per_group):
         whole = x[:, head * LANES : (head + 1) * LANES].astype(jnp.float32)
         scaled = whole * lax.rsqrt(jnp.square(whole).mean(-1, keepdims=True) + eps)
         normal = (scaled.astype(weight.dtype) * weight[...]).astype(x.dtype).astype(jnp.float32)
         other = jnp.where(even, -pltpu.roll(normal, LANES - 1, 1), pltpu.roll(normal, 1, 1))
-        here = slice(head % own * LANES, (head % own + 1) * LANES)
-        out[head // own, :, here] = (normal * cos[...] + other * sin[...]).astype(out.dtype)
+        here = slice(head % per_group * LANES, (head % per_group + 1) * LANES)
+        out[head // per_group, :, here] = (normal * cos[...] + other * sin[...]).astype(out.dtype)

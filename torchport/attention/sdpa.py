@@ -1,4 +1,4 @@
-"""PyTorch's `scaled_dot_product_attention` in JAX: its masks are understood, not dropped.
+"""PyTorch's `scaled_dot_product_attention` in JAX, with its masks.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head.
 """
@@ -15,7 +15,7 @@ from torchport.errors import AttentionError
 from torchport.progress import size_text
 
 MASK_LIMIT = 2**30
-"""Bytes of the largest mask that is worth holding: 1 GiB, a bool mask of 32,768 x 32,768."""
+"""Bytes of the largest mask that is held in memory: 1 GiB, a bool mask of 32,768 x 32,768."""
 
 
 def scaled_dot_product_attention(
@@ -30,8 +30,8 @@ def scaled_dot_product_attention(
 ) -> jax.Array:
     """Returns what `torch.nn.functional.scaled_dot_product_attention` does, through the one door.
 
-    A bool mask over keys alone ([B, H or 1, 1, T], or fewer dims) becomes lengths: valid keys are moved to the front,
-    which no sum over keys can tell. Any other mask is applied as it is, as long as somebody can hold it.
+    A bool mask over keys alone ([B, H or 1, 1, T], or fewer dims) becomes lengths: valid keys move to the front. The
+    order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
 
     Args:
         query: [..., S, D], two to four dims.
@@ -63,10 +63,10 @@ def scaled_dot_product_attention(
         )
     q, k, v = (_four(x) for x in (query, key, value))
     if enable_gqa:
-        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    q, k, v = _of_one_size(q, k, v)
+    q, k, v = _same_size(q, k, v)
     queries = jnp.full(q.shape[:1], q.shape[2])
     if attn_mask is None:
         output = attention(q, k, v, query_lengths=queries, scale=scale, causal=is_causal)
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
     return output.reshape(*lead, *output.shape[-2:])
 
 
-def _repeated(x: jax.Array, heads: int) -> jax.Array:
+def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     """Returns keys or values with each head as often as the queries' heads use it."""
     if heads % x.shape[1]:
         fact = f"Queries have {heads} heads, and keys or values {x.shape[1]}"
@@ -86,8 +86,8 @@ def _repeated(x: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
-def _of_one_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries, keys and values with zeros for features that only the others have: no product sees them."""
+def _same_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values padded with zeros to one number of features; zeros change no product."""
     size = max(q.shape[3], v.shape[3])
     padded = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3]))) for x in (q, k, v)]
     return padded[0], padded[1], padded[2]

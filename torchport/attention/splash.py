@@ -29,7 +29,7 @@ adds a rounding as large as the inputs' own. With head size 128 and q and k of u
 Shapes: B batch, H heads, S queries, T keys, D features of a head. B and H are one dim to the kernel.
 
 Source: jax 0.10.2, `splash_attention_kernel.py`. Share of peak is against 524,288 operations a bundle (v6e, tpu7x) and
-131,072 (v5p). That padding can ride in the product is ours.
+131,072 (v5p). Masking the padding in the product is our idea.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ HIDDEN = -(2.0**100)
 """Score of a padded key: exact in bfloat16, far below any real score, and far above the kernel's own -2.4e38."""
 
 FEATURES = 8
-"""Features that the padding takes of a head; one would do, eight are a whole sublane."""
+"""Features added to a head for the padding; one would do, eight are a whole sublane."""
 
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def smoothed(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
+def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
     """Returns the keys less the mean of each sample's and head's valid keys, which softmax does not see.
 
-    All scores of a query move by the same amount. What is gained is precision where keys have a strong common part,
-    in float32; what is paid is one rounding of the difference to k's dtype, which in bfloat16 is as large as that of
-    the keys themselves (at scores of about 100 the output's error goes from 0.0025 to 0.03, and there is no gain).
+    All scores of a query move by the same amount. In float32 this gains precision where keys have a strong common part.
+    It costs one rounding of the difference to k's dtype. In bfloat16 that rounding is as large as the rounding of the
+    keys themselves: at scores of about 100 the output's error goes from 0.0025 to 0.03, and there is no gain.
     """
     k32_BHTD = without_padding(k_BHTD, lengths_B).astype(jnp.float32)
     count = k_BHTD.shape[2] if lengths_B is None else jnp.maximum(lengths_B, 1)[:, None, None, None]
@@ -155,7 +155,7 @@ def attention(
         block_kv_compute: Keys that are computed at once; a multiple of 128.
         padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
             (v5e, v5p) with a head size of 128 or a multiple.
-        smooth_keys: Subtract the mean valid key first (see `smoothed`).
+        smooth_keys: Subtract the mean valid key first (see `smooth`).
         interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
@@ -169,7 +169,7 @@ def attention(
     blocks = _blocks(queries, keys, block_q, block_kv, block_kv_compute)
     all_queries, all_keys = _up(queries, blocks.block_q), _up(keys, blocks.block_kv)
     q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
-    k_BHTD = smoothed(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    k_BHTD = smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
     valid_BT = _valid(batch, keys, all_keys, lengths_B)
     one_BS = hidden_BT = None
     if valid_BT is not None and padding == "feature":

@@ -1,10 +1,11 @@
 """Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention on NVIDIA GPUs, and XLA's own everywhere.
 
-`xla` writes the scores of all queries and keys to memory, B * H * S * T float32 and more for the masks: it is for short
-sequences and for comparing. Of bfloat16 inputs it rounds the probabilities to bfloat16 before they meet the values.
+`xla` writes the scores of all queries and keys to memory: B * H * S * T float32, and more for the masks. Use it for
+short sequences and for comparisons. With bfloat16 inputs it rounds the probabilities to bfloat16 before the second
+product.
 
-`cudnn` never holds the scores. It takes bfloat16 or float16, few head sizes, and a window only to the left; the rest is
-refused by name here, before JAX is asked, since nobody chose another implementation in its place.
+`cudnn` never holds the scores. It takes bfloat16 or float16, few head sizes, and a window only to the left. The rest
+is refused here by name: we do not fall back to an implementation that nobody chose.
 
 Both mask with a large negative number, not with minus infinity: a query that sees no key would get the mean of all
 values. Its output is set to 0 here, as eager PyTorch has it. Padded keys and values are set to 0 beforehand, since
@@ -65,7 +66,7 @@ def attention(
     left, right = limits(causal, window)
     if implementation == "cudnn":
         _check_cudnn(q_BHSD, left, right)
-    # Beyond its own end no query has a neighbour: a side without a limit is a long one.
+    # A side without a limit becomes a window as long as the sequence.
     far = max(queries, keys)
     local = (far if left is None else left, far if right is None else right)
     precise = jax.default_matmul_precision("highest") if q_BHSD.dtype == jnp.float32 else contextlib.nullcontext()
@@ -76,7 +77,7 @@ def attention(
             jnp.swapaxes(without_padding(v_BHTD, lengths_B), 1, 2),
             scale=scale,
             is_causal=right == 0,
-            # No key at all is nothing that either promises to survive; its output is overwritten below.
+            # Neither backend defines the result for zero valid keys; it is overwritten below.
             key_value_seq_lengths=None if lengths_B is None else jnp.maximum(lengths_B, 1).astype(jnp.int32),
             local_window_size=None if left is None and right in (0, None) else local,
             implementation=implementation,

@@ -1,7 +1,7 @@
-"""How the kernels cut their work, and which cut serves which chip: `tiles.yaml`, which `torchport tune` writes.
+"""Tiles of the attention kernels, and the best tile for each chip: `tiles.yaml`, which `torchport tune` writes.
 
-The table's key is the chip, the implementation, the head size as the kernel pads it, and whether scores are bounded. It
-is the chip, not its generation, since the matrix unit is 256 wide on v6e and tpu7x and 128 wide on v5e and v5p.
+The table's key is the chip, the implementation, the head size as the kernel pads it, and whether scores are bounded.
+The key has the chip, not its generation: the matrix unit is 256 wide on v6e and tpu7x, and 128 wide on v5e and v5p.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAIL = 256
 
 
 def up(number: int, multiple: int) -> int:
-    """Returns the smallest multiple that is not less."""
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
@@ -48,7 +48,7 @@ class Tile:
     columns: int = 512
 
     def __post_init__(self) -> None:
-        """Refuses a tile that the kernel would compute something else with.
+        """Refuses sizes with which the kernel would compute wrong results.
 
         Raises:
             AttentionError: A size that is not a positive multiple of what it must be.
@@ -61,7 +61,7 @@ class Tile:
 
     @property
     def together(self) -> int:
-        """Cells of a piece of the tail that are scheduled as one: a part of them all, five at most."""
+        """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
 
@@ -117,13 +117,13 @@ UNIT_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
 
 TABLE = Path(__file__).with_name("tiles.yaml")
 RESERVED = 8 * MIB
-"""Bytes of a core's VMEM that kernels leave to XLA, for what it keeps there around them."""
+"""Bytes of a core's VMEM that kernels leave to XLA."""
 
 KernelName = Literal["splash_transposed", "splash"]
 
 
-def checked(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
-    """Returns the tile, which fits.
+def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
+    """Returns the tile if it fits into VMEM.
 
     Args:
         tile: As fitted to the numbers of queries and keys.
@@ -136,18 +136,18 @@ def checked(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: b
     Raises:
         VmemError: What the tile declares is more than this less `RESERVED`; carries `asked` and `limit`, in bytes.
     """
-    asked = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
+    needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
     limit = vmem - RESERVED
-    if asked <= limit:
+    if needed <= limit:
         return tile
-    shown = f"block_q={tile.block_q}, block_kv={tile.block_kv}, columns={tile.columns}"
+    sizes = f"block_q={tile.block_q}, block_kv={tile.block_kv}, columns={tile.columns}"
     raise VmemError(
-        f"tile {shown}",
-        f"It takes {asked:,} bytes of VMEM ({size_text(asked)}) with {heads} head(s) of {head_size} features to a "
+        f"tile {sizes}",
+        f"It takes {needed:,} bytes of VMEM ({size_text(needed)}) with {heads} head(s) of {head_size} features to a "
         f"tile, and the limit is {limit:,} ({size_text(limit)})",
         "Take a smaller tile; `torchport tune` finds one",
         tile=tile,
-        asked=asked,
+        asked=needed,
         limit=limit,
     )
 
@@ -191,7 +191,7 @@ class _Row(Frozen):
     """Likewise, of the steady loop alone."""
     ranked_by: Literal["schedule", "time"]
     libtpu: str
-    """Whose schedule, or programs, these were."""
+    """The version of libtpu whose schedule or programs gave these figures."""
 
 
 class TransposedRow(_Row):
@@ -218,7 +218,7 @@ Row = TransposedRow | SplashRow
 
 
 def key(row: Row) -> tuple[str, int, bool]:
-    """Returns what a table has one row for: chip, head size, and whether scores are bounded."""
+    """Returns the key of a table's row: chip, head size, and whether scores are bounded."""
     return row.chip, row.head_size, isinstance(row, TransposedRow) and row.bounded
 
 
@@ -235,18 +235,21 @@ def read_table(file: Path) -> Table:
         ConfigError: The file has a mistake, by its line; or two rows of one key.
     """
     document = read_document(file, file.name)
-    found = validated(Table, document)
-    both: dict[str, Sequence[Row]] = {"splash_transposed": found.splash_transposed, "splash": found.splash}
-    for implementation, rows in both.items():
+    contents = validated(Table, document)
+    lists: dict[str, Sequence[Row]] = {
+        "splash_transposed": contents.splash_transposed,
+        "splash": contents.splash,
+    }
+    for implementation, rows in lists.items():
         keys = [key(row) for row in rows]
-        again = next((at for at, one in enumerate(keys) if one in keys[:at]), None)
+        again = next((at for at, row_key in enumerate(keys) if row_key in keys[:at]), None)
         if again is not None:
             first = document.line([implementation, keys.index(keys[again])])
             fact = (
                 f"The row of {rows[again].chip} with head size {rows[again].head_size} stands here and on line {first}"
             )
             raise WrongTypeError(document.place([implementation, again]), fact, "Keep one of the two")
-    return found
+    return contents
 
 
 HEADER = """\
@@ -257,18 +260,18 @@ HEADER = """\
 
 
 def write_table(file: Path, rows: Sequence[Row]) -> None:
-    """Puts rows into a table, in place of those with the same keys; the others stay.
+    """Writes rows into a table. A row replaces the one with the same key; the other rows stay.
 
     Raises:
-        ConfigError: The file is there, and is no such table.
+        ConfigError: The file exists, and is no such table.
         OSError: It cannot be written.
     """
     old = read_table(file) if file.exists() else Table(splash_transposed=[], splash=[])
     text = HEADER
     for name, kind in (("splash_transposed", TransposedRow), ("splash", SplashRow)):
-        kept = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}
-        ordered = sorted(kept.values(), key=lambda row: (list(TPU_CHIPS).index(row.chip), key(row)))
-        text += f"{name}:\n" if kept else f"{name}: []\n"
+        by_key = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}
+        ordered = sorted(by_key.values(), key=lambda row: (list(TPU_CHIPS).index(row.chip), key(row)))
+        text += f"{name}:\n" if by_key else f"{name}: []\n"
         text += "".join(f"  - {_flow(row.model_dump())}\n" for row in ordered)
     file.write_text(text, encoding="utf-8")
 
@@ -302,9 +305,9 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = 
     Raises:
         AttentionError: The table has no such row.
     """
-    found = row(chip, implementation, head_size, bounded)
-    kind = SplashTile if isinstance(found, SplashRow) else Tile
-    return kind(**found.tile.model_dump())
+    best_row = row(chip, implementation, head_size, bounded)
+    kind = SplashTile if isinstance(best_row, SplashRow) else Tile
+    return kind(**best_row.tile.model_dump())
 
 
 def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
@@ -313,19 +316,19 @@ def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) ->
         rows: list[Row] = [*table().splash]
     else:
         rows = [row for row in table().splash_transposed if row.bounded == bounded]
-    own = [row for row in rows if row.chip == chip]
-    enough = [row for row in own if row.head_size >= head_size]
+    of_chip = [row for row in rows if row.chip == chip]
+    enough = [row for row in of_chip if row.head_size >= head_size]
     if enough:
         return min(enough, key=lambda row: row.head_size)
-    if own:
+    if of_chip:
         fact = f"The table has no tile for a head size of {head_size} on {chip}"
-        known = f"It has {', '.join(str(row.head_size) for row in own)}"
+        available = f"It has {', '.join(str(row.head_size) for row in of_chip)}"
     else:
-        fact, known = f"The table has no tile for a chip '{chip}'", f"It has {', '.join(_chips(rows))}"
+        fact, available = f"The table has no tile for a chip '{chip}'", f"It has {', '.join(_chips(rows))}"
     raise AttentionError(
         f"attention '{implementation}'",
         fact,
-        f"{known}; `torchport tune --help` says how to measure one",
+        f"{available}; `torchport tune --help` says how to measure one",
         chip=chip,
         head_size=head_size,
     )

@@ -1,4 +1,4 @@
-"""`splash_transposed`: the project's own kernel (see `transposed_kernel`), and how q, k and v are brought to it.
+"""`splash_transposed`: the project's own kernel (see `transposed_kernel`), and the layout of q, k and v for it.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
 W = g * D features of a group, F = G * W; N parts of the values.
@@ -43,7 +43,7 @@ def attention(
         v_BHTD: Values [B, H, T, D], likewise.
         lengths_B: int32 [B], 0 to T; None: all keys.
         scale: What scores are multiplied by.
-        bounded: The caller's word that every score lies within `bound.LIMIT` (`bound.holds`).
+        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
         interpret: Run the kernel as plain JAX, on any platform.
@@ -56,15 +56,15 @@ def attention(
     heads, head_size = grouping(all_heads, size)
     if lengths_B is None:
         lengths_B = jnp.full((batch,), keys, jnp.int32)
-    # A sample of its own for each group of heads: they lie one after another, not side by side.
+    # Each group of heads becomes a sample: groups lie one after another, not side by side.
     q, k, v = (
-        _grouped(x, heads, head_size, n)
+        _by_group(x, heads, head_size, n)
         for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
     )
-    further = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], jnp.repeat(lengths_B, all_heads // heads))
-    how: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
-    how |= {"heads": heads, "head_size": head_size, "interpret": interpret}
-    out = side_by_side(q, [further], **how)
+    arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], jnp.repeat(lengths_B, all_heads // heads))
+    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
+    options |= {"heads": heads, "head_size": head_size, "interpret": interpret}
+    out = side_by_side(q, [arrays], **options)
     out = out.reshape(batch, all_heads // heads, queries, heads, head_size)[..., :size]
     return jnp.swapaxes(out, 2, 3).reshape(q_BHSD.shape)
 
@@ -104,7 +104,7 @@ def side_by_side(
         heads: g.
         head_size: D; g * D is a multiple of 128.
         scale: What scores are multiplied by.
-        bounded: The caller's word that every score lies within `bound.LIMIT`.
+        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT`.
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
         interpret: Run the kernel as plain JAX, on any platform.
@@ -154,7 +154,7 @@ def grouping(heads: int, size: int) -> tuple[int, int]:
     return 1, up(size, LANES)
 
 
-def _grouped(x_BHTD: jax.Array, heads: int, head_size: int, tokens: int) -> jax.Array:
+def _by_group(x_BHTD: jax.Array, heads: int, head_size: int, tokens: int) -> jax.Array:
     """Returns tokens as [B * G, tokens, W]: the heads of a group side by side, padded with zeros."""
     batch, all_heads, have, size = x_BHTD.shape
     if (have, size) != (tokens, head_size):

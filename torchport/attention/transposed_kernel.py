@@ -13,15 +13,15 @@ Three things bring it close:
 * **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition
   and half a conversion. Otherwise the running maximum, in the same order of work.
 
-Whatever is 16-bit and wider than a register lies in VMEM as columns of 128 lanes: there, both halves of a register's
-rows are neighbours, where the usual order would have every one put together from two.
+16-bit arrays wider than a register lie in VMEM as columns of 128 lanes. There both halves of a register's rows are
+neighbours. In the usual order each register would be put together from two.
 
-Padding costs nothing: whole chunks beyond a sample's length are never fetched, and what is left of it is cut into
+Padding costs nothing. Whole chunks beyond a sample's length are never fetched. The rest of the length is cut into
 pieces of `TAIL` keys, of which only the last is masked.
 
-Operands lie as an all-to-all leaves them, so that nobody has to turn or join them: tokens first, heads side by side,
-values transposed and in the parts that came from each device; further keys (a text's) in arrays of their own, taken
-piece by piece after the first.
+The kernel takes operands in the layout that an all-to-all leaves, so no pass has to transpose or join them: tokens
+first, heads side by side, values transposed and in the parts that came from each device. Further keys (a text's) lie in
+their own arrays, which the kernel reads piece by piece after the first.
 
 Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
 W = g * D features of a group, F = G * W; N parts of the values; C keys of a chunk.
@@ -66,8 +66,8 @@ class _Softmax:
             q = refs.q[...]
             feature = lax.broadcasted_iota(jnp.int32, q.shape, 1)
             for g in range(plan.heads):
-                own = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
-                refs.heads[g] = jnp.where(own, q, jnp.zeros_like(q))
+                is_of_head = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
+                refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
 
     def first(self, keys: jax.Array, cell: Cell) -> None:
         """Leaves a cell's probabilities, or its scores, for the next step.
@@ -97,7 +97,7 @@ class _Softmax:
             self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
 
     def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
-        """Adds a piece of the tail at once; keys that are not valid [TAIL, 1] are left out."""
+        """Adds a piece of the tail in one step; `valid` [TAIL, 1] says which keys count."""
         # All scores first: while some are exponentiated, others are multiplied.
         scores = [self._scores(keys, cell) for cell in cells]
         if self.plan.bounded:
@@ -131,8 +131,8 @@ class _Softmax:
         """Adds the values weighted with p [C, queries], after shrinking what is there."""
         g, a, n = cell
         here = (self.plan.rows(g), pl.ds(a, n))
-        own = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
-        product = self._product(own, p.astype(own.dtype), PLAIN)
+        head_values = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
+        product = self._product(head_values, p.astype(head_values.dtype), PLAIN)
         before = self.refs.acc[here]
         self.refs.acc[here] = (before if shrink is None else before * shrink) + product
 
@@ -175,7 +175,7 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
     chunks.keys(0, 0).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.first(refs.keys[0], cell)))
+    _each(plan, _for_each(lambda cell: softmax.first(refs.keys[0], cell)))
 
     def step(j: Any, _: None) -> None:
         chunks.keys(j, slot(j)).wait()
@@ -192,7 +192,7 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
-    _each(plan, _one_by_one(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+    _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
 
 
 def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:
@@ -234,13 +234,13 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1)
 
     Args:
         plan: Has the cells.
-        work: What is done with some of them, all heads of the same queries among them.
-        together: The queries of how many cells: a part of them all.
+        work: Called with some of the cells: all heads of the same queries.
+        together: For how many cells' queries it is called at once: a divisor of their number.
     """
     width, end = plan.tile.columns, plan.tile.block_q
 
     def step(i: Any, _: None) -> None:
-        starts = [pl.multiple_of((i * together + one) * width, LANES) for one in range(together)]
+        starts = [pl.multiple_of((i * together + cell) * width, LANES) for cell in range(together)]
         work([(g, a, width) for a in starts for g in range(plan.heads)])
 
     lax.fori_loop(0, end // width // together, step, None)
@@ -248,9 +248,9 @@ def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1)
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 
 
-def _one_by_one(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
-    def all_of_them(cells: Sequence[Cell]) -> None:
+def _for_each(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    def work_on_all(cells: Sequence[Cell]) -> None:
         for cell in cells:
             work(cell)
 
-    return all_of_them
+    return work_on_all

@@ -54,7 +54,7 @@ class Plan:
         return [(g, a, min(width, end - a)) for a in range(0, end, width) for g in range(self.heads)]
 
     def rows(self, head: int) -> slice:
-        """Returns where a head's features are in its group's."""
+        """Returns the slice of a head's features within its group's features."""
         return slice(head * self.head_size, (head + 1) * self.head_size)
 
 
@@ -82,9 +82,9 @@ class Refs:
 
 
 class Chunks:
-    """Keys and values on their way from HBM, into two slots in turn.
+    """Copies keys and values from HBM into two slots in turn.
 
-    Chunk 0 is fetched for the next tile of the same heads while this one's tail is computed.
+    It fetches chunk 0 of the next tile of the same heads while this tile's tail is computed.
     """
 
     def __init__(self, plan: Plan, refs: Refs, row: Any, array: int) -> None:
@@ -115,7 +115,7 @@ class Chunks:
         _, parts, _, keys = self.v_hbm.shape
         copies = []
         for i in range(target.shape[0]):
-            part, column = (0, first + i) if parts == 1 else _divided(first + i, keys // LANES)
+            part, column = (0, first + i) if parts == 1 else _divmod(first + i, keys // LANES)
             here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
             source = self.v_hbm.at[self.sample, part, self.features, here]
             copies.append(pltpu.make_async_copy(source, target.at[i], done))
@@ -151,11 +151,11 @@ class _Copies:
             copy.start()
 
     def wait(self) -> None:
-        """Waits for the bytes of all: once, for what is waited for stands in the way of what is multiplied."""
+        """Waits for the bytes of all copies, once: each wait delays the products."""
         pltpu.make_async_copy(self.target, self.target, self.done).wait()
 
 
-def _divided(number: Any, by: int) -> tuple[Any, Any]:
+def _divmod(number: Any, by: int) -> tuple[Any, Any]:
     return lax.div(number, by), lax.rem(number, by)
 
 

@@ -1,1 +1,1 @@
-"""What a run keeps of itself: the artefacts of its stages, manifests, unfinished latents, seconds."""
+"""What a run records: the artefacts of its stages, manifests, unfinished latents, seconds."""

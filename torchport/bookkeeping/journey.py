@@ -1,4 +1,4 @@
-"""One run on its way: what it reads for a stage, what it leaves behind after it, and where its time went."""
+"""One run: what it reads for a stage, what it writes after the stage, and how long it took."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
-from torchport.compile.network import Kept
+from torchport.compile.network import ProgramsOf
 from torchport.config.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
@@ -36,9 +36,9 @@ class Journey:
     Only the first process of a run has the folder: it reads and writes, and the others get what it read.
 
     Attributes:
-        task: What was asked for.
+        task: The task.
         weights: The checkpoint.
-        stopping: Whether a stop was asked for.
+        stopping: Whether a stop is requested.
         programs: The kept programs.
         run: The run's name, which its artefacts carry.
         unfinished: Its unfinished latents.
@@ -57,15 +57,15 @@ class Journey:
         self.steps = 0
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
-        self._settings: dict[str, Any] = {}  # with which everything so far was made, here or elsewhere
+        self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
 
         Raises:
-            StoppedError: A stop was asked for.
+            StoppedError: A stop is requested.
         """
-        finished = self._finished()
+        finished = self._finished_manifests()
         for stage in self.task.stages:
             self.stopping.check(self.task.folder, f"before '{stage.name}'")
             if stage.name not in finished:
@@ -75,21 +75,21 @@ class Journey:
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
 
-    def _finished(self) -> dict[str, Manifest]:
+    def _finished_manifests(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
 
         def before() -> tuple[str, dict[str, Any]]:
             name = resume.unfinished_run(self.task)
             if name is None:
                 return secrets.token_hex(8), {}
-            manifests = resume.finished(self.task, name, self.weights)
+            manifests = resume.finished_manifests(self.task, name, self.weights)
             return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
 
         self.run, finished = hosts.from_first(before)
         return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
 
     def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Writes what goes beside a stage's artefact, which a kill may have prevented."""
+        """Writes the files beside a stage's artefact, which a killed run may not have written."""
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
         outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
         self._tidy(stage, outputs, manifest)
@@ -100,9 +100,9 @@ class Journey:
         Raises:
             SaveError: An artefact is missing, damaged, or another run's.
         """
-        noted, tensors = hosts.pair_from_first(lambda: self._read(stage))
-        self._shas |= noted["shas"]
-        self._settings = {**noted["settings"], **self._settings}
+        facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
+        self._shas |= facts["shas"]
+        self._settings = {**facts["settings"], **self._settings}
         inputs = dict(tensors)
         if stage.name == "denoise" and self.task.request.noise is not None:
             inputs["noise"] = self.task.request.noise
@@ -117,11 +117,11 @@ class Journey:
         for name in stage.needs:
             folder = task.folder if name in self._manifests else task.inputs
             made_by = task.command(name, task.folder)
-            own, manifest = save.read(folder, name, task.identity(name), self.weights.digests, made_by)
-            tensors |= own
+            stage_tensors, manifest = save.read(folder, name, task.identity(name), self.weights.digests, made_by)
+            tensors |= stage_tensors
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
-                _check_asked(task, stage, save.file_of(folder, name), manifest)
+                _check_flags(task, stage, save.file_of(folder, name), manifest)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors
@@ -139,8 +139,8 @@ class Journey:
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
 
-    def kept(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> Kept:
-        """Returns what says where a stage's programs are kept; see `network.compiled`."""
+    def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
+        """Returns where a stage's programs come from; see `network.compiled`."""
         return functools.partial(self.programs.of, stage, self.weights.folder, mesh, ledger)
 
     def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
@@ -162,11 +162,11 @@ class Journey:
         """
         facts = self._facts(stage, ledger)
 
-        def written() -> dict[str, Any]:
+        def write_artefact() -> dict[str, Any]:
             resume.begin(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
-        manifest = Manifest.model_validate(hosts.from_first(written))
+        manifest = Manifest.model_validate(hosts.from_first(write_artefact))
         self._note(stage, manifest)
         hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
 
@@ -181,17 +181,17 @@ class Journey:
             "checkpoint": self.weights.identity,
             "components": self.weights.digests,
             "inputs": self.inputs_of(stage),
-            "settings": {**self._settings, **task.shown(stage)},
+            "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
             "patches": ledger.rows(),
-            "programs": self.programs.made.get(stage.name, []),
+            "programs": self.programs.rows.get(stage.name, []),
             "versions": versions(),
             "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
         }
 
     def _note(self, stage: family.Stage, manifest: Manifest) -> None:
-        """Notes what later stages need of a finished one."""
+        """Notes what later stages need from a finished stage."""
         self._manifests[stage.name] = manifest
         self._shas[stage.name] = manifest.sha256
         self._settings |= manifest.settings
@@ -258,14 +258,14 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     atomic.write_json(task.folder / "manifest.json", manifest)
 
 
-def _check_asked(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
-    """Refuses a flag for what an earlier stage has settled otherwise: it would have no effect."""
-    for key, asked in task.asked().items():
-        settled = manifest.settings.get(key, asked)
-        if key not in stage.uses and settled != asked:
+def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
+    """Refuses a flag that contradicts an earlier stage's artefact: the flag would have no effect."""
+    for key, value in task.flag_settings().items():
+        earlier = manifest.settings.get(key, value)
+        if key not in stage.uses and earlier != value:
             raise ArtefactForeignError(
                 str(file),
-                f"'{manifest.stage}' was made with {key} {settled!r}, and '{stage.name}' is asked for with {asked!r}",
+                f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}",
                 "Leave the flag out: it has no effect here; or make the earlier stage again with it",
                 key=key,
             )

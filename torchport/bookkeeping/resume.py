@@ -27,7 +27,7 @@ UNFINISHED = ".unfinished.json"
 ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked")
 """Fields of a job that decide how compiled programs round, beside what stages use: a run keeps them to its end."""
 AFTER_REMOVAL = "the same command, after removing it"
-"""What makes an artefact of a stopped run again."""
+"""The command that makes an artefact of a stopped run again."""
 
 
 class Unfinished:
@@ -61,7 +61,7 @@ class Unfinished:
             ArtefactForeignError: Latents of another job lie there.
             ArtefactBrokenError: They are damaged.
         """
-        self.step, tensors = hosts.pair_from_first(lambda: _unfinished(self.task, weights, shas))
+        self.step, tensors = hosts.pair_from_first(lambda: _read_unfinished(self.task, weights, shas))
         return self.step, dict(tensors)
 
 
@@ -78,16 +78,16 @@ def steps(
     Args:
         task: The run.
         stage: The stage whose loop it is.
-        stopping: Whether a stop was asked for.
+        stopping: Whether a stop is requested.
         unfinished: Where the latents are saved.
         facts: The manifest's fields for an artefact of this stage, as of now.
         start: How many steps are done, and the state after them; 0 and nothing where it begins.
     """
     total = task.settings.steps
 
-    def finished(number: int, state: Mapping[str, torch.Tensor]) -> None:
+    def after_step(number: int, state: Mapping[str, torch.Tensor]) -> None:
         if number < total:
-            stop = stopping.wanted()
+            stop = stopping.is_requested()
             if stop or number % task.job.save_every == 0:
                 unfinished.save(number, state, facts())
             if stop:
@@ -96,16 +96,16 @@ def steps(
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
     if stage.name != "denoise":
 
-        def watched(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
+        def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
             for item in bar(items, done=done, total=total):
                 stopping.check(task.folder, f"in '{stage.name}'")
                 yield item
 
-        return family.Steps(watched)
-    return family.Steps(bar, finished, start if start[0] else None)
+        return family.Steps(until_stopped)
+    return family.Steps(bar, after_step, start if start[0] else None)
 
 
-def _unfinished(
+def _read_unfinished(
     task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
 ) -> tuple[int, dict[str, torch.Tensor]]:
     file = save.file_of(task.folder, PARTIAL)
@@ -116,8 +116,8 @@ def _unfinished(
     assert manifest is not None
     differs = _difference(task, _denoise(task), manifest)
     if differs is not None:
-        key, written, asked = differs
-        fact = f"A run with {key} {written!r} was stopped here, and this one has {asked!r}"
+        key, theirs, ours = differs
+        fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
         raise ArtefactForeignError(str(file), fact, remedy, key=key)
     if manifest.inputs != dict(shas):
         raise ArtefactForeignError(str(file), "The run that was stopped here had other embeddings", remedy)
@@ -132,11 +132,11 @@ def _unfinished(
 def _difference(task: Task, stage: family.Stage, manifest: Manifest) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
-    written = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
-    asked = {**task.shown(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
-    written |= {f"version of {name}": version for name, version in manifest.versions.items()}
-    asked |= {f"version of {name}": version for name, version in versions().items()}
-    return next(((key, written.get(key), ours) for key, ours in asked.items() if written.get(key) != ours), None)
+    theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
+    ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
+    ours |= {f"version of {name}": version for name, version in versions().items()}
+    return next(((key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value), None)
 
 
 def _denoise(task: Task) -> family.Stage:
@@ -151,7 +151,7 @@ def unfinished_run(task: Task) -> str | None:
     try:
         return _Unfinished.model_validate_json(file.read_bytes()).run
     except (pydantic.ValidationError, OSError):
-        # Nothing wrong can come of it: stages that were finished are run again.
+        # This is safe: stages that were finished are run again.
         log.warning("%s cannot be read: every stage is run again", file)
         return None
 
@@ -164,7 +164,7 @@ class _Unfinished(pydantic.BaseModel):
 
 
 def begin(task: Task, run: str) -> None:
-    """Writes down that a run of all stages has begun: its artefacts count when the same command is given again.
+    """Writes a file that says that a run of all stages has begun, so that the same command can continue it.
 
     Raises:
         OutputError: The folder cannot be written.
@@ -173,7 +173,7 @@ def begin(task: Task, run: str) -> None:
         atomic.write_json(task.folder / UNFINISHED, {"run": run})
 
 
-def finished(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, Manifest]:
+def finished_manifests(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, Manifest]:
     """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
 
     Args:
@@ -215,6 +215,6 @@ def going_on(task: Task, names: Sequence[str], step: int) -> str:
 
 
 def forget(task: Task) -> None:
-    """Removes what a stopped run left for going on: this one has finished."""
+    """Removes the files from which a stopped run would continue: this run has finished."""
     save.remove(task.folder, PARTIAL)
     atomic.remove(task.folder / UNFINISHED)

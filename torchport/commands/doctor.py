@@ -1,4 +1,4 @@
-"""Looks at this machine for a person: devices, versions, disk, checkpoints, and combinations known to fail."""
+"""Reports on this machine: devices, versions, disk, checkpoints, and settings known to fail together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Diagnosis:
 
     Attributes:
         state: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
-        what: What was looked at.
-        fact: What was found, and for `bad` what to do.
+        what: The thing that was examined.
+        fact: Its state, and for `bad` the remedy.
     """
 
     state: State
@@ -39,7 +39,7 @@ class Diagnosis:
 
 
 def examine(path: str | None) -> list[Diagnosis]:
-    """Returns everything that was found; nothing is changed, and no network is used.
+    """Returns a diagnosis of each thing; it changes nothing, and uses no network.
 
     Args:
         path: The pack, as `--path` names it.
@@ -52,12 +52,12 @@ def examine(path: str | None) -> list[Diagnosis]:
         *_disk(),
         *_programs(),
         *_checkpoints(pack),
-        *known_bad(os.environ, list(_tpu_kinds())),
+        *bad_combinations(os.environ, list(_tpu_kinds())),
     ]
 
 
 def _versions() -> list[Diagnosis]:
-    found = manifest.versions()
+    versions = manifest.versions()
     findings = []
     try:
         requirements = importlib.metadata.requires("torchport") or []
@@ -65,27 +65,27 @@ def _versions() -> list[Diagnosis]:
         return [Diagnosis("note", "torchport", "it runs from a checkout that is not installed: pip install -e .")]
     for line in requirements:
         match = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?([^;]*)$", line)
-        if match and match[1] in found:
-            wanted, version = match[2].strip(), found[match[1]]
-            ok = _within(version, wanted)
-            fact = version if ok else f"{version}, and torchport wants {wanted}: pip install '{match[1]}{wanted}'"
+        if match and match[1] in versions:
+            specifier, version = match[2].strip(), versions[match[1]]
+            ok = _within(version, specifier)
+            fact = version if ok else f"{version}, and torchport wants {specifier}: pip install '{match[1]}{specifier}'"
             findings.append(Diagnosis("ok" if ok else "bad", match[1], fact))
-    if "libtpu" in found:
-        findings.append(Diagnosis("ok", "libtpu", found["libtpu"]))
+    if "libtpu" in versions:
+        findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))
     return findings
 
 
-def _within(version: str, wanted: str) -> bool:
+def _within(version: str, specifier: str) -> bool:
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(wanted).contains(version.partition("+")[0], prereleases=True)
+    return SpecifierSet(specifier).contains(version.partition("+")[0], prereleases=True)
 
 
 def _devices() -> list[Diagnosis]:
     findings = []
     platforms: tuple[machine.Platform, ...] = ("tpu", "cuda", "cpu")
     for name in platforms:
-        count, kind, memory = devices.found_devices(name)
+        count, kind, memory = devices.visible_devices(name)
         if count:
             size = f", {size_text(memory)} each" if memory else ""
             findings.append(Diagnosis("ok", f"{name} devices", f"{count} of kind '{kind}'{size}"))
@@ -96,7 +96,7 @@ def _devices() -> list[Diagnosis]:
 
 
 def _tpu_kinds() -> set[str]:
-    count, kind, _ = devices.found_devices("tpu")
+    count, kind, _ = devices.visible_devices("tpu")
     return {kind} if count else set()
 
 
@@ -134,17 +134,17 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
         model, document = pack.card(name)
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
-        there = folder.is_dir() and any(folder.iterdir())
+        in_cache = folder.is_dir() and any(folder.iterdir())
         size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
-        fact = f"in the cache, {folder}" if there else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
-        findings.append(Diagnosis("ok" if there else "note", f"checkpoint of {name}", fact))
-        written = tiny.folder_of(model, pack.family_file(model, document.place(["family"])))
-        if (written / "model_index.json").is_file():
-            findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(written)))
+        fact = f"in the cache, {folder}" if in_cache else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
+        findings.append(Diagnosis("ok" if in_cache else "note", f"checkpoint of {name}", fact))
+        tiny_folder = tiny.folder_of(model, pack.family_file(model, document.place(["family"])))
+        if (tiny_folder / "model_index.json").is_file():
+            findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(tiny_folder)))
     return findings
 
 
-def known_bad(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
+def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
     """Returns combinations of settings that are known to fail or to compute wrong numbers.
 
     Args:
@@ -177,7 +177,7 @@ def advice(findings: list[Diagnosis], path: str | None) -> str:
     """Returns the one line that ends the report.
 
     Args:
-        findings: What `examine` found.
+        findings: The result of `examine`.
         path: The pack, as `--path` names it: its first model is the one to try.
     """
     bad = sum(finding.state == "bad" for finding in findings)

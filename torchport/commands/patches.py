@@ -1,4 +1,4 @@
-"""`torchport patches list|show|lock|schema`: what the shipped, or a third party's, patches are; as data."""
+"""`torchport patches list|show|lock|schema`: the patches of a folder, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def entries_of(folder: Path, names: Sequence[str] = ()) -> list[patch.Entry]:
     return patch.read(folder, list(names) or patch.upstreams(folder))
 
 
-def listed(folder: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def rows(folder: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns one row per entry: what it changes, what it promises, and whether it would be applied here."""
     return [_row(entry) for entry in entries_of(folder, names)]
 
@@ -35,7 +35,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
     }
 
 
-def shown(folder: Path, key: str) -> dict[str, Any]:
+def details(folder: Path, key: str) -> dict[str, Any]:
     """Returns everything about one entry.
 
     Raises:
@@ -47,34 +47,38 @@ def shown(folder: Path, key: str) -> dict[str, Any]:
         raise UnknownNameError(str(folder), f"No patch '{key}'", nearest(key, entries))
     entry = entries[key]
     fields = entry.model_dump(mode="json", exclude_defaults=True)
-    found = {name: versions.installed(name) for name in entry.fits}
+    installed = {name: versions.installed(name) for name in entry.fits}
     lock = drift.read_lock(entry.folder).get(entry.target)
     rows = [row.versions for row in lock.rows] if lock else []
-    written = {"equivalence": entry.equivalence.written(), "installed": found, "locked_at": rows}
-    return {**fields, **written, "place": entry.place}
+    extras = {"equivalence": entry.equivalence.written(), "installed": installed, "locked_at": rows}
+    return {**fields, **extras, "place": entry.place}
 
 
-def locked(
-    folder: Path, names: Sequence[str] = (), check: bool = False, tried: Callable[[Sequence[str]], None] | None = None
+def lock(
+    folder: Path,
+    names: Sequence[str] = (),
+    check: bool = False,
+    check_apply: Callable[[Sequence[str]], None] | None = None,
 ) -> list[str]:
     """Locks the targets of whole upstreams as reviewed; returns one line per target that is new, changed or dropped.
 
     Args:
         folder: The folder of patches.
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
-        check: Only tell what would change.
-        tried: Refuses upstreams, by name, on which their patches cannot be applied; asked before anything is written.
+        check: Only return what would change.
+        check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
+            written.
 
     Raises:
         TargetError: An upstream is not installed.
     """
-    versions.installed.cache_clear()  # asked now, not when this process began
+    versions.installed.cache_clear()  # read again: packages may have changed since this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
     entries = entries_of(folder, upstreams)
     lines = drift.lock(folder, entries, write=False)
     if lines and not check:
-        if tried is not None:
-            tried(upstreams or patch.upstreams(folder))
+        if check_apply is not None:
+            check_apply(upstreams or patch.upstreams(folder))
         drift.lock(folder, entries)
     return lines
 

@@ -1,4 +1,4 @@
-"""`torchport shard show`: what a strategy's rules match in a network, and what each device then holds."""
+"""`torchport shard show`: the tensors that each rule of a strategy matches, and the bytes on each device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RuleRow:
         component: Whose weights, inputs or modules it is for.
         kind: `weights`, `inputs` or `activations`.
         pattern: Its regular expression.
-        specs: As they are used: one, or several where `otherwise` had to step in; of inputs whose shapes are not known
-            beforehand all, in the order in which they are tried.
+        specs: The specs in use: one, or several if some tensors use `otherwise`. For inputs whose shapes are not known
+            beforehand, all specs in the order in which they are tried.
         matches: How many tensors, or modules, it is the rule of.
-        bytes: Of the matched weights on each device; None for what has no size beforehand.
-        notes: What else is to be said: how many took a fallback, whether they are gathered, or may be padded.
+        bytes: Of the matched weights on each device; None if the sizes are not known beforehand.
+        notes: How many tensors use a fallback, whether they are gathered, whether they may be padded.
     """
 
     component: str
@@ -48,16 +48,16 @@ def request_of(model: str, config: str | None, strategy: str | None, path: str |
     Raises:
         UnknownNameError: There is no such model or strategy.
     """
-    given = tuple(fields.pop("overrides", ()))
+    overrides = tuple(fields.pop("overrides", ()))
     if config is None:
         card, _ = find_pack(path).card(model)
-        config, given = card.demo, (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *given)
+        config, overrides = card.demo, (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     if strategy is not None:
-        given = (*given, f"strategy={strategy}")
-    return Request(model, config, path=path, overrides=given, **fields)
+        overrides = (*overrides, f"strategy={strategy}")
+    return Request(model, config, path=path, overrides=overrides, **fields)
 
 
-def shown(request: Request) -> list[RuleRow]:
+def rule_rows(request: Request) -> list[RuleRow]:
     """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read.
 
     Raises:
@@ -71,40 +71,51 @@ def shown(request: Request) -> list[RuleRow]:
 
 
 def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
-    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearsed(task, stage)
+    strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
-    for rule, own in _by_rule(strategy.weights[name], rehearsal.weights):
-        size = shard.device_bytes({key: shapes[key] for key in own}, own, task.job.mesh, task.dtype(name))
-        yield _row(name, "weights", rule, own, size, ("gathered where they are used",) if rule.gather else ())
+    for rule, weight_rules in _by_rule(strategy.weights[name], rehearsal.weights):
+        size = shard.device_bytes(
+            {key: shapes[key] for key in weight_rules}, weight_rules, task.job.mesh, task.dtype(name)
+        )
+        yield _row(name, "weights", rule, weight_rules, size, ("gathered where they are used",) if rule.gather else ())
     for entry, inputs in _by_rule(strategy.inputs[name], rehearsal.inputs):
-        if rehearsal.called:
+        if rehearsal.calls:
             yield _row(name, "inputs", entry, inputs, None, ())
         else:
             order = tuple(map(_spec, (entry.spec, *entry.otherwise)))
             more = ("the first that divides",) if entry.otherwise else ()
             yield RuleRow(name, "inputs", entry.match, order, 0, None, more)
     rules = strategy.activations.get(name, [])
-    taken = list(activations.matched(rehearsal.module, rules, task.rules_place("activations", name)).values())
+    used_rules = list(
+        activations.rule_by_module(rehearsal.module, rules, task.rules_place("activations", name)).values()
+    )
     for kind in rules:
         notes = ("may be padded",) if kind.uneven else ()
-        count = sum(rule is kind for rule in taken)
+        count = sum(rule is kind for rule in used_rules)
         yield RuleRow(name, "activations", kind.match, tuple(map(_spec, kind.outputs)), count, None, notes)
 
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
     """Yields each rule with the tensors whose first match it is."""
     for rule in rules:
-        yield rule, {key: one for key, one in fitted.items() if next(r for r in rules if shard.matches(r, key)) is rule}
+        yield (
+            rule,
+            {
+                key: fitted_rule
+                for key, fitted_rule in fitted.items()
+                if next(r for r in rules if shard.matches(r, key)) is rule
+            },
+        )
 
 
 def _row(
-    name: str, kind: str, rule: Rule, found: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]
+    name: str, kind: str, rule: Rule, matches: Mapping[str, Rule], size: int | None, notes: tuple[str, ...]
 ) -> RuleRow:
-    """Returns a rule's row: the specs that its tensors got, and how many got another than the first."""
-    fallen = sum(one.spec != rule.spec for one in found.values())
+    """Returns a rule's row: the specs of its tensors, and how many use another spec than the first."""
+    fallen = sum(fitted_rule.spec != rule.spec for fitted_rule in matches.values())
     more = (*notes, f"{fallen} by fallback from {_spec(rule.spec)}") if fallen else notes
-    specs = tuple(dict.fromkeys(_spec(one.spec) for one in found.values()))
-    return RuleRow(name, kind, rule.match, specs, len(found), size, more)
+    specs = tuple(dict.fromkeys(_spec(fitted_rule.spec) for fitted_rule in matches.values()))
+    return RuleRow(name, kind, rule.match, specs, len(matches), size, more)
 
 
 def _spec(spec: Spec | None) -> str:
@@ -118,12 +129,12 @@ def lines(rows: list[RuleRow]) -> list[str]:
     """Returns the rules as an aligned table, with the bytes of each component's weights on a device."""
     text: list[str] = []
     for component in dict.fromkeys(row.component for row in rows):
-        own = [row for row in rows if row.component == component]
-        total = sum(row.bytes or 0 for row in own)
+        component_rows = [row for row in rows if row.component == component]
+        total = sum(row.bytes or 0 for row in component_rows)
         text.append(f"{component}: {size_text(total)} of weights on each device")
-        for row in own:
-            held = "" if row.bytes is None else size_text(row.bytes)
+        for row in component_rows:
+            size = "" if row.bytes is None else size_text(row.bytes)
             count = str(row.matches or "")
-            noted = f"  ({'; '.join(row.notes)})" if row.notes else ""
-            text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {held:>10}  {row.pattern}{noted}")
+            notes = f"  ({'; '.join(row.notes)})" if row.notes else ""
+            text.append(f"  {row.kind:11} {' | '.join(row.specs):22} {count:>6} {size:>10}  {row.pattern}{notes}")
     return text

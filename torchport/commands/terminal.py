@@ -1,4 +1,4 @@
-"""What lies between the terminal and a command: the values of its flags, its text, and how it ends."""
+"""The terminal of every command: checks the values of flags, prints text, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchport.processes import path, watch
 
 log = logging.getLogger("torchport")
 AGAIN = 0.05
-"""Seconds after which a Ctrl-C comes again that was lost: time to leave what has lost it."""
+"""Seconds after which a lost Ctrl-C is sent again: time to leave the code that lost it."""
 
 
 class Command(click.Command):
     """A command whose flags' values are checked before it runs, whichever flags they are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses as click does, and checks what was written: click makes another path of an empty one."""
-        written = list(args)
-        rest = super().parse_args(ctx, args)  # where --help is asked for, it ends here
-        values, _, _ = self.make_parser(ctx).parse_args(written)
+        """Parses as click does, and checks the values as they were written: click changes an empty path."""
+        args_as_written = list(args)
+        rest = super().parse_args(ctx, args)  # --help ends here
+        values, _, _ = self.make_parser(ctx).parse_args(args_as_written)
         for option in self.params:
             for value in _texts(values.get(str(option.name))):
                 if isinstance(option, click.Option):
@@ -50,7 +50,7 @@ class Group(click.Group):
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
-    return [one for one in values if isinstance(one, str)]
+    return [text for text in values if isinstance(text, str)]
 
 
 def _check(option: click.Option, value: str) -> None:
@@ -73,13 +73,13 @@ def _check(option: click.Option, value: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return  # each command says itself whether it has to be there
     except OSError as error:
-        shown = value if len(value) <= 80 else f"{value[:77]}..."
+        excerpt = value if len(value) <= 80 else f"{value[:77]}..."
         fact = f"The system refuses this path: {error.strerror}"
-        raise BadValueError(f"{flag} {shown}", fact, "Name another") from error
+        raise BadValueError(f"{flag} {excerpt}", fact, "Name another") from error
 
 
 def say(text: str) -> None:
-    """Prints lines to standard output, in which nothing that is quoted can control the terminal."""
+    """Prints lines to standard output, with control characters escaped so that no text can control the terminal."""
     click.echo(_lines(text))
 
 
@@ -122,7 +122,7 @@ def run(command: click.Command) -> int:
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Brings a Ctrl-C back that fell into a callback, as JAX's of the garbage collector, out of which nothing rises."""
+    """Sends a Ctrl-C again that was lost in a callback, such as JAX's in the garbage collector."""
     if what.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(what)
         return
@@ -132,16 +132,16 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # where standard error takes nothing, nobody can be told
+    with contextlib.suppress(OSError):  # standard error may be closed
         click.echo(text, err=True)
 
 
 class _UnwrittenError(OSError):
-    """Standard output does not take what is written to it; another file's OSError is none of these."""
+    """Standard output cannot be written; an OSError of another file is not of this class."""
 
 
 class _Output:
-    """Standard output, whose refusals can be told from those of any other file."""
+    """Standard output, whose errors have a class of their own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -175,7 +175,7 @@ def _run(command: click.Command) -> int:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())  # or Python would try again at its end
         if error.errno == errno.EPIPE:
-            return 1  # whoever read it has read enough
+            return 1  # the reader has closed the pipe
         fact = f"It cannot be written: {error.strerror}"
         raise OutputError("standard output", fact, "Free some space, or send it somewhere else") from error
 

@@ -26,8 +26,8 @@ from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task
 
-Kept = Callable[[torch.nn.Module, Mapping[str, float]], program.ProgramSource]
-"""Returns where a network's programs are kept, by its module and the bounds of its attention scores."""
+ProgramsOf = Callable[[torch.nn.Module, Mapping[str, float]], program.ProgramSource]
+"""Returns where a network's programs come from, by its module and the bounds of its attention scores."""
 
 
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         folder: The checkpoint's.
 
     Returns:
-        By name: encoders and tokenizers with their weights, on the host; the network, and what lends only its
-        configuration, with weights on meta and buffers on the host.
+        By name: encoders and tokenizers with their weights, on the host; the network, and parts of which only the
+        configuration is used, with weights on meta and buffers on the host.
 
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
@@ -48,16 +48,16 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
         parts = stage.load(folder, task.settings) if stage.load is not None else {}
     for name in stage.parts:
-        component, own = task.card.components[name], task.component_folder(folder, name)
+        component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
-            parts[name] = load.part(component.class_, own)
+            parts[name] = load.part(component.class_, path)
         else:
-            parts[name] = load.text_encoder(component, own, task.dtype(name), name)
+            parts[name] = load.text_encoder(component, path, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name not in parts:  # upstream's own loading may have brought it whole
-            own = task.component_folder(folder, name)
-            config = checkpoint.read_json(own / "config.json")
-            parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(own))
+            path = task.component_folder(folder, name)
+            config = checkpoint.read_json(path / "config.json")
+            parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(path))
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
@@ -82,7 +82,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
 def published(task: Task, component: str) -> Any:
     """Returns a component as shapes: of the checkpoint if it is on this machine, else as its class has it by default.
 
-    It is built once for a task, in PyTorch's own dtype: whoever changes it takes `as_shapes`.
+    It is built once for a task, in PyTorch's own dtype. A caller that changes it must take `as_shapes`.
     """
     class_path, config, place = _configuration(task, component)
     key = json.dumps([class_path, config], sort_keys=True, default=str)
@@ -120,8 +120,8 @@ def check_heads(task: Task) -> None:
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
-            written = task.job_document.place(["mesh", axis])
-            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], written)
+            axis_place = task.job_document.place(["mesh", axis])
+            shard.check_divides(axis, task.job.mesh.get(axis, 1), path, config[key], axis_place)
 
 
 def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
@@ -172,8 +172,8 @@ def placed(
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, name, module_of(stage, parts))
     tensors = load.tensors(parts[name], task.component_folder(folder, name), name)
-    own = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
-    return shard.place(own, rules, mesh)
+    selected = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
+    return shard.place(selected, rules, mesh)
 
 
 def shapes(
@@ -185,8 +185,8 @@ def shapes(
         ShardError: What `weight_rules` refuses.
     """
     rules = weight_rules(task, str(stage.network), module)
-    held = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in held.items()}
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}
 
 
 def compiled(
@@ -198,7 +198,7 @@ def compiled(
     *,
     trace: program.TraceGuard | None = None,
     record: Callable[[Any], None] | None = None,
-    kept: Kept | None = None,
+    programs_of: ProgramsOf | None = None,
 ) -> program.Compiled:
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
@@ -210,7 +210,7 @@ def compiled(
         mesh: The devices.
         trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
-        kept: Returns where its programs are kept.
+        programs_of: Returns where its programs come from.
 
     Raises:
         ShardError: Rules that do not fit.
@@ -232,19 +232,19 @@ def compiled(
         how=how(stage, task),
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
-    programs = kept(module, bounds) if kept is not None else None
-    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, kept=programs)
+    programs = programs_of(module, bounds) if programs_of is not None else None
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs)
 
 
 def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
     """Returns the bounds of a network's attention scores that its gains give.
 
-    Where weights are shapes no gains are at hand: it is assumed that they keep scores within the card's bounds.
+    Weights that are shapes have no gains. We then assume that scores are within the card's bounds.
     """
     entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
     if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
         return dict.fromkeys(entries, 1.0)
-    # A gain that lies on several hosts is none that this one can read.
+    # This host cannot read a gain whose parts lie on other hosts.
     spread = {key: array for key, array in weights.items() if not array.is_fully_addressable}
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}

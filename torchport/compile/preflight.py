@@ -1,7 +1,7 @@
-"""A stage's network on its mesh as shapes alone: what would fail hours later is refused before anything is loaded.
+"""Checks a stage's network on its mesh from shapes alone, so that nothing fails hours later.
 
-The stage's own verb is carried out with a stand-in for the network, so that the names and shapes of the network's
-inputs are the verb's. `run` and `shard show` refuse what is refused here.
+We run the stage's own verb with a recorder in place of the network. So the names and shapes of the network's inputs are
+those of the real run. `run` and `shard show` refuse the same tasks.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from torchport.stages import family, recorder
 from torchport.task import Task, devices
 
 LARGE = 2**24
-"""Elements from which a tensor of a rehearsal is a shape without values. Masks and noise levels, whose values verbs ask
-for, are far smaller."""
+"""Elements from which a tensor of a rehearsal has no values. Verbs read the values of masks and noise levels, which are
+far smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """A stage's network, all rules of which fit.
+    """A stage's network whose rules all fit.
 
     Attributes:
         module: What is compiled of it, on meta.
         weights: The rule of every parameter and buffer, with the spec that fits.
-        called: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
+        calls: Each set of inputs that the verb calls it with; none where the family does not say what its inputs are.
         inputs: The rule of every input of the largest call, with the spec that fits.
         activations: Bytes that each device holds at least beside the weights: the inputs of a call, and its share of
             the largest output of one layer.
@@ -52,7 +52,7 @@ class Rehearsal:
 
     module: torch.nn.Module
     weights: dict[str, WeightRule]
-    called: list[recorder.Called]
+    calls: list[recorder.NetworkCall]
     inputs: dict[str, Rule]
     activations: int
     attention: list[dict[str, Any]]
@@ -64,28 +64,28 @@ def check(task: Task) -> None:
     Raises:
         ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
         AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
-        MachineError: Too little memory for activations, those counted that there must be.
+        MachineError: Too little memory for the activations that every compiler must hold.
     """
     check_machine(task)
     if task.original:
         return
     network.check_heads(task)
-    held: dict[str, int] = {}
+    activation_bytes: dict[str, int] = {}
     for stage in task.stages:
         if stage.network is not None:
-            found = rehearsed(task, stage)
-            check_attention(task, found)
-            held[stage.network] = found.activations
-    check_machine(task, held)
+            rehearsal = rehearse(task, stage)
+            check_attention(task, rehearsal)
+            activation_bytes[stage.network] = rehearsal.activations
+    check_machine(task, activation_bytes)
 
 
-def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({})) -> None:
-    """Refuses a task that this machine cannot carry, from shapes alone; patches must be in place by now.
+def check_machine(task: Task, activation_bytes: Mapping[str, int] = types.MappingProxyType({})) -> None:
+    """Refuses a task that does not fit this machine, from shapes alone; patches must be in place by now.
 
     Args:
         task: The task.
-        held: Bytes that each device holds at least beside a network's weights, by component, where a rehearsal has
-            told them; it can take place only once latents and frames are known to fit.
+        activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
+            rehearsal can take place only once latents and frames are known to fit.
 
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory.
@@ -100,16 +100,18 @@ def check_machine(task: Task, held: Mapping[str, int] = types.MappingProxyType({
             whole += [name for name, component in task.card.components.items() if component.dtype is None]
         tensors = _tensor_bytes(task, stage)
         if task.machine.platform == "cpu":  # virtual devices have the host's memory
-            tensors += held.get(str(stage.network), 0) * task.job.devices
+            tensors += activation_bytes.get(str(stage.network), 0) * task.job.devices
         host.append((sum(_host_bytes(task, name) for name in whole), tensors))
         if stage.network and not task.original:
             sizes[stage.network] = _device_bytes(task, stage, stage.network)
     weights, tensors = max(host, key=sum)
-    given = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
+    path_flag = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
     devices.require(
         task.machine if sizes else HOST,
-        devices.Need(task.job.devices if sizes else 0, sizes, weights, task.checkpoint, tensors, dict(held)),
-        f'torchport run --model {task.card.model}{given} --config {task.card.demo} --prompt "..."',
+        devices.Need(
+            task.job.devices if sizes else 0, sizes, weights, task.checkpoint, tensors, dict(activation_bytes)
+        ),
+        f'torchport run --model {task.card.model}{path_flag} --config {task.card.demo} --prompt "..."',
     )
 
 
@@ -124,10 +126,10 @@ def _host_bytes(task: Task, component: str) -> int:
 
 
 def _tensor_bytes(task: Task, stage: family.Stage) -> int:
-    """Returns bytes of latents or frames that a stage holds in the host's memory at once, whatever else it holds.
+    """Returns the bytes of latents or frames that a stage holds in the host's memory at once.
 
-    Denoising steps have the latents, the prediction, and the latents that come of them. What the VAE decodes is there
-    beside the frames that are made of it; as bytes of a video, they are made one by one.
+    A denoising step holds the latents, the prediction and the new latents. Decoding holds the VAE's output beside the
+    frames made from it. The bytes of the video are made one frame at a time.
     """
     last = task.family.STAGES[-1]
     if stage.name == "decode":
@@ -146,14 +148,14 @@ def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     module = network.published(task, name)
     shapes = shard.named_shapes(dict(module.get_submodule(stage.submodule).named_parameters()))
     every = task.card.strategies[task.job.strategy].weights[name]
-    # Rules for buffers that are prepared later match nothing yet, or nothing that an earlier rule has not taken.
+    # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
     firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, key)), None) for key in shapes}
     rules = [rule for n, rule in enumerate(every) if n in firsts]
-    found = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
-    return shard.device_bytes(shapes, found, task.job.mesh, task.dtype(name))
+    rule_of = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
+    return shard.device_bytes(shapes, rule_of, task.job.mesh, task.dtype(name))
 
 
-def rehearsed(task: Task, stage: family.Stage) -> Rehearsal:
+def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     """Returns a stage's network with the rules of all its tensors; patches must be in place.
 
     Raises:
@@ -170,41 +172,44 @@ def rehearsed(task: Task, stage: family.Stage) -> Rehearsal:
         check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
         if stage.like is None:
             return Rehearsal(module, weights, [], {}, 0, [])
-        largest, attended = [0], _Attention()
-        with _measured(module, largest), attended:
-            called = recorder.recorded(
+        largest, attention = [0], _Attention()
+        with _largest_output(module, largest), attention:
+            calls = recorder.network_calls(
                 stage, parts, module, network.how(stage, task), task.settings, count=False, **noise
             )
         check_called()
-    inputs = input_rules(task, name, called)
-    per_device = [_held(one, rules, task, largest[0]) for one, rules in zip(called, inputs, strict=True)]
-    most = max(range(len(called)), key=lambda n: sum(tensor.numel() for tensor in called[n].tensors.values()))
-    return Rehearsal(module, weights, called, inputs[most], max(per_device), list(attended.calls.values()))
+    inputs = input_rules(task, name, calls)
+    per_device = [_activation_bytes(call, rules, task, largest[0]) for call, rules in zip(calls, inputs, strict=True)]
+    most = max(range(len(calls)), key=lambda n: sum(tensor.numel() for tensor in calls[n].tensors.values()))
+    return Rehearsal(module, weights, calls, inputs[most], max(per_device), list(attention.calls.values()))
 
 
-def input_rules(task: Task, component: str, called: Sequence[recorder.Called]) -> list[dict[str, Rule]]:
+def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall]) -> list[dict[str, Rule]]:
     """Returns the rule of every input of each call, with the spec that fits.
 
     Raises:
         ShardError: A rule that matches nothing, an input without one, a dim that its axes do not divide, or a batch
             that a rule gives every device whole.
     """
-    rules, names = task.card.strategies[task.job.strategy].inputs[component], [k for one in called for k in one.tensors]
+    rules, names = (
+        task.card.strategies[task.job.strategy].inputs[component],
+        [k for call in calls for k in call.tensors],
+    )
     shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
-    return [_fitted(task, component, one) for one in called]
+    return [_fitting_rules(task, component, call) for call in calls]
 
 
-def _fitted(task: Task, component: str, called: recorder.Called) -> dict[str, Rule]:
+def _fitting_rules(task: Task, component: str, call: recorder.NetworkCall) -> dict[str, Rule]:
     """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole."""
     rules = task.card.strategies[task.job.strategy].inputs[component]
     place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
-    shapes = shard.named_shapes(called.tensors)
-    found = {key: shard.input_rule(rules, key, shapes[key], task.job.mesh, place, component) for key in shapes}
+    shapes = shard.named_shapes(call.tensors)
+    rule_of = {key: shard.input_rule(rules, key, shapes[key], task.job.mesh, place, component) for key in shapes}
     ways, batch = task.job.mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
-    for key, rule in found.items():
+    for key, rule in rule_of.items():
         axes = {axis for part in dims_of(rule.spec) for axis in part}
         if ways > 1 and shapes[key][:1] == (batch,) and "dp" not in axes:
-            number = next(n for n, one in enumerate(rules) if shard.matches(one, key))
+            number = next(n for n, other in enumerate(rules) if shard.matches(other, key))
             raise MeshError(
                 places[number],
                 f"'{rule.match}' gives every device the whole batch of '{key}' {list(shapes[key])}, an input of "
@@ -212,22 +217,22 @@ def _fitted(task: Task, component: str, called: recorder.Called) -> dict[str, Ru
                 "Split it with the spec [dp]",
                 name=key,
             )
-    return found
+    return rule_of
 
 
-def _held(called: recorder.Called, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
-    """Returns bytes that each device holds at least in a call, beside weights: its inputs, and a share of an output."""
-    output = math.prod(called.shape) * called.dtype.itemsize
+def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
+    """Returns the least bytes that a call takes on each device beside weights: its inputs, and a share of an output."""
+    output = math.prod(call.shape) * call.dtype.itemsize
     inputs = 0
-    for name, tensor in called.tensors.items():
+    for name, tensor in call.tensors.items():
         ways = math.prod(task.job.mesh.get(axis, 1) for axes in dims_of(rules[name].spec) for axis in axes)
         inputs += tensor.numel() * tensor.dtype.itemsize // ways
     return inputs + max(output, largest) // task.job.devices
 
 
 @contextlib.contextmanager
-def _measured(module: torch.nn.Module, largest: list[int]) -> Iterator[None]:
-    """Notes the bytes of the largest output of one layer with a matrix; no compiler can leave that one out."""
+def _largest_output(module: torch.nn.Module, largest: list[int]) -> Iterator[None]:
+    """Notes the bytes of the largest output of a layer with a matrix; no compiler can remove that output."""
 
     def note(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
@@ -253,13 +258,13 @@ class _Attention(TorchFunctionMode):
         """Notes a call, and carries it out."""
         kwargs = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
-            named = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
-            given = {name: _outline(value) for name, value in (named | kwargs).items()}
-            self.calls.setdefault(repr(given), given)
+            positional = dict(zip(inspect.signature(sdpa.scaled_dot_product_attention).parameters, args, strict=False))
+            arguments = {name: _as_shape(value) for name, value in (positional | kwargs).items()}
+            self.calls.setdefault(repr(arguments), arguments)
         return function(*args, **kwargs)
 
 
-def _outline(value: Any) -> Any:
+def _as_shape(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return jax.ShapeDtypeStruct(tuple(value.shape), shard.KINDS[value.dtype])
@@ -273,9 +278,9 @@ def check_attention(task: Task, rehearsal: Rehearsal) -> None:
         VmemError: A tile that does not fit.
     """
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
-    told = dispatch.Context(task.job.attention, rehearsed=True)
+    context = dispatch.Context(task.job.attention, rehearse=True)
     try:
-        with jax.sharding.use_abstract_mesh(mesh), dispatch.context(told):
+        with jax.sharding.use_abstract_mesh(mesh), dispatch.context(context):
             for call in rehearsal.attention:
                 tensors = {name: value for name, value in call.items() if isinstance(value, jax.ShapeDtypeStruct)}
                 rest = {name: value for name, value in call.items() if name not in tensors}
@@ -302,7 +307,7 @@ class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carries out an operator, without values if a tensor that it takes, or is to make, is large."""
         kwargs = kwargs or {}
-        values = [one for value in args for one in (value if isinstance(value, list | tuple) else (value,))]
+        values = [item for value in args for item in (value if isinstance(value, list | tuple) else (value,))]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         # Without a tensor the integers are the sizes of one that is made.
         sizes = [value for value in values if isinstance(value, int)] if not tensors else [0]

@@ -1,7 +1,7 @@
 """Turns a module and its placed weights into a program on the mesh, through torchax; or leaves it eager.
 
-The module itself keeps no storage: its weights are arguments of the program, so that none can be left behind
-unplaced, and none becomes a constant.
+The module itself keeps no storage. Its weights are arguments of the program, so every weight is placed, and none
+becomes a constant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchport.stages.recorder import Static
 
 
 class TraceGuard(Protocol):
-    """What a program remembers of the patches it was traced under."""
+    """The patches under which a program was traced."""
 
     def check(self) -> None:
         """Raises StaleTraceError if it is about to be traced without that set."""
@@ -65,7 +65,7 @@ class Eager:
         self.how = how
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
-        """Returns the inputs: the host is where they are wanted."""
+        """Returns the inputs as they are: an eager module runs on the host."""
         return inputs
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Network:
 
 
 class _Bound(torch.nn.Module):
-    """A module together with how it is called: what `functional_call` can put weights into."""
+    """A module together with how it is called, as one module that `functional_call` can give weights."""
 
     def __init__(self, module: torch.nn.Module, how: How) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Compiled:
         mesh: The devices.
         trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
-        kept: Where programs come from, if not from the compiler alone.
+        source: Where programs come from, if not from the compiler alone.
 
     Attributes:
         batches: True: one program takes all conditions of guidance.
@@ -145,7 +145,7 @@ class Compiled:
         *,
         trace: TraceGuard | None = None,
         attention: dispatch.Context = dispatch.NONE,
-        kept: ProgramSource | None = None,
+        source: ProgramSource | None = None,
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
@@ -154,7 +154,7 @@ class Compiled:
         self.bound = _Bound(module, network.how)
         self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
         parts = stack.names(weights, stacks, counts)
-        self.gathered = frozenset(name for name, held in parts.items() if not network.gathered.isdisjoint(held))
+        self.gathered = frozenset(name for name, parts_of in parts.items() if not network.gathered.isdisjoint(parts_of))
         for prefix in self.blocks:
             stacked = module.get_submodule(prefix.removesuffix(f".{stack.BLOCK}."))
             assert isinstance(stacked, stack.Stacked)
@@ -164,7 +164,7 @@ class Compiled:
         self.precision = network.precision
         self.trace = trace
         self.attention = attention
-        self.kept = kept
+        self.source = source
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
 
@@ -175,7 +175,7 @@ class Compiled:
             UnmatchedError: An input that no rule matches.
             MeshError: A dim that its axes do not divide: the batch, most often.
         """
-        return {name: self._placed(name, tensor) for name, tensor in inputs.items()}
+        return {name: self._to_device(name, tensor) for name, tensor in inputs.items()}
 
     def shapes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
@@ -188,7 +188,7 @@ class Compiled:
             **inputs: Tensors of the host, arrays from `place`, and anything else as static arguments.
         """
         arrays = {
-            name: value if isinstance(value, jax.Array) else self._placed(name, value)
+            name: value if isinstance(value, jax.Array) else self._to_device(name, value)
             for name, value in inputs.items()
             if isinstance(value, torch.Tensor | jax.Array)
         }
@@ -209,9 +209,9 @@ class Compiled:
             self.trace.check()
 
         def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-            own = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
+            parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
             with torch.no_grad():
-                return _first(torch.func.functional_call(self.bound, own, (), {**tensors, **dict(static)}))
+                return _first(torch.func.functional_call(self.bound, parameters, (), {**tensors, **dict(static)}))
 
         def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
             output: jax.Array = engine.call_torch(forward, weights, inputs)
@@ -243,20 +243,20 @@ class Compiled:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, shapes)
             start = time.perf_counter()
-            self.programs[key], loaded = self._made(arrays, static)
+            self.programs[key], loaded = self._load_or_compile(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
             log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
         return self.programs[key]
 
-    def _made(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
+    def _load_or_compile(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
         lower = functools.partial(self.lowered, arrays, static)
-        if self.kept is None:
+        if self.source is None:
             with waiting(f"compile {self.network.name}"):
                 return lower().compile(), False
-        return self.kept.program(self.weights, arrays, static, lower)
+        return self.source.program(self.weights, arrays, static, lower)
 
-    def _placed(self, name: str, tensor: torch.Tensor) -> jax.Array:
+    def _to_device(self, name: str, tensor: torch.Tensor) -> jax.Array:
         return shard.to_jax(tensor, self._sharding(name, tensor))
 
     def _sharding(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
@@ -268,20 +268,20 @@ class Compiled:
 
 @contextlib.contextmanager
 def _memory(what: str) -> Iterator[None]:
-    """Turns XLA's word for too little memory into a refusal with the bytes it asked for."""
+    """Turns XLA's out-of-memory error into a refusal with the bytes that XLA requested."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if "memory space vmem" in str(error):
-            said = " ".join(str(error).split())[:200]
-            raise VmemError(what, f"A kernel's tile does not fit: {said}", "Take a smaller tile") from error
-        asked = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
-        shown = f" ({asked[1] or asked[2]} bytes at once)" if asked else ""
+            reason = " ".join(str(error).split())[:200]
+            raise VmemError(what, f"A kernel's tile does not fit: {reason}", "Take a smaller tile") from error
+        request = re.search(r"allocat\w* (\d+) bytes|allocate (\S+)\.", str(error))
+        size = f" ({request[1] or request[2]} bytes at once)" if request else ""
         raise MachineError(
             what,
-            f"Its activations do not fit into a device's memory{shown}",
+            f"Its activations do not fit into a device's memory{size}",
             "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
         ) from error
 

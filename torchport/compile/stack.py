@@ -1,11 +1,11 @@
 """Runs a network's repeated blocks as one block under `lax.scan`, over weights that are stacked along a new first dim.
 
 The compiler then sees one block instead of dozens: it takes a fraction of the time, and its temporaries are those of
-one. Upstream's own loop stays: the `ModuleList` it iterates gets one item that stands for all of its blocks, and after
-it the blocks that are to stay apart.
+one. Upstream's own loop stays: the `ModuleList` that it iterates gets one item in place of the stacked blocks. The
+blocks that are not stacked follow it.
 
-A block may be stacked when nothing but its weights sets it apart from the others: a block that knows its index, or
-keeps something between calls, is refused by name.
+Blocks may be stacked if they differ in their weights alone. A block that knows its index, or keeps state between calls,
+is refused by name.
 """
 
 from __future__ import annotations
@@ -84,28 +84,28 @@ class Stacked(torch.nn.Module):
         before = _state(self.block)
 
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
-            given = _joined(fixed, static) | dict(zip(self.carries, carry, strict=True))
+            arguments = _merge(fixed, static) | dict(zip(self.carries, carry, strict=True))
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            outputs = torch.func.functional_call(self.block, whole, (), given)
+            outputs = torch.func.functional_call(self.block, whole, (), arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
                 outputs = self.after(index, outputs)
-            return self._checked(carry, outputs)
+            return self._next_carry(carry, outputs)
 
         def scan(carry: Any, layers: Any, fixed: Any) -> Any:
-            def one(carry: Any, item: Any) -> Any:
+            def run_block(carry: Any, item: Any) -> Any:
                 # A block's weights become arrays of their own first: a product that reads them out of the stack takes
                 # a third longer on a TPU, by the compiler's estimate, since it cannot choose how they lie.
                 layer = jax.lax.optimization_barrier(item[0])
                 return engine.call_torch(step, carry, layer, item[1], fixed), None
 
-            return jax.lax.scan(one, carry, (layers, jnp.arange(self.count)))[0]
+            return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count)))[0]
 
         outputs = engine.call_jax(scan, tuple(bound.arguments[name] for name in self.carries), weights, tensors)
         self._check_state(before)
         return outputs if len(self.carries) > 1 else outputs[0]
 
-    def _checked(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns a block's outputs, which the next block can take."""
         kinds = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (carry, outputs)]
         if kinds[0] != kinds[1]:
@@ -155,8 +155,8 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         for number, block in enumerate(blocks[1:count], 1):
             _check_alike(blocks[0], block, f"{name}.{number}", where)
         stacked = Stacked(blocks[0], count, entry.carries, name, where)
-        parent, _, own = name.rpartition(".")
-        setattr(module.get_submodule(parent), own, torch.nn.ModuleList([stacked, *blocks[count:]]))
+        parent, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, torch.nn.ModuleList([stacked, *blocks[count:]]))
         counts[name] = count
     return counts
 
@@ -169,7 +169,7 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
         stacks: As `stack` takes them.
         counts: How many blocks of each list are stacked.
     """
-    found: dict[str, list[str]] = {}
+    parts_by_name: dict[str, list[str]] = {}
     for key in keys:
         new = key
         for name in stacks:
@@ -178,11 +178,11 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
                 new = f"{name}.0.{BLOCK}.{match[2]}"
             elif match:
                 new = f"{name}.{int(match[1]) - counts[name] + 1}.{match[2]}"
-        found.setdefault(new, []).append(key)
+        parts_by_name.setdefault(new, []).append(key)
     number = re.compile(r"\.(\d+)\.")
-    for parts in found.values():
+    for parts in parts_by_name.values():
         parts.sort(key=lambda part: [int(n) for n in number.findall(part)])
-    return found
+    return parts_by_name
 
 
 def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, Any]:
@@ -194,12 +194,12 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
         stacks: As `stack` takes them.
         counts: How many blocks of each list are stacked.
     """
-    made: dict[str, Any] = {}
+    stacked: dict[str, Any] = {}
     for new, parts in names(list(arrays), stacks, counts).items():
-        taken = [arrays.pop(part) for part in parts]
+        blocks = [arrays.pop(part) for part in parts]
         # A network may have blocks called so itself: only the lists that are stacked count.
-        made[new] = _stacked(taken) if any(new.startswith(f"{name}.0.{BLOCK}.") for name in stacks) else taken[0]
-    return made
+        stacked[new] = _stacked(blocks) if any(new.startswith(f"{name}.0.{BLOCK}.") for name in stacks) else blocks[0]
+    return stacked
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
@@ -259,13 +259,15 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
 
 def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns arguments that hold tensors, whole or in a tuple, and the others."""
-    held = {key for key, value in arguments.items() if _has_tensor(value)}
-    return {k: v for k, v in arguments.items() if k in held}, {k: v for k, v in arguments.items() if k not in held}
+    with_tensors = {key for key, value in arguments.items() if _has_tensor(value)}
+    return {k: v for k, v in arguments.items() if k in with_tensors}, {
+        k: v for k, v in arguments.items() if k not in with_tensors
+    }
 
 
 def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensor, value)))
 
 
-def _joined(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(tensors: Mapping[str, Any], static: Mapping[str, Any]) -> dict[str, Any]:
     return {**tensors, **static}

@@ -1,4 +1,4 @@
-"""Whatever is read before a run: YAML with its lines, model cards, jobs, machines, packs, checkouts."""
+"""All that is read before a run: YAML with its lines, model cards, jobs, machines, packs, checkouts."""
 
 from torchport.config.document import Document, Frozen, overridden, parse_document, read_document, validated
 

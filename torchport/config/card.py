@@ -52,8 +52,8 @@ FamilyPath = Annotated[str, pydantic.AfterValidator(_beside_patches)]
 
 
 def _once_each(split: list[Split]) -> list[Split]:
-    named = [axis for axes in dims_of(split) for axis in axes]
-    if len(named) != len(set(named)):
+    axes_of_dims = [axis for axes in dims_of(split) for axis in axes]
+    if len(axes_of_dims) != len(set(axes_of_dims)):
         raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
     return split
 
@@ -82,7 +82,7 @@ class WeightRule(Rule):
     """A rule for weights."""
 
     gather: bool = False
-    """Whether they are made whole where they are used, those of stacked blocks one block at a time: FSDP."""
+    """Whether they are gathered where they are used, those of stacked blocks one block at a time: FSDP."""
 
     @pydantic.model_validator(mode="after")
     def _splits(self) -> WeightRule:
@@ -105,7 +105,7 @@ class Strategy(Frozen):
     """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
 
     mesh: dict[Axis, pydantic.PositiveInt]
-    """The mesh it is made for: taken where a config has none, or where only the config's strategy is exchanged."""
+    """The mesh that it is made for. It is used if a config has no mesh, or if a flag changes only the strategy."""
     weights: dict[str, list[WeightRule]]
     inputs: dict[str, list[Rule]]
     activations: dict[str, list[ActivationRule]] = {}
@@ -118,22 +118,22 @@ class Component(Frozen):
 
     class_: ClassPath = pydantic.Field(alias="class")
     folder: str | None = None
-    """Where it lies in the checkpoint, `{variant}` put in; by default its name."""
+    """Where it lies in the checkpoint, with `{variant}` filled in; by default its name."""
     dtype: DType | None = None
     precision: Literal["default", "high", "highest"] = "default"
     """Of float32 products on a TPU, whose own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}
-    """The published configuration, where the class's own defaults are another: shapes before any download."""
+    """The published configuration, if the class's defaults differ; it gives the shapes before any download."""
     unread: list[Regex] = []
-    """Tensors of the published checkpoint that the class has no use for, by whole name; any other one is refused."""
+    """Tensors of the published checkpoint that the class does not use, by whole name; any other one is refused."""
     pickle: str | None = None
-    """A file of `torch.save` in its folder that upstream loads by itself, strictly, where that is what it has."""
+    """A file of `torch.save` in its folder, which upstream itself loads, strictly; none if it has safetensors."""
     parameters: pydantic.PositiveInt | None = None
-    """How many the published checkpoint has: what a machine must carry, known before any download."""
+    """How many the published checkpoint has, so that the memory is known before any download."""
 
     @pydantic.model_validator(mode="after")
     def _computes(self) -> Component:
-        # Of a bfloat16 one it may be given: a config can make it float32.
+        # A bfloat16 component may have it too: a config can make it float32.
         if self.precision != "default" and self.dtype is None:
             raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
         return self
@@ -145,7 +145,7 @@ class Stack(Frozen):
     carries: list[str]
     """The parameters of a block's `forward` that its outputs become for the next block, in order."""
     last: pydantic.NonNegativeInt = 0
-    """How many of the last blocks stay apart."""
+    """How many of the last blocks are not stacked."""
 
 
 class ScoreBound(Frozen):
@@ -158,13 +158,13 @@ class ScoreBound(Frozen):
 
 
 class Checkout(Frozen):
-    """An upstream that is no installed package: a repository that the user has cloned."""
+    """An upstream that is no installed package, but a repository that the user has cloned."""
 
     package: str
     has: str
     """A file that only this upstream has, from the repository's root."""
     others: dict[str, str] = {}
-    """Files that another upstream with a package of the same name has, and what that one is."""
+    """Files of other upstreams that have a package of the same name, and what each of these upstreams is."""
     url: str
 
 
@@ -221,7 +221,7 @@ class Card(Frozen):
     """Which of several networks in the checkpoint, where a config names none."""
     patches: dict[StageName, list[str]]
     original: list[str] = []
-    """Patches that the original needs too, beside all plumbing: it cannot run here without them."""
+    """Patches that the original needs too, beside all plumbing: without them it cannot run here."""
     components: dict[str, Component]
     stacks: dict[str, dict[str, Stack]] = {}
     """By component, and by the name of the list of blocks in it."""
@@ -240,7 +240,7 @@ class Card(Frozen):
 class Job(Frozen):
     """A config, `configs/<job>.yaml`: what to make of a model, and on which machine."""
 
-    # Bounds on any machine: what x264 takes; twelve hours; what displays show; levels of noise in training; 16 bits.
+    # Limits for any machine: sizes of x264; twelve hours; rates of displays; noise levels in training; 16 bits.
     height: Annotated[int, pydantic.Field(gt=0, le=16_384)]
     width: Annotated[int, pydantic.Field(gt=0, le=16_384)]
     frames: Annotated[int, pydantic.Field(gt=0, le=2**20)]
@@ -301,8 +301,8 @@ def check_job(job: Job, card: Card, document: Document) -> None:
                 nearest=(below, below + unit),
             )
     if job.strategy not in card.strategies:
-        fact, known = f"'{card.model}' has no strategy '{job.strategy}'", nearest(job.strategy, card.strategies)
-        raise UnknownNameError(document.place(["strategy"]), fact, known, name=job.strategy)
+        fact, remedy = f"'{card.model}' has no strategy '{job.strategy}'", nearest(job.strategy, card.strategies)
+        raise UnknownNameError(document.place(["strategy"]), fact, remedy, name=job.strategy)
     for name in job.dtypes:
         if name not in card.components:
             fact = f"'{card.model}' has no component '{name}'"
@@ -313,7 +313,7 @@ def check_job(job: Job, card: Card, document: Document) -> None:
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
-    """Refuses a card with rules for what is no network of its family, or without rules for one.
+    """Refuses a card that has rules for a component that is no network of its family, or no rules for a network.
 
     Args:
         card: The card.
@@ -321,7 +321,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
         document: The card's.
 
     Raises:
-        UnknownKeyError: A section is named after a component that it cannot be about: nothing would read it.
+        UnknownKeyError: A section is named after a component of another kind: nothing would read it.
         MissingKeyError: A network has no rules for its weights or inputs.
     """
     sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
@@ -334,11 +334,11 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 raise MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
     sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
-    known = [(path, names, "network", networks) for path, names in sections]
-    known += [(["tiny", "components"], card.tiny.components, "component", card.components)]
-    known += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
-    for path, names, word, there in known:
-        for one in names:
-            if one not in there:
-                fact = f"'{one}' is no {word} of '{card.model}'"
-                raise UnknownKeyError(document.place([*path, one]), fact, nearest(one, there), key=one)
+    sections_of_names = [(path, names, "network", networks) for path, names in sections]
+    sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
+    sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
+    for path, names, word, known_names in sections_of_names:
+        for name in names:
+            if name not in known_names:
+                fact = f"'{name}' is no {word} of '{card.model}'"
+                raise UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)

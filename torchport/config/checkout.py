@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchport.config.card import Checkout
 from torchport.errors import UpstreamError
-from torchport.files.folder import expanded, has_folder
+from torchport.files.folder import expand_home, has_folder
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
@@ -21,7 +21,7 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
         named: `--upstream-path`.
 
     Raises:
-        UpstreamError: None was named, or it is not the card's upstream; or one was named that nothing would read.
+        UpstreamError: The flag is missing, names another upstream, or is set for a model that has no checkout.
     """
     if checkout is None:
         if named is not None:
@@ -44,20 +44,20 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
     return folder
 
 
-def existing(named: str | Path) -> Path:
+def existing(path: str | Path) -> Path:
     """Returns the folder that `--upstream-path` names.
 
     Raises:
         UpstreamError: There is none.
     """
-    folder = expanded(str(named))
+    folder = expand_home(str(path))
     if not has_folder(folder):
-        raise UpstreamError(f"--upstream-path {named}", "There is no such folder", "Name the upstream's checkout")
+        raise UpstreamError(f"--upstream-path {path}", "There is no such folder", "Name the upstream's checkout")
     return folder.resolve()
 
 
 def _check_imported(checkout: Checkout, folder: Path) -> None:
-    """Refuses a process that has imported another copy of the package: its modules would be mixed with these."""
+    """Refuses a process that has imported another copy of the package: the modules of both would mix."""
     module = sys.modules.get(checkout.package)
     file = getattr(module, "__file__", None)
     if file is not None and not Path(file).resolve().is_relative_to(folder):
@@ -70,8 +70,8 @@ def _check_imported(checkout: Checkout, folder: Path) -> None:
 def on_path(folder: Path | None) -> Iterator[None]:
     """Puts a checkout first on `sys.path`, and restores the path and the environment afterwards.
 
-    Upstreams write environment variables when they are imported (RANK, MASTER_ADDR); what comes after a run shall not
-    see them.
+    Upstreams write environment variables when they are imported (RANK, MASTER_ADDR). Code that runs later must not see
+    them.
     """
     if folder is None:
         yield
@@ -88,7 +88,7 @@ def on_path(folder: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hushed(hush: bool) -> Iterator[None]:
-    """Keeps upstream's own bars and notes from between torchport's while the context lasts."""
+    """Hides upstream's own progress bars and log lines while the context lasts."""
     if not hush:
         yield
         return

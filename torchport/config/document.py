@@ -41,7 +41,7 @@ class Document:
         file: What errors call the file.
         data: Mappings, lists, strings, numbers, booleans and None.
         lines: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
-        flags: What was put in from the command line: the flag, by the path of the value.
+        flags: The flags of the command line that set a value, by the path of the value.
     """
 
     file: str
@@ -65,18 +65,18 @@ class Document:
         return f"{self.file}:{self.line(path)}"
 
 
-def read_document(file: Path, shown: str | None = None) -> Document:
+def read_document(file: Path, title: str | None = None) -> Document:
     """Returns a YAML file's data with its lines.
 
     Args:
         file: The file to read, UTF-8.
-        shown: What errors call it; its path by default.
+        title: What errors call it; its path by default.
 
     Raises:
         SyntaxYamlError: No file that can be read, not YAML, no UTF-8, tags, anchors, several documents.
         DuplicateKeyError: One key twice in a mapping.
     """
-    name = shown or str(file)
+    name = title or str(file)
     try:
         return parse_document(folder.text(file), name)
     except OSError as error:
@@ -114,7 +114,7 @@ def parse_document(text: str, file: str) -> Document:
 
 
 class _YamlReader:
-    """Makes plain data of a parser's events. Nothing is constructed from a tag, so nothing is executed."""
+    """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing."""
 
     def __init__(self, events: Iterator[Any], file: str) -> None:
         self.events = events
@@ -171,7 +171,7 @@ class _YamlReader:
         return text
 
     def _check_plain(self, event: Any) -> None:
-        """Refuses anchors, and with them every alias, which is read only after its anchor; and tags."""
+        """Refuses anchors, tags and aliases."""
         if isinstance(event, yaml.AliasEvent):
             raise self._refusal(event, f"The alias *{event.anchor} is not plain data", "Write the value out")
         if event.anchor is not None:
@@ -188,7 +188,7 @@ def _line(event: Any) -> int:
 
 
 def overridden(document: Document, override: str) -> Document:
-    """Returns the document with one `path.to.field=value` put in, the value read as YAML."""
+    """Returns the document with one field set by `path.to.field=value`, where the value is YAML."""
     place = f"--set {override}"
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -202,7 +202,7 @@ def overridden(document: Document, override: str) -> Document:
     inner, new = data, len(keys)
     for depth, key in enumerate(keys[:-1], 1):
         if not isinstance(inner.get(key), dict):
-            new = min(new, depth)  # from here on down, all is the flag's
+            new = min(new, depth)  # everything below this key comes from the flag
             inner[key] = {}
         inner[key] = {**inner[key]}
         inner = inner[key]
@@ -219,20 +219,20 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        mistakes = [(_written(document.data, e["loc"], e["type"]), e) for e in error.errors()]
-        # Of the alternatives of one field, the one that went furthest is the one that was meant: our own checks last.
+        mistakes = [(_path_in_file(document.data, e["loc"], e["type"]), e) for e in error.errors()]
+        # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
         mistakes.sort(
             key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0]), m[1]["type"] != "value_error")
         )
         raise _mistake(model, document, *mistakes[0]) from error
 
 
-def _written(data: Any, location: Sequence[str | int], kind: str) -> Location:
-    """Returns pydantic's location without the names that it gives to alternatives, which nobody wrote."""
+def _path_in_file(data: Any, location: Sequence[str | int], kind: str) -> Location:
+    """Returns pydantic's location without the names that pydantic adds for alternatives."""
     path: Location = ()
     for number, part in enumerate(location, 1):
-        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
-        if part in held:
+        keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in keys:
             data = data[part]
             path += (part,)
         elif kind == "missing" and number == len(location):
@@ -246,17 +246,17 @@ def _mistake(model: type[Frozen], document: Document, location: Location, error:
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
         key = str(location[-1])
-        known = fields_at(model, location[:-1])
-        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, known), key=name)
+        names = fields_at(model, location[:-1])
+        return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, names), key=name)
     if error["type"] == "missing":
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
     if error["type"] == "value_error":
         return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
-    wanted = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
+    expected = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
     value, kind = error["input"], type(error["input"]).__name__
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    fact = f"'{name}' is empty" if value is None else f"'{name}' is {shown} ({_KINDS.get(kind, kind)})"
-    return WrongTypeError(place, fact, f"It must be {wanted}", key=name)
+    text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    fact = f"'{name}' is empty" if value is None else f"'{name}' is {text} ({_KINDS.get(kind, kind)})"
+    return WrongTypeError(place, fact, f"It must be {expected}", key=name)
 
 
 _WANTED = {

@@ -1,4 +1,4 @@
-"""The machine a job runs on: what it is called, and what it has."""
+"""The machine that a job runs on: its name, its devices and their limits."""
 
 from __future__ import annotations
 

@@ -76,18 +76,18 @@ class Pack:
 
     def _job_file(self, name: str) -> Path:
         here = Path(name)
-        # A bare name means one of the pack's configs; a path means that file, or nothing.
-        named = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
-        for file in (here, self.root / here, *named):
+        # A bare name means one of the pack's configs; a path means that file alone.
+        candidates = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
+        for file in (here, self.root / here, *candidates):
             if has_file(file):
                 return file
-        known = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
+        configs = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
         raise UnknownNameError(
-            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, known), name=name
+            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, configs), name=name
         )
 
     def read(self, file: Path) -> Document:
-        """Returns a YAML document, called by its path from the pack or from here in errors; no link out of the pack."""
+        """Returns a YAML document; errors name it by its path from the pack or from the current folder."""
         file = inside(self.root, file) if file.is_relative_to(self.root) else file
         bases = [base for base in (Path.cwd(), self.root) if file.is_absolute() and file.is_relative_to(base)]
         return read_document(file, str(file.relative_to(bases[0])) if bases else None)
@@ -96,21 +96,21 @@ class Pack:
 def find_pack(path: str | None) -> Pack:
     """Returns the pack: `--path`, then `TORCHPORT_PATH`, then the checkout, then the wheel's own copy.
 
-    The current folder is never taken unasked: what is in it may be somebody else's.
+    The current folder is never used by default: its content may be somebody else's.
 
     Raises:
         DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.
     """
     package = Path(__file__).resolve().parent.parent
-    for source, named in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
-        if named is not None:
-            if not named or not _is_pack(Path(named)):
+    for source, value in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
+        if value is not None:
+            if not value or not _is_pack(Path(value)):
                 raise DataFolderError(
-                    f"{source} {named}",
+                    f"{source} {value}",
                     "There is no folder here with patches/ and configs/ in it",
                     "Name the folder that holds both",
                 )
-            return Pack(Path(named).resolve())
+            return Pack(Path(value).resolve())
     for folder in (package.parent, package / "_data"):
         if _is_pack(folder):
             return Pack(folder)

@@ -49,7 +49,7 @@ def writing(file: Path) -> Iterator[Path]:
         raise unwritable(file, error) from error
     finally:
         if temporary is not None:
-            # A disk that refuses this has refused the writing too, which is the error to tell of.
+            # If this fails, the writing has failed too; that error matters more.
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
@@ -112,7 +112,7 @@ def remove(*files: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the output folder, and proves that it can be written before hours are spent.
+    """Makes the output folder, and tests that it can be written before hours are spent.
 
     Raises:
         OutputError: It cannot be made or written.
@@ -127,9 +127,9 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps a folder for this process while the context lasts, and removes what dead runs left half-written in it.
+    """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
 
-    The kernel gives the folder back when the process ends, in whatever way.
+    The kernel releases the lock when the process ends, however it ends.
 
     Raises:
         OutputError: Another run writes to it.

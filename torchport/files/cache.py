@@ -1,7 +1,7 @@
-"""Where torchport keeps what it can make again, whether that may be believed, and JAX's own cache inside it.
+"""The cache folder, which holds what torchport can make again and JAX's own cache, and the check that it is safe.
 
-A compiled program is code, and both ways of keeping one on disk end in loading it: whoever can write to the folder can
-run code as whoever reads it. So the folder is made for its owner alone, and one that others can write is refused.
+A compiled program is code, and torchport and JAX load it from the cache. Whoever can write to the folder can run code
+as its reader. So we make the folder for its owner alone, and refuse one that others can write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchport.errors import BadValueError, OutputError
-from torchport.files.folder import expanded
+from torchport.files.folder import expand_home
 
 VARIABLE = "TORCHPORT_CACHE"
 OFF = "off"
-"""What the variable says where no program is to be kept or loaded; other caches then lie in their usual place."""
+"""Value of the variable that switches the cache of programs off; other caches then lie in their usual place."""
 
 INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
 ABANDONED = 24 * 3600
@@ -31,14 +31,14 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 def folder() -> Path:
     """Returns torchport's cache folder: `$TORCHPORT_CACHE`, `$XDG_CACHE_HOME/torchport`, or `~/.cache/torchport`."""
-    named = os.environ.get(VARIABLE)
-    if named and named != OFF:
-        return expanded(named).absolute()
+    value = os.environ.get(VARIABLE)
+    if value and value != OFF:
+        return expand_home(value).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
 
 
 def is_off() -> bool:
-    """Whether the environment says that no program is to be kept or loaded."""
+    """Returns whether the environment switches the cache of programs off."""
     return os.environ.get(VARIABLE) == OFF
 
 
@@ -66,39 +66,39 @@ def remove_leftovers(path: Path, pattern: str) -> None:
         path: The folder that they lie in.
         pattern: Of their names.
     """
-    for left in path.glob(pattern):
-        # Another run may remove it at the same time; and what cannot be removed harms nobody.
+    for folder in path.glob(pattern):
+        # Another run may remove it at the same time. A folder that cannot be removed does no harm.
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
+            if time.time() - folder.stat().st_mtime > ABANDONED:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_trusted(path: Path) -> None:
-    """Refuses a folder of the cache into which somebody else can put, or may have put, something.
+    """Refuses a folder of the cache that somebody else can write, or may have written.
 
     Args:
-        path: A folder that exists. It, and everything directly in it, must be this user's and writable by nobody else;
-            of what lies above it, links included, the superuser may be the owner, the user's own private group may
-            write, and so may anybody where the sticky bit keeps each to their own (`/tmp`).
+        path: A folder that exists. It, and everything directly in it, must be this user's and writable by nobody else.
+            A folder or link above it may belong to the superuser. The user's own private group may write there, and
+            anybody may if the sticky bit is set (`/tmp`).
 
     Raises:
         BadValueError: Others can write to it or to a folder above, or own something here.
     """
-    for part in {**dict.fromkeys(_passed(path)), **dict.fromkeys(_passed(path.resolve()))}:
+    for part in {**dict.fromkeys(_ancestors(path)), **dict.fromkeys(_ancestors(path.resolve()))}:
         _check_above(part, part.lstat())
-    check_own(path, path.stat())
+    check_owner(path, path.stat())
     with os.scandir(path) as entries:
         for entry in entries:
-            # What is being renamed or removed by another run of ours may be gone by now.
+            # Another run of ours may have renamed or removed it by now.
             with contextlib.suppress(FileNotFoundError):
-                check_own(Path(entry.path), entry.stat(follow_symlinks=False))
+                check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
 
 
-def check_own(path: Path, status: os.stat_result) -> None:
+def check_owner(path: Path, status: os.stat_result) -> None:
     """Refuses a file or folder of the cache that is not this user's, or that others can write.
 
     Raises:
-        BadValueError: It is so.
+        BadValueError: Another user owns it, or others can write it.
     """
     if status.st_uid != os.geteuid():
         fact = f"User {status.st_uid} owns it, and what is loaded from the cache is run as user {os.geteuid()}"
@@ -124,41 +124,41 @@ def _writable(path: Path, status: os.stat_result) -> BadValueError:
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group is the user's own and nobody else's: by its name and its members, as OpenSSH tells on Debian."""
+    """Returns whether a group is the user's alone, by its name and members, as OpenSSH checks on Debian."""
     import grp
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False  # unknown to this system, as in a container
-    return found.gr_name == user.pw_name and found.gr_gid == user.pw_gid and set(found.gr_mem) <= {user.pw_name}
+    return entry.gr_name == user.pw_name and entry.gr_gid == user.pw_gid and set(entry.gr_mem) <= {user.pw_name}
 
 
 def _upper(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _passed(path: Path) -> Iterator[Path]:
-    """Yields every folder and link that is passed on the way to a folder, from the root on."""
+def _ancestors(path: Path) -> Iterator[Path]:
+    """Yields every folder and link on the way to a folder, from the root on."""
     path = path.absolute()  # and no more: what '..' is depends on the links before it
     for part in (*reversed(path.parents), path):
         yield part
         if part.is_symlink():
-            yield from _passed(part.parent / part.readlink())
+            yield from _ancestors(part.parent / part.readlink())
 
 
 def host() -> str:
     """Returns a name for this host's kind of CPU.
 
-    XLA compiles for the instructions of the CPU that it runs on; on one that lacks them a program may end in SIGILL.
-    JAX's cache does not put them into its keys.
+    XLA compiles for the instructions of the CPU that it runs on. On a CPU that lacks them a program may end in SIGILL.
+    JAX's cache does not put the instructions into its keys.
     """
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+        fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-        words = [line for line in lines if line.partition(":")[0].strip() in named]
+        words = [line for line in lines if line.partition(":")[0].strip() in fields]
     else:
         words = [platform.system(), platform.processor()]
     return f"{platform.machine()}-{hashlib.sha256(repr(words).encode()).hexdigest()[:12]}"

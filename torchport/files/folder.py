@@ -1,4 +1,4 @@
-"""Files of a folder that somebody else may have made: nothing in it leads out, and nothing in it is waited for."""
+"""Reads a folder that somebody else may have made: it follows no link out of it, and does not wait for pipes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torchport.errors import BadValueError, OutputError
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns a path of which neither itself nor any link in it leads out of a folder.
+    """Returns a path, if it leads to a place inside a folder and no link leads out of it.
 
     Raises:
-        BadValueError: It does.
+        BadValueError: A link leads out.
     """
-    # Unlike `Path.resolve`, this takes a loop of links for what it is: no way out.
+    # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        shown = f"{root.name}/{path.relative_to(root)}"
-        raise BadValueError(shown, f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there")
+        name = f"{root.name}/{path.relative_to(root)}"
+        raise BadValueError(name, f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there")
     return path
 
 
@@ -38,7 +38,7 @@ def has_folder(path: Path) -> bool:
         return False
 
 
-def expanded(name: str) -> Path:
+def expand_home(name: str) -> Path:
     """Returns a path with `~` as the home folder; `~somebody` that this system does not know stays as it is."""
     try:
         return Path(name).expanduser()
@@ -60,11 +60,11 @@ def text(path: Path) -> str:
 
 
 def check_writable(flag: str, file: Path) -> None:
-    """Refuses a file that cannot be written, before minutes or hours are spent on what shall be in it.
+    """Refuses a file that cannot be written, before minutes or hours are spent on its content.
 
     Args:
-        flag: What named it.
-        file: It is left as it is.
+        flag: The flag that names it.
+        file: The file; this does not change it.
 
     Raises:
         OutputError: It is a folder, a pipe or a device, lies in no folder, or cannot be written.

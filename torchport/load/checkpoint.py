@@ -1,4 +1,4 @@
-"""A checkpoint in the diffusers format: where it is, what is in it, and whether it is whole."""
+"""A checkpoint in the diffusers format: finds it, reads its headers, and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from torchport.config.card import DTYPES, Card
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
-from torchport.files.folder import expanded
+from torchport.files.folder import expand_home
 from torchport.foreign import brief, reading
 from torchport.progress import log
 
@@ -23,13 +23,13 @@ WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Dtypes of weights that become any of each other, as safetensors and torch call them.
+"""Dtypes of weights that can be cast to each other, as safetensors and torch call them.
 
-The eight-bit floats are not among them: their values mean nothing without scales, of which no card knows.
+The eight-bit floats are not among them: they need scales, and no card has scales.
 """
 
 LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
-"""Bytes that are read of a file from elsewhere: ten times the largest vocabulary; what safetensors itself reads."""
+"""Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
 
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -64,7 +64,7 @@ def check_name(name: str) -> None:
     Raises:
         CheckpointMissingError: It is none of them.
     """
-    if name == "tiny" or (is_folder(name) and expanded(name).is_dir()):
+    if name == "tiny" or (is_folder(name) and expand_home(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
     if is_folder(name) or repo.count("/") != 1 or "@" in revision:
@@ -73,13 +73,13 @@ def check_name(name: str) -> None:
 
 
 def local(name: str) -> Path | None:
-    """Returns a checkpoint's folder if it is on this machine already, given or in the hub's cache; asks no network.
+    """Returns a checkpoint's folder if it is on this machine: a named folder, or the hub's cache. It uses no network.
 
     Raises:
         CheckpointMissingError: A folder is named that is not there.
     """
     if is_folder(name):
-        return _given(name)
+        return _existing_folder(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -103,17 +103,17 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
         CheckpointForeignError: Components of other classes than the card's.
     """
     if is_folder(name):
-        folder = _given(name)
+        folder = _existing_folder(name)
         identity = f"folder:{folder.name}"
     else:
-        folder = _downloaded(name, card, variant)
+        folder = _download(name, card, variant)
         identity = f"{name.partition('@')[0]}@{folder.name}"  # the cache names a snapshot by its commit
     check_index(folder, card, variant)
     return Checkpoint(folder, identity, digests(folder, card, variant))
 
 
-def _given(name: str) -> Path:
-    folder = expanded(name).resolve()
+def _existing_folder(name: str) -> Path:
+    folder = expand_home(name).resolve()
     if not folder.is_dir():
         raise CheckpointMissingError(
             f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
@@ -121,17 +121,17 @@ def _given(name: str) -> Path:
     return folder
 
 
-def _downloaded(name: str, card: Card, variant: str | None) -> Path:
+def _download(name: str, card: Card, variant: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if local(name) is None:
         _check_disk(name, card)
     repo, _, revision = name.partition("@")
-    wanted = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
+    patterns = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
     log.info("checkpoint %s ...", name)
     try:
-        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=wanted))
+        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise CheckpointMissingError(
@@ -199,9 +199,9 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
                 f"The card '{card.model}' wants a {class_name}. {nearest(name, index)}",
                 component=name,
             )
-        listed = index[name] if isinstance(index[name], list) else []
-        found = [str(word).removesuffix("Fast") for word in listed]  # transformers 4 had two of each tokenizer
-        if found != [library.partition(".")[0], class_name]:
+        words = index[name] if isinstance(index[name], list) else []
+        classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had two of each tokenizer
+        if classes != [library.partition(".")[0], class_name]:
             raise CheckpointForeignError(
                 str(file),
                 f"'{name}' is {index[name]}",
@@ -215,7 +215,7 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
     for name, component in card.components.items():
         place = folder / card.folder(name, variant)
         if not place.is_dir():
-            near = [found.name for found in place.parent.iterdir()] if place.parent.is_dir() else []
+            near = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
             raise CheckpointMissingError(
                 str(place),
                 f"There is no folder for '{name}'",
@@ -235,10 +235,11 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
 def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
     """Returns a digest of each component of a checkpoint that is there, by `card/component`.
 
-    Two cards may read each other's stage files, and their checkpoints are laid out differently.
+    Names have the card's name in front: two cards may read each other's stage files, and their checkpoints have
+    different layouts.
 
-    It covers every file's name and size, and its two ends: sixteen gigabytes are not read through for a name. A
-    safetensors header, with all names, shapes and offsets, is in the first end.
+    A digest covers every file's name and size, its first bytes and its last bytes; reading sixteen gigabytes would take
+    too long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
     """
     places = {name: folder / card.folder(name, variant) for name in card.components}
     return {f"{card.model}/{name}": _digest(place) for name, place in places.items() if place.is_dir()}
@@ -270,22 +271,22 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointForeignError(
             str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
         )
-    there = sorted(folder.glob("*.safetensors"))
-    files = _shards(indices[0]) if indices else there
-    for file in there:
+    present = sorted(folder.glob("*.safetensors"))
+    files = _shards(indices[0]) if indices else present
+    for file in present:
         if file not in files:  # upstream may read this one, and leave the index alone
             fact = f"It holds {file.name[:120]}, which {indices[0].name[:120]} does not name"
             raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", file=file.name)
     if not files:
         raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         for name in header(file):
-            if name in found:
-                fact = f"'{name[:120]}' is in {found[name].name} and in {file.name}"
+            if name in file_of:
+                fact = f"'{name[:120]}' is in {file_of[name].name} and in {file.name}"
                 raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
-            found[name] = file
-    return found
+            file_of[name] = file
+    return file_of
 
 
 def _shards(index: Path) -> list[Path]:
@@ -302,14 +303,14 @@ def _shards(index: Path) -> list[Path]:
 
 
 def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns the file, dtype and shape of every tensor that transformers reads: from safetensors, else from a pickle.
+    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle.
 
     Raises:
-        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `weight_files` and `pickled` do.
+        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `weight_files` and `pickle_header` do.
     """
     file = folder / "pytorch_model.bin"
     if file.is_file() and not any(folder.glob("*.safetensors*")):
-        return {name: (file, entry) for name, entry in pickled(file).items()}
+        return {name: (file, entry) for name, entry in pickle_header(file).items()}
     files = sorted(set(weight_files(folder).values()))
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
@@ -361,7 +362,7 @@ def header(file: Path) -> dict[str, Any]:
         raise CheckpointBrokenError(str(file), f"Its header is not safetensors': {error}", AGAIN) from error
 
 
-def pickled(file: Path) -> dict[str, Any]:
+def pickle_header(file: Path) -> dict[str, Any]:
     """Returns the tensors of a file of `torch.save` as `header` does: name to dtype and shape.
 
     Only tensors are unpickled: torch refuses whatever else such a file could run.

@@ -20,7 +20,7 @@ from torchport.load import checkpoint
 from torchport.progress import log, track
 
 SAME = "Name a checkpoint of this model and version"
-"""What to do about files that are another model's."""
+"""The remedy for files of another model."""
 
 
 def class_of(path: str) -> Any:
@@ -47,22 +47,22 @@ def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) ->
     from accelerate import init_empty_weights
 
     with default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
-        module = _constructed(class_path, config, place)
+        module = _construct(class_path, config, place)
     return _cast(module, getattr(torch, dtype))
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Gives floating-point weights a dtype, but for what the class keeps in float32, as upstream's own loading does."""
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    """Casts floating-point weights, except those that the class keeps in float32, as upstream's own loading does."""
+    float32_names = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+            tensor.data = tensor.data.to(torch.float32 if float32_names & set(name.split(".")) else dtype)
     return module
 
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Makes a dtype PyTorch's default, of what upstream creates without naming one, while the context lasts."""
+    """Sets PyTorch's default dtype while the context lasts, for tensors that upstream creates without naming one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -72,7 +72,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def published(class_path: str, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None) -> Any:
-    """Returns a module on meta altogether: shapes for planning, with no checkpoint at hand; see `build`.
+    """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`.
 
     Args:
         class_path: `package.module:Class`.
@@ -82,12 +82,12 @@ def published(class_path: str, config: Mapping[str, Any], place: str = "the card
     """
     with torch.device("meta"):
         if dtype is None:
-            return _constructed(class_path, config, place)
+            return _construct(class_path, config, place)
         with default_dtype(getattr(torch, dtype)):
-            return _cast(_constructed(class_path, config, place), getattr(torch, dtype))
+            return _cast(_construct(class_path, config, place), getattr(torch, dtype))
 
 
-def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+def _construct(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
     cls = class_of(class_path)
     with _building(class_path, place):
         module: torch.nn.Module = cls.from_config(dict(config))
@@ -95,19 +95,19 @@ def _constructed(class_path: str, config: Mapping[str, Any], place: str) -> torc
 
 
 MOST = 20_000
-"""Parameters of a module: a configuration that asks for more would be built until the memory ends."""
+"""Parameters of a module, at most: building more than any real model has would use up the memory."""
 
 
 @contextlib.contextmanager
 def _building(class_path: str, place: str) -> Iterator[None]:
-    """Refuses a configuration that a class cannot be built from, or never would be."""
+    """Refuses a configuration from which the class cannot be built, or would be built without end."""
     count = itertools.count(1)
 
-    def counted(module: torch.nn.Module, name: str, parameter: object) -> None:
+    def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
         if next(count) > MOST:
             raise ValueError(f"it asks for more than {MOST} parameters")
 
-    hook = register_module_parameter_registration_hook(counted)
+    hook = register_module_parameter_registration_hook(check_count)
     fact, remedy = (
         f"{class_path.partition(':')[2]} cannot be built from it",
         SAME,
@@ -134,18 +134,18 @@ def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[
     """
     from safetensors import safe_open
 
-    wanted = module.state_dict()
+    state = module.state_dict()
     files = account(module, folder)
     for name, buffer in module.named_buffers():
-        if name not in wanted:
-            yield name, _filled(name, buffer, folder)
+        if name not in state:
+            yield name, _check_filled(name, buffer, folder)
     open_file: Path | None = None
     stream: Any = None
     for file, name in track(sorted((file, name) for name, file in files.items()), f"load {what}", "tensor"):
         if file != open_file:
             open_file, stream = file, safe_open(str(file), framework="pt")
         tensor: torch.Tensor = stream.get_tensor(name)
-        yield name, tensor.to(wanted[name].dtype)
+        yield name, tensor.to(state[name].dtype)
 
 
 def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
@@ -159,9 +159,9 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
     """
-    wanted, files = module.state_dict(), checkpoint.weight_files(folder)
-    missing = sorted(set(wanted) - set(files))
-    foreign = sorted(set(files) - set(wanted))
+    state, files = module.state_dict(), checkpoint.weight_files(folder)
+    missing = sorted(set(state) - set(files))
+    foreign = sorted(set(files) - set(state))
     if missing or foreign:
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
@@ -174,31 +174,31 @@ def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
         )
     for file in sorted(set(files.values())):
         for name, entry in checkpoint.header(file).items():
-            if tuple(entry["shape"]) != tuple(wanted[name].shape):
+            if tuple(entry["shape"]) != tuple(state[name].shape):
                 raise CheckpointForeignError(
                     str(file),
                     f"'{name}' has shape {entry['shape']}",
-                    f"The model's has {list(wanted[name].shape)}: name a checkpoint of this model",
+                    f"The model's has {list(state[name].shape)}: name a checkpoint of this model",
                     name=name,
                 )
-            _check_dtype(file, name, entry["dtype"], wanted[name].dtype)
+            _check_dtype(file, name, entry["dtype"], state[name].dtype)
     return files
 
 
-def _check_dtype(file: Path, name: str, found: str, wanted: torch.dtype) -> None:
-    """Refuses a tensor whose values would be others, or mean something else, in the module's dtype."""
-    word = str(wanted).removeprefix("torch.")
-    taken = list(checkpoint.FLOATS) if wanted.is_floating_point else [checkpoint.CODES[word]]
-    if found not in taken:
+def _check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
+    """Refuses a tensor whose values would change, or lose their meaning, in the module's dtype."""
+    word = str(target).removeprefix("torch.")
+    loadable = list(checkpoint.FLOATS) if target.is_floating_point else [checkpoint.CODES[word]]
+    if dtype not in loadable:
         raise CheckpointForeignError(
             str(file),
-            f"'{name}' is of dtype {found}, and the model's is {word}",
-            f"Name a checkpoint whose '{name}' is of {' or '.join(taken)}",
+            f"'{name}' is of dtype {dtype}, and the model's is {word}",
+            f"Name a checkpoint whose '{name}' is of {' or '.join(loadable)}",
             name=name,
         )
 
 
-def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+def _check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     if tensor.is_meta:
         raise UnfilledWeightError(
             str(folder),
@@ -212,16 +212,16 @@ def _filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
 def fill(module: torch.nn.Module, folder: Path, what: str) -> torch.nn.Module:
     """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
     filled = dict(tensors(module, folder, what))
-    own = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
-    module.load_state_dict(own, assign=True, strict=True)
+    state = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
+    module.load_state_dict(state, assign=True, strict=True)
     module.requires_grad_(False)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _filled(name, tensor, folder)
+        _check_filled(name, tensor, folder)
     return module
 
 
 def account_component(component: Component, folder: Path) -> None:
-    """Refuses a component that is not whole, or not the card's, before anything of it is read: the one door for all.
+    """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
 
     Args:
         component: As the card has it.
@@ -245,10 +245,10 @@ def account_component(component: Component, folder: Path) -> None:
 
 
 def _account_encoder(component: Component, folder: Path) -> None:
-    """Refuses a transformers model whose files lack a tensor, or hold one that is not its, before any is read.
+    """Refuses a transformers model whose files lack a tensor, or hold a tensor of another model, before any is read.
 
-    transformers renames keys and ties weights while it loads; that knowledge is its own, so it loads them here without
-    storage. A tensor that it lacks it would draw anew in every run.
+    transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
+    without storage. It would fill a missing tensor with new random values in every run.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
@@ -261,7 +261,7 @@ def _account_encoder(component: Component, folder: Path) -> None:
             _check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
 
 
-def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn.Module:
+def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
     """Returns a transformers model, every key and shape accounted for."""
     checkpoint.weights(folder)
     cls = class_of(component.class_)
@@ -273,7 +273,7 @@ def _from_pretrained(component: Component, folder: Path, **how: Any) -> torch.nn
             output_loading_info=True,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
-            **how,
+            **options,
         )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in info.get(kind) or ())
@@ -297,9 +297,9 @@ def _check_config(cls: Any, folder: Path) -> None:
     """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
     file = folder / "config.json"
     config = checkpoint.read_json(file)
-    wanted, found = cls.config_class.model_type, config.get("model_type")
-    if found != wanted:
-        fact, remedy = f"'model_type' is {found!r}", f"It must be '{wanted}': name a checkpoint of this model"
+    expected, model_type = cls.config_class.model_type, config.get("model_type")
+    if model_type != expected:
+        fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
         raise CheckpointForeignError(str(file), fact, remedy)
     if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
         fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
@@ -311,13 +311,13 @@ def _check_config(cls: Any, folder: Path) -> None:
                 raise CheckpointForeignError(str(file), fact, remedy)
         for key in ("dtype", "torch_dtype"):
             if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
-                fact, known = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
-                raise CheckpointForeignError(str(file), fact, f"It must be one of {known}")
+                fact, dtypes = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
+                raise CheckpointForeignError(str(file), fact, f"It must be one of {dtypes}")
 
 
 def _account_pickle(component: Component, file: Path) -> None:
-    """Refuses weights that are no floats; upstream loads the file strictly, so that it refuses keys and shapes."""
-    for name, entry in checkpoint.pickled(file).items():
+    """Refuses weights that are no floats. Upstream loads the file strictly, so it refuses wrong keys and shapes."""
+    for name, entry in checkpoint.pickle_header(file).items():
         if not _is_unread(component, name):
             _check_dtype(file, name, entry["dtype"], torch.float32)
 
@@ -334,12 +334,12 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
     log.info("load %s ...", what)
     module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _filled(name, tensor, folder)
+        _check_filled(name, tensor, folder)
     return module.eval().requires_grad_(False)
 
 
 def part(class_path: str, folder: Path) -> Any:
-    """Returns what has no weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
+    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
 
     Raises:
         CheckpointMissingError: The folder, or a file in it, is not there.
@@ -347,10 +347,10 @@ def part(class_path: str, folder: Path) -> Any:
     """
     check_part(class_path, folder)
     with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
-        made = class_of(class_path).from_pretrained(folder, local_files_only=True)
-        if getattr(made, "chat_template", None):
-            made.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
-        return made
+        loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
+        if getattr(loaded, "chat_template", None):
+            loaded.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
+        return loaded
 
 
 def check_part(class_path: str, folder: Path) -> None:
@@ -374,7 +374,7 @@ def check_part(class_path: str, folder: Path) -> None:
 
 
 def _has_vocabulary(cls: Any, folder: Path) -> bool:
-    """Whether a tokenizer's vocabulary is there; without it transformers makes an empty one, and says nothing."""
+    """Returns whether a tokenizer's vocabulary is there; without it transformers silently makes an empty one."""
     names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
     whole = names.pop("tokenizer_file", None)
     if whole is not None and (folder / whole).is_file():

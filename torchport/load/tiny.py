@@ -1,7 +1,7 @@
 """Writes a card's tiny checkpoint: the real classes, small and seeded, in the format of the published one.
 
-Every parameter is drawn, none is left at its initial value: diffusion transformers zero-initialise their output
-layers, so that a fresh one returns exactly 0 and every comparison with it passes.
+Every parameter is random, and none keeps its initial value. Diffusion transformers initialise their output layers with
+zeros, so a fresh one returns exactly 0, and every comparison with it passes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Make = Callable[..., Any]
 def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None = None) -> Path:
     """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
 
-    It is written beside its place and renamed, so that two processes, or one that is killed, leave no half of it.
+    It is written beside its place and renamed, so that neither two processes nor a killed one leave half of it.
 
     Args:
         card: The model card.
@@ -81,7 +81,7 @@ def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None
         ) from error
     try:
         with _Writing(folder.parent):
-            make = functools.partial(_made, card)
+            make = functools.partial(_component, card)
             if arrange is not None:
                 arrange(make, work)
             else:
@@ -100,7 +100,7 @@ def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None
 
 
 class _Writing:
-    """Turns a failure to write into the cache, whichever library meets it, into a refusal that names the folder."""
+    """Turns a failure to write into the cache, in whichever library, into a refusal that names the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,23 +112,23 @@ class _Writing:
         """Raises OutputError in place of a system error; anything else passes."""
         from safetensors import SafetensorError
 
-        said = None
+        reason = None
         if isinstance(error, OSError):
-            said = error.strerror or str(error)
+            reason = error.strerror or str(error)
         elif isinstance(error, SafetensorError) or kind is Exception:  # which is what tokenizers raises
-            said = _os_error(str(error))
-        if said is not None:
+            reason = _os_error(str(error))
+        if reason is not None:
             remedy = f"Free some space there, or name another folder with {cache.VARIABLE}"
-            raise OutputError(str(self.folder), f"The cache folder cannot be written: {said}", remedy) from error
+            raise OutputError(str(self.folder), f"The cache folder cannot be written: {reason}", remedy) from error
 
 
 def _os_error(text: str) -> str | None:
-    """Returns what the system said, of an error as Rust's standard library words it; None if it is another."""
-    found = re.search(r"([^:]*) \(os error \d+\)", text)
-    return found[1].strip() if found else None
+    """Returns the system's reason in an error of Rust's standard library; None for any other error."""
+    match = re.search(r"([^:]*) \(os error \d+\)", text)
+    return match[1].strip() if match else None
 
 
-def _made(card: Card, name: str, **changes: Any) -> Any:
+def _component(card: Card, name: str, **changes: Any) -> Any:
     """Returns one tiny component."""
     cls = _class_of(card.components[name].class_)
     if name in card.tiny.tokenizers:
@@ -151,7 +151,7 @@ def _part(cls: Any, config: dict[str, Any]) -> Any:
 
 
 def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> None:
-    """Draws every parameter from a generator of its own, so that no order of modules matters.
+    """Draws every parameter from its own generator, so that the order of modules does not matter.
 
     Args:
         module: In host memory; changed in place.
@@ -214,13 +214,13 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
 
 def _prefix_length(tokenizer: Any, system: str) -> int:
     """Returns how many tokens precede the user's text, by where two different texts begin to differ."""
-    one, two = (
+    first, second = (
         tokenizer.apply_chat_template(
             [{"role": "system", "content": system}, {"role": "user", "content": text}], tokenize=True, return_dict=True
         )["input_ids"]
         for text in ("0", "1")
     )
-    return next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+    return next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
 
 
 def _system_message(path: str) -> str:

@@ -45,7 +45,7 @@ class StageNetwork:
     """
 
     program: compile.Compiled
-    called: list[recorder.Called]
+    called: list[recorder.NetworkCall]
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
@@ -77,7 +77,7 @@ def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
     name, parts, mesh = str(stage.network), network.as_shapes(task, stage), shard.make_mesh(task.job.mesh, devices)
     module, how = network.module_of(stage, parts), network.how(stage, task)
     weights = network.shapes(task, stage, module, mesh)
-    called = recorder.recorded(stage, parts, module, how, task.settings)
+    called = recorder.network_calls(stage, parts, module, how, task.settings)
     preflight.input_rules(task, name, called)
     kernels: list[dispatch.Traced | dispatch.Pass] = []
     return StageNetwork(network.compiled(task, stage, module, weights, mesh, record=kernels.append), called, kernels)
@@ -142,7 +142,7 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
         return [_program(network, called, task.machine, dump) for called in network.called]
 
 
-def _program(network: StageNetwork, called: recorder.Called, machine: Machine, dump: Path) -> CompiledProgram:
+def _program(network: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path) -> CompiledProgram:
     """Compiles for one set of shapes."""
     written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None

@@ -31,7 +31,7 @@ _REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended that left no answer.
+    """The end of a process that left no answer.
 
     Attributes:
         code: Its exit code; of one that was killed, minus the signal's number.
@@ -53,9 +53,9 @@ class Ended:
 
 
 def last_words(stderr: str) -> str:
-    """Returns why a process stopped: the last line of its own that names an exception, or else the last one.
+    """Returns why a process stopped: the last line of stderr that names an exception, or else the last line.
 
-    Below an exception JAX may write that it has removed frames, which is not why.
+    After an exception JAX may write a line about removed frames, which is not the reason.
     """
     lines = [line for line in stderr.strip().splitlines() if _HARMLESS not in line] or ["nothing"]
     raised = [line for line in lines if _RAISED.match(line)]
@@ -105,15 +105,15 @@ def call(
     raise ended(Ended(done.returncode, done.stderr))
 
 
-def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of a child: this process's, with some of its own, and no empty entry in `PYTHONPATH`."""
-    variables = {**os.environ, **own}
-    named = path.without_empty(variables.pop("PYTHONPATH", ""))
-    return variables | ({"PYTHONPATH": named} if named else {})
+def _environment(additions: Mapping[str, str]) -> dict[str, str]:
+    """Returns a child's variables: this process's, some additions, and a `PYTHONPATH` without empty entries."""
+    variables = {**os.environ, **additions}
+    search_path = path.without_empty(variables.pop("PYTHONPATH", ""))
+    return variables | ({"PYTHONPATH": search_path} if search_path else {})
 
 
 def answer(name: str) -> None:
-    """Calls what the request in a folder names, and leaves there what it returns or refuses: the child's side."""
+    """Runs in the child: calls the function that the request in a folder names, and leaves its result there."""
     folder = Path(name)
     function, arguments = pickle.loads((folder / _REQUEST).read_bytes())
     module, _, attribute = function.partition(":")

@@ -1,8 +1,8 @@
 """The processes of one run, one on each host: how they find each other, agree, and end together.
 
 Every process runs the same command over the same devices. The first one keeps the run's folder: it reads and writes
-there, and tells the others what it read. What is told goes through JAX's coordination service, not through the devices:
-somebody may have to wait for hours, and a device that waits in a program is a device that hangs.
+there, and sends the others what it read. It sends through JAX's coordination service, not through the devices: a
+process may have to wait for hours, and a device that waits in a program hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 CONNECT = 300
 """Seconds in which all processes must have started: JAX's default."""
 PIECE = 2**20
-"""Bytes of one message: gRPC takes no more than 4 MiB unless told otherwise."""
+"""Bytes of one message: gRPC takes 4 MiB at most by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +48,23 @@ class Cluster:
 def cluster_of(
     distributed: bool, coordinator: str | None, processes: int | None, process: int | None
 ) -> Cluster | None:
-    """Returns the cluster that the flags name; None where none is given: one process is all.
+    """Returns the cluster that the flags name; None without a flag, for a run of one process.
 
     Raises:
         BadValueError: Flags that contradict each other, are not all there, or are no address and number.
     """
     flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
-    given = [flag for flag, value in flags.items() if value is not None]
-    if distributed and given:
+    names = [flag for flag, value in flags.items() if value is not None]
+    if distributed and names:
         raise BadValueError(
-            "--distributed", f"{given[0]} is given too", "Leave one out: --distributed takes all from the cluster"
+            "--distributed", f"{names[0]} is given too", "Leave one out: --distributed takes all from the cluster"
         )
-    if not given:
+    if not names:
         return Cluster() if distributed else None
-    missing = [flag for flag in flags if flag not in given]
+    missing = [flag for flag in flags if flag not in names]
     if missing:
         raise BadValueError(
-            given[0],
+            names[0],
             f"It is given without {' and '.join(missing)}",
             "Give all three, or --distributed alone where JAX knows them",
         )
@@ -82,7 +82,7 @@ def cluster_of(
 
 
 def _state() -> Any:
-    """Returns what JAX knows of the processes; its public functions would start the backend, which fixes it."""
+    """Returns JAX's state of the processes; JAX's public functions would start the backend, which fixes that state."""
     from jax._src import distributed
 
     return distributed.global_state
@@ -107,11 +107,11 @@ def first() -> bool:
 def joined(cluster: Cluster | None) -> Iterator[Watch]:
     """Runs the context together with the cluster's other processes; alone without one.
 
-    Where a process fails, the others end within seconds, with its error and its exit code. Where one is killed, the
-    others end with a `LostProcessError`: within `watch.SILENCE` and a few seconds, and at once if it was the first.
+    If a process fails, the others end within seconds, with its error and its exit code. If one is killed, the others
+    end with a `LostProcessError`: within `watch.SILENCE` and a few seconds, or at once if it was the first.
 
     Yields:
-        What watches the others; it wants to know the run's folder.
+        The watch over the others; set its `folder` once the run's folder is known.
 
     Raises:
         MachineError: They do not find each other.
@@ -126,10 +126,10 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
             yield watch
         except BaseException as error:
             if isinstance(error, RuntimeError):
-                # A program says only that a connection is gone: somebody may have died.
+                # A program's error says only that a connection is gone: another process may have died.
                 watch.settle()
             watch.over.set()
-            # What all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
+            # If all processes refuse at the same point, they leave in order: JAX waits for all of them at its end.
             if not (isinstance(error, TorchportError) and error.on_every_process):
                 watch.fail(error)
             raise
@@ -147,30 +147,30 @@ def _connect(cluster: Cluster) -> None:
             cluster.processes,
             cluster.process,
             initialization_timeout=CONNECT,
-            # A cluster's own idea of who is who must not mix with what was given.
+            # The cluster's own numbering must not mix with the flags.
             cluster_detection_method="deactivate" if cluster.coordinator else None,
         )
     except (RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())[:200].rstrip(".")
+        reason = " ".join(str(error).split())[:200].rstrip(".")
         remedy = (
             "Start all processes at about the same time, with one free port on a host that all of them reach"
             if cluster.coordinator
             else "Name it: --coordinator HOST:PORT --processes N --process I"
         )
-        raise MachineError(place, f"The processes of the run do not find each other: {said}", remedy) from error
+        raise MachineError(place, f"The processes of the run do not find each other: {reason}", remedy) from error
     log = logging.getLogger("torchport")
     if not first() and log.getEffectiveLevel() < logging.WARNING:
         log.setLevel(logging.WARNING)  # the first process speaks for all
 
 
 _number = itertools.count()
-"""Of the exchanges so far: every process makes the same ones in the same order."""
+"""Number of the next exchange: every process makes the same exchanges in the same order."""
 _alone: list[bool] = []
-"""Whether the first process is at something that the others only wait for."""
+"""Not empty while the first process works and the others only wait for it."""
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns, on every process, what the first one makes; what it refuses, all refuse.
+    """Returns, on every process, what the first one makes. If the first one refuses, all refuse.
 
     Args:
         make: Called by the first process alone. Returns what JSON can hold.
@@ -183,7 +183,7 @@ def pair_from_first(make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     if processes() == 1 or _alone:
         return make()
     key = f"torchport/{next(_number)}"
-    return _tell(key, make) if first() else _hear(key)
+    return _publish(key, make) if first() else _receive(key)
 
 
 def tensors_from_first(make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -191,7 +191,9 @@ def tensors_from_first(make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[s
     return dict(pair_from_first(lambda: (None, make()))[1])
 
 
-def _tell(key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) -> tuple[T, Mapping[str, torch.Tensor]]:
+def _publish(
+    key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]
+) -> tuple[T, Mapping[str, torch.Tensor]]:
     from safetensors.torch import save
 
     _alone.append(True)
@@ -208,29 +210,31 @@ def _tell(key: str, make: Callable[[], tuple[T, Mapping[str, torch.Tensor]]]) ->
     return value, tensors
 
 
-def _send(key: str, said: dict[str, Any], data: bytes) -> None:
-    # What was sent stays with the service until the end: a few artefacts, each once.
+def _send(key: str, header: dict[str, Any], data: bytes) -> None:
+    # The service keeps every message until the end: a few artefacts, each once.
     client = _state().client
     for start in range(0, len(data), PIECE):
         client.key_value_set_bytes(f"{key}/{start}", data[start : start + PIECE])
-    client.key_value_set(key, json.dumps({**said, "bytes": len(data)}))
+    client.key_value_set(key, json.dumps({**header, "bytes": len(data)}))
 
 
-def _hear(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
+def _receive(key: str) -> tuple[Any, Mapping[str, torch.Tensor]]:
     from safetensors.torch import load
 
-    said = json.loads(_get(key))
-    if "kind" in said:
-        error: TorchportError = getattr(errors, said["kind"])(*said["args"])
-        vars(error).update(said["culprit"])
+    header = json.loads(_get(key))
+    if "kind" in header:
+        error: TorchportError = getattr(errors, header["kind"])(*header["args"])
+        vars(error).update(header["culprit"])
         raise error
     client = _state().client
-    pieces = [client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in range(0, said["bytes"], PIECE)]
-    return said["value"], load(b"".join(pieces))
+    pieces = [
+        client.blocking_key_value_get_bytes(f"{key}/{start}", 60_000) for start in range(0, header["bytes"], PIECE)
+    ]
+    return header["value"], load(b"".join(pieces))
 
 
 def _get(key: str) -> str:
-    """Returns what another process sets, however long that takes; Ctrl-C is heard every second."""
+    """Returns what another process sets, however long that takes; Ctrl-C works every second."""
     import jax
 
     while True:
@@ -242,21 +246,21 @@ def _get(key: str) -> str:
 
 
 def _all(mine: str) -> list[str]:
-    """Returns what each process says, in their order."""
+    """Returns the value of each process, in their order."""
     key = f"torchport/{next(_number)}"
     _state().client.key_value_set(f"{key}/{process()}", mine)
     return [_get(f"{key}/{number}") for number in range(processes())]
 
 
 def any_process(mine: bool) -> bool:
-    """Returns whether something is true of any process; all must ask."""
+    """Returns whether something is true of any process; all processes must call this."""
     if processes() == 1 or _alone:
         return mine
     return "yes" in _all("yes" if mine else "no")
 
 
 def check_same(what: Mapping[str, Any]) -> None:
-    """Refuses processes that were not started alike: they would wait for each other, or compute nonsense.
+    """Refuses processes that differ in what they run: they would wait for each other, or compute nonsense.
 
     Args:
         what: All that decides which programs run; what JSON can hold.
@@ -266,14 +270,14 @@ def check_same(what: Mapping[str, Any]) -> None:
     """
     if processes() == 1:
         return
-    for number, said in enumerate(map(json.loads, _all(json.dumps(dict(what), default=str)))):
+    for number, theirs in enumerate(map(json.loads, _all(json.dumps(dict(what), default=str)))):
         mine = json.loads(json.dumps(dict(what), default=str))
-        differs = [key for key in sorted({*said, *mine}) if said.get(key) != mine.get(key)]
+        differs = [key for key in sorted({*theirs, *mine}) if theirs.get(key) != mine.get(key)]
         if differs:
             key = differs[0]
             raise MachineError(
                 f"process {process()}",
-                f"Its {key} is {mine.get(key)!r}, and that of process {number} is {said.get(key)!r}",
+                f"Its {key} is {mine.get(key)!r}, and that of process {number} is {theirs.get(key)!r}",
                 "Start every process with the same command, versions and checkpoint",
                 key=key,
             )

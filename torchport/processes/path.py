@@ -1,6 +1,6 @@
 """Where a process imports from: what the user has named, and never the current folder unasked.
 
-What lies in the current folder may be somebody else's: a `json.py` in it would run in the place of Python's own.
+The current folder may hold somebody else's files: a `json.py` in it would run instead of Python's own.
 """
 
 import os
@@ -29,8 +29,12 @@ def trusted(path: list[str], started: bool = False) -> list[str]:
         started: Whether Python was started with `-m`, which puts the current folder first.
     """
     here, variable = current(), os.environ.get("PYTHONPATH")
-    named = variable.split(os.pathsep) if variable else []
+    entries_of_variable = variable.split(os.pathsep) if variable else []
     entries = list(path[1:] if started and path and path[0] == here else path)
-    if "" in named and here in entries and here not in map(os.path.abspath, filter(None, named)):
+    if (
+        "" in entries_of_variable
+        and here in entries
+        and here not in map(os.path.abspath, filter(None, entries_of_variable))
+    ):
         entries.remove(here)  # the first one only: another may come from an installed package
     return [entry for entry in entries if entry]

@@ -26,25 +26,25 @@ class Stopping:
     """
 
     def __init__(self) -> None:
-        self.asked = ""  # by what
+        self.cause = ""  # the signal's name; empty as long as no stop is requested
 
     def __call__(self, number: int, frame: object) -> None:
         """Handles a signal, in the main thread and between two of Python's own steps."""
-        if self.asked and number != signal.SIGHUP:
+        if self.cause and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        self.asked = self.asked or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        self.cause = self.cause or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stopping]:
-        """Handles the signals while the context lasts; only a main thread can, and elsewhere nothing changes."""
+        """Handles the signals while the context lasts. Outside the main thread it does nothing: no other thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        # nohup has the hangup ignored, and that is to stay so.
+        # nohup makes the process ignore the hangup, and it must stay ignored.
         hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        thread = threading.Thread(target=_hear, args=(reading,), daemon=True)
+        thread = threading.Thread(target=_answer_signals, args=(reading,), daemon=True)
         thread.start()
         waking = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
@@ -55,25 +55,25 @@ class Stopping:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(waking)
             os.close(writing)
-            thread.join(GRACE)  # what it logs comes before what the run says last
+            thread.join(GRACE)  # its log lines must come before the run's last line
 
-    def wanted(self) -> bool:
-        """Returns whether any process of the run was asked to stop; all of them must call this."""
-        if hosts.any_process(bool(self.asked)):
-            self.asked = self.asked or "another process"
-        return bool(self.asked)
+    def is_requested(self) -> bool:
+        """Returns whether a stop is requested in any process of the run; all processes must call this."""
+        if hosts.any_process(bool(self.cause)):
+            self.cause = self.cause or "another process"
+        return bool(self.cause)
 
     def check(self, folder: Path, when: str) -> None:
-        """Stops here, in all processes of the run, if that was asked for in any.
+        """Stops here, in all processes of the run, if a stop is requested in any of them.
 
         Args:
             folder: The run's.
             when: How far the run is, as "before 'decode'".
 
         Raises:
-            StoppedError: It was.
+            StoppedError: A stop is requested.
         """
-        if self.wanted():
+        if self.is_requested():
             self.stop(folder, when)
 
     def stop(self, folder: Path, when: str) -> NoReturn:
@@ -83,40 +83,40 @@ class Stopping:
             StoppedError: Always.
         """
         raise StoppedError(
-            self.asked,
+            self.cause,
             f"Stopped {when}; what was finished is in {folder}",
             f"Go on with the same command and --out {folder}",
             on_every_process=True,
         )
 
 
-def _hear(reading: int) -> None:
+def _answer_signals(reading: int) -> None:
     """Answers signals where the main thread cannot: it may be in a program or a compiler for minutes.
 
-    Where it can, the second signal raises a KeyboardInterrupt there, which leaves nothing half-written behind. That has
-    `GRACE` seconds to end the run: what calls Python from C may swallow it.
+    Where it can, the second signal raises a KeyboardInterrupt there, which leaves nothing half-written behind. That
+    exception has `GRACE` seconds to end the run, because code that calls Python from C may swallow it.
 
     Args:
         reading: Gives the number of each signal as a byte, and ends when the run does.
     """
-    asked = False
+    pending = False
     with open(reading, "rb", buffering=0) as signals:
         while byte := signals.read(1):
             number = byte[0]
             if number == signal.SIGHUP:
                 _leave_terminal()
-            if asked and number in (signal.SIGINT, signal.SIGTERM):
+            if pending and number in (signal.SIGINT, signal.SIGTERM):
                 if not select.select([signals], [], [], GRACE)[0] or signals.read(1):
                     watch.end(StoppedError.exit_code, watch.AT_ONCE)
                 return
-            if not asked and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                asked = True
+            if not pending and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                pending = True
                 again = "press Ctrl-C again" if number == signal.SIGINT else "send SIGTERM"
                 log.warning("stopping after what is in progress; %s to stop at once", again)
 
 
 def _leave_terminal() -> None:
-    """Writes to nowhere from now on if the terminal is gone: a line that fails would end the run before it is saved."""
+    """Redirects output to nowhere if the terminal is gone: a failed write would end the run before it is saved."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")

@@ -1,4 +1,4 @@
-"""Looks after the other processes of a run: this one ends with a word about it where another has failed or is lost."""
+"""Watches the other processes of a run, and ends this one with a message if another has failed or is lost."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from torchport import errors
 from torchport.errors import LostProcessError, TorchportError
 
 SILENCE = 20
-"""Seconds after which a process that says nothing counts as lost.
+"""Seconds after which a silent process counts as lost.
 
-Each says every second that it lives, from a thread of its own. JAX's own limit is 100 s, and a stack trace comes of it.
+Every process sends a sign of life each second, from its own thread. JAX's own limit is 100 s, with a stack trace.
 """
 POLL = 1.0
 """Seconds between two looks at the others."""
 BRIEF = 3 * POLL
-"""Seconds in which all others have looked; a process that ends gives no more to anything that may hang."""
+"""Seconds in which all others have looked; a process that ends waits no longer for anything that may hang."""
 KEYS = "torchport/watch/"
-"""The folder of keys that every process looks at: under its number, the last that each has said."""
+"""The folder of keys that every process reads: under its number, the last word of each process."""
 FAILED = f"{KEYS}failed"
-"""The key under which a process that fails leaves what the others shall end with."""
+"""Key of the coordination service that holds the failing process's error and exit code."""
 AT_ONCE = "Stopped at once; what was being written is not kept."
 """The last line after a second Ctrl-C."""
 OVER = "over"
-"""Said by a process that has come to its end by itself."""
+"""The last word of a process that ends normally."""
 
 
 class Watch:
-    """Ends this process once another has failed or is lost: it may wait for it in a program, where no error reaches.
+    """Ends this process if another has failed or is lost: a program that waits for the other never gets an error.
 
     Attributes:
         folder: Where what is finished lies, once that is known.
@@ -56,9 +56,9 @@ class Watch:
         self.state = state
         self.folder: Path | None = None
         self.over = threading.Event()
-        self.said = {number: "" for number in range(state.num_processes) if number != state.process_id}
-        self.heard = dict.fromkeys(self.said, time.monotonic())
-        self.words = dict.fromkeys(self.said, 0)
+        self.last_words = {number: "" for number in range(state.num_processes) if number != state.process_id}
+        self.heard = dict.fromkeys(self.last_words, time.monotonic())
+        self.words = dict.fromkeys(self.last_words, 0)
         self.answered = time.monotonic()  # the first process, which has the service
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Watch:
         thread.start()
         _watches.append(self)
         try:
-            # The first process has the service; what aborts it is nobody else's end.
+            # The first process runs the service itself, so it needs no handler.
             with self._abort() if self.state.process_id else contextlib.nullcontext():
                 yield
         finally:
@@ -76,37 +76,37 @@ class Watch:
             thread.join()
 
     def settle(self) -> None:
-        """Waits until every other process has said since that it lives; this one ends here if one does not."""
+        """Waits for a new sign of life of every other process; this process ends here if one gives none."""
         before, limit = dict(self.words), time.monotonic() + 2 * SILENCE
-        # The last word of one that has died may have been unread; a second one proves that it lives.
+        # The last word of a dead process may be unread yet; a second new word proves that the process lives.
         while any(self.words[number] < before[number] + 2 for number in before) and time.monotonic() < limit:
             time.sleep(POLL / 10)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others, and sees to it that this process does not wait for them at its end."""
-        code, shown = 1, f"{type(error).__name__}: {error}"
+        """Publishes the failure to the others, and skips JAX's barrier at the end of this process."""
+        code, text = 1, f"{type(error).__name__}: {error}"
         if isinstance(error, TorchportError):
-            code, shown = error.exit_code, f"error[{error.id}] {error}"
+            code, text = error.exit_code, f"error[{error.id}] {error}"
         elif isinstance(error, KeyboardInterrupt):
-            code, shown = errors.StoppedError.exit_code, AT_ONCE
-        self._tell(code, shown)
+            code, text = errors.StoppedError.exit_code, AT_ONCE
+        self._publish(code, text)
         # Before JAX's own: handlers run last in, first out.
         atexit.register(self._leave, code)
 
     def end(self, code: int, text: str) -> NoReturn:
         """Ends this process and the others; see `end`."""
-        _briefly(lambda: self._tell(code, text))
+        _briefly(lambda: self._publish(code, text))
         self._leave(code, text)
 
-    def _tell(self, code: int, shown: str) -> None:
+    def _publish(self, code: int, text: str) -> None:
         import jax
 
-        # If another was faster, its word counts.
+        # If another failed first, its message stays.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            failed = {"process": self.state.process_id, "code": code, "error": shown}
+            failed = {"process": self.state.process_id, "code": code, "error": text}
             self.state.client.key_value_set(FAILED, json.dumps(failed))
 
-    def _say(self, word: str) -> None:
+    def _set_word(self, word: str) -> None:
         self.state.client.key_value_set(f"{KEYS}{self.state.process_id}", word, allow_overwrite=True)
 
     def _run(self) -> None:
@@ -115,27 +115,27 @@ class Watch:
         for beat in itertools.count():
             # Where the service does not answer, JAX ends this process: `_abort`.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._say(str(beat))
+                self._set_word(str(beat))
                 self._look()
             if self.over.wait(POLL):
                 break
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._say(OVER)
+            self._set_word(OVER)
 
     def _look(self) -> None:
-        """Looks at what the others have said."""
-        said = dict(self.state.client.key_value_dir_get(KEYS))
+        """Reads the last words of the others."""
+        messages = dict(self.state.client.key_value_dir_get(KEYS))
         self.answered = time.monotonic()
-        failed = json.loads(said.get(FAILED, "{}"))
+        failed = json.loads(messages.get(FAILED, "{}"))
         if self.over.is_set():
             return
         if failed and failed["process"] != self.state.process_id:
             place = f"process {failed['process']} of {self.state.num_processes}"
             self._leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
-        for number, before in self.said.items():
-            now = said.get(f"{KEYS}{number}", before)
+        for number, before in self.last_words.items():
+            now = messages.get(f"{KEYS}{number}", before)
             if now != before or now == OVER:
-                self.said[number], self.heard[number] = now, time.monotonic()
+                self.last_words[number], self.heard[number] = now, time.monotonic()
                 self.words[number] += 1
             elif time.monotonic() - self.heard[number] > SILENCE:
                 self._lose(number)
@@ -151,11 +151,11 @@ class Watch:
 
     @contextlib.contextmanager
     def _abort(self) -> Iterator[None]:
-        """Has the last word where JAX aborts this process, as it does at once when its service is gone with the first.
+        """Prints the last line if JAX aborts this process. JAX does so at once when the first process is gone.
 
-        No exception comes of that, and Python's own handlers would run too late: nothing runs after `abort`.
+        The abort raises no exception, and Python's own handlers would run too late: nothing runs after `abort`.
         """
-        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._aborted())
+        handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self._on_abort())
         handle = ctypes.CDLL(None).signal
         handle.argtypes, handle.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
         before = handle(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
@@ -164,8 +164,8 @@ class Watch:
         finally:
             handle(signal.SIGABRT, before)
 
-    def _aborted(self) -> None:
-        # One that hangs, stopped or swapped out, still takes connections: its kernel does.
+    def _on_abort(self) -> None:
+        # A process that hangs, is stopped or swapped out still accepts connections: its kernel does.
         silent = time.monotonic() - self.answered > SILENCE
         if not self.over.is_set() and (silent or not _reachable(self.state.coordinator_address)):
             self._lose(0)
@@ -182,7 +182,7 @@ _watches: list[Watch] = []
 
 
 def end(code: int, text: str) -> NoReturn:
-    """Ends this process at once, whatever its main thread is at, with a last line; the others of its run end with it.
+    """Ends this process at once, whatever its main thread does, with a last line; the others of its run end too.
 
     Nothing waits for threads: a compiler's would go on for minutes.
     """
@@ -207,14 +207,14 @@ def _reachable(address: str) -> bool:
 
 
 def _briefly(work: Callable[[], object]) -> None:
-    """Does what may hang, in a thread that is left behind then: a pipe that nobody reads, a service that is gone."""
+    """Runs work that may hang in a thread, and leaves the thread behind if it hangs: a pipe without a reader."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(BRIEF)
 
 
 def _write(text: str) -> None:
-    """Writes what is left to write, and a last line; a bar may have left the cursor in its own."""
+    """Flushes the output and writes a last line; on a terminal it starts a new line, as a bar may be on this one."""
     sys.stdout.flush()
     if text:
         sys.stderr.write(f"\n{text}\n" if sys.stderr.isatty() else f"{text}\n")

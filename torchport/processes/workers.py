@@ -1,4 +1,4 @@
-"""Several pieces of work at once, each in a thread that waits for a process; one that is refused is a result, too."""
+"""Runs several pieces of work at once, each in a thread that waits for a process; a refusal is a result, too."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchport.errors import TorchportError
 from torchport.progress import note, track
 
 ItemT = TypeVar("ItemT")
-FoundT = TypeVar("FoundT")
+ResultT = TypeVar("ResultT")
 
 COMPILATION = 6 * 2**30
-"""Bytes of host memory that one compilation of a large network is given room for."""
+"""Bytes of host memory that we reserve for one compilation of a large network."""
 
 
 def default() -> int:
@@ -25,9 +25,9 @@ def default() -> int:
 
 
 def each(
-    work: Callable[[ItemT], FoundT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
-) -> list[FoundT | TorchportError]:
-    """Returns what the work makes of each item, in their order; of one that it refuses, the refusal.
+    work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
+) -> list[ResultT | TorchportError]:
+    """Returns the result of the work for each item, in their order; if it refuses an item, the refusal.
 
     Args:
         work: Called in a thread.
@@ -36,19 +36,19 @@ def each(
         what: What is being done, for the progress bar.
         name: Returns an item's name, for the line that says it is done where there is no bar.
     """
-    found: dict[int, FoundT | TorchportError] = {}
+    results: dict[int, ResultT | TorchportError] = {}
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
         try:
             for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
                 number = waiting[done]
                 try:
-                    found[number] = done.result()
+                    results[number] = done.result()
                 except TorchportError as error:
-                    found[number] = error
-                end = "refused" if isinstance(found[number], TorchportError) else "done"
-                note(f"{what}: {name(items[number])}: {end} ({len(found)} of {len(items)})")
+                    results[number] = error
+                end = "refused" if isinstance(results[number], TorchportError) else "done"
+                note(f"{what}: {name(items[number])}: {end} ({len(results)} of {len(items)})")
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)  # or what has not begun would still be begun
             raise
-    return [found[number] for number in range(len(items))]
+    return [results[number] for number in range(len(items))]

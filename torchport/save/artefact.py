@@ -34,7 +34,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
-    """Writes an artefact: at every moment either the older one or this one is there, whole.
+    """Writes an artefact. At every moment either the older one or this one is there, whole.
 
     Args:
         folder: The run's.
@@ -83,7 +83,7 @@ def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     """Returns a checksum of tensors that two runs share if they agree in every bit."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name}\0{_described(tensor)}\0".encode())
+        sha.update(f"{name}\0{_dtype_and_shape(tensor)}\0".encode())
         sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
@@ -100,7 +100,7 @@ def _check_finite(folder: Path, name: str, key: str, tensor: torch.Tensor) -> No
 
 
 def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[StageName]) -> None:
-    """Removes what later stages once made from another artefact of this name: beside the new one it would be a lie.
+    """Removes artefacts of later stages that were made from another artefact of this name.
 
     Args:
         folder: The run's.
@@ -115,7 +115,7 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
         if manifest is None:
             continue
         inputs = manifest.inputs
-        if any(inputs.get(made) not in (None, sha) for made, sha in changed.items()):
+        if any(inputs.get(input_name) not in (None, sha) for input_name, sha in changed.items()):
             log.warning("removed %s: it was made from another '%s'", file, name)
             remove(folder, stage)
             changed[stage] = ""
@@ -136,19 +136,19 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{_dtype(tensor)} {list(tensor.shape)}"
 
 
 def read(
     folder: Path, name: str, identity: Mapping[str, Any], components: Mapping[str, str], made_by: str
 ) -> tuple[dict[str, torch.Tensor], Manifest | None]:
-    """Returns a stage's artefact, everything that its manifest says verified.
+    """Returns a stage's artefact, verified against its manifest.
 
     Args:
         folder: Where it lies.
         name: The stage that made it.
-        identity: What it must have been made for, as the reading stage is asked for it.
+        identity: What it must have been made for: the identity of the reading stage's task.
         components: Digests of the checkpoint that the reading stage uses.
         made_by: The command that makes it, for the error.
 
@@ -171,20 +171,20 @@ def read(
         raise ArtefactForeignError(
             str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
         )
-    tensors = _loaded(file, made_by)
+    tensors = _load(file, made_by)
     if _sha256(tensors) != manifest.sha256:
-        raise _damaged(file, "Its tensors are not those that were written", made_by)
+        raise _broken_error(file, "Its tensors are not those that were written", made_by)
     _check_copy(folder, name, manifest)
-    _same(file, name, identity, manifest.identity, components, manifest.components)
+    _check_identity(file, name, identity, manifest.identity, components, manifest.components)
     return tensors, manifest
 
 
-def _damaged(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
+def _broken_error(file: Path, fact: str, made_by: str) -> ArtefactBrokenError:
     return ArtefactBrokenError(str(file), fact, f"Copy the file again, or make it with: {made_by}")
 
 
 def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses JSON beside an artefact that says something else: whoever changed it expects an effect."""
+    """Refuses JSON that differs from its artefact's manifest: whoever edited it expects an effect."""
     copy = _copy(folder, name)
     if not copy.is_file():
         return
@@ -196,18 +196,18 @@ def _check_copy(folder: Path, name: str, manifest: Manifest) -> None:
         )
 
 
-def _loaded(file: Path, made_by: str) -> dict[str, torch.Tensor]:
+def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
         return dict(load(_bytes(file)))
     except SafetensorError as error:
-        raise _damaged(file, f"It is not safetensors: {error}", made_by) from error
+        raise _broken_error(file, f"It is not safetensors: {error}", made_by) from error
 
 
 def _bytes(file: Path, head: bool = False) -> bytes:
-    """Returns a file's bytes, or those of a safetensors file's header alone, without its length.
+    """Returns a file's bytes, or only the header of a safetensors file, without its length.
 
     Raises:
         ArtefactBrokenError: It cannot be read.
@@ -242,7 +242,7 @@ def read_manifest(file: Path, made_by: str = "the command that made it") -> Mani
     except pydantic.ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         fact = f"Its manifest's field '{where}' is missing or not what it must be" if where else "It holds no manifest"
-        raise _damaged(file, fact, made_by) from error
+        raise _broken_error(file, fact, made_by) from error
     raise _other_schema(file, version, made_by)
 
 
@@ -271,34 +271,34 @@ def _manifest_text(file: Path, made_by: str) -> str:
     try:
         metadata = dict(json.loads(_bytes(file, head=True)).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, "It is not safetensors: its header cannot be read", made_by) from error
+        raise _broken_error(file, "It is not safetensors: its header cannot be read", made_by) from error
     if _TEXT not in metadata:
         if file.with_suffix(".json").is_file():
             raise _other_schema(file, 1, made_by)  # which kept the manifest in a second file alone
-        raise _damaged(file, "It holds no manifest", made_by)
+        raise _broken_error(file, "It holds no manifest", made_by)
     text = str(metadata[_TEXT])
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_CHECKSUM):
-        raise _damaged(file, "Its manifest is not the one that was written", made_by)
+        raise _broken_error(file, "Its manifest is not the one that was written", made_by)
     return text
 
 
-def _same(
+def _check_identity(
     file: Path,
     name: str,
-    wanted: Mapping[str, Any],
-    found: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    stored: Mapping[str, Any],
     components: Mapping[str, str],
     made_with: Mapping[str, str],
 ) -> None:
     """Refuses an artefact of another run."""
-    for key, value in wanted.items():
-        if key not in found or found[key] != value:
+    for key, value in identity.items():
+        if key not in stored or stored[key] != value:
             raise ArtefactForeignError(
                 str(file),
-                f"'{name}' was made for {key} {found.get(key)!r}, and this run is for {value!r}",
+                f"'{name}' was made for {key} {stored.get(key)!r}, and this run is for {value!r}",
                 "Make it again, or run with what it was made for",
                 key=key,
-                found=found.get(key),
+                found=stored.get(key),
                 wanted=value,
             )
     for key in sorted(set(components) & set(made_with)):
@@ -312,7 +312,7 @@ def _same(
 
 
 def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses an artefact whose own inputs are in its folder, but are not those it was made from.
+    """Refuses an artefact if its folder holds other inputs than those that it was made from.
 
     Raises:
         ArtefactForeignError: One of its inputs has been made again since.

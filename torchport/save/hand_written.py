@@ -27,8 +27,8 @@ _DTYPES = {
 def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
 
-    Those files carry no checksum and no patch ledger. What they hold is checked by name and kind, and the sizes that
-    they name, or, where they name none, those of `generation_config.json` beside them.
+    Those files have no checksum and no patch ledger. This checks the names and kinds of their tensors, and the sizes
+    that they name. If they name none, it checks the sizes of `generation_config.json` beside them.
 
     Raises:
         ArtefactBrokenError: It cannot be read.
@@ -44,48 +44,48 @@ def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
         for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
             if name in tensors:
-                tensors[name] = _as_noted(name, tensors[name], str(dtype).removeprefix("torch."))
+                tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
         config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
         sizes = {key: (int(metadata[key]), file) for key in _SIZES if key in metadata}
         sizes = {key: (int(config[key]), beside) for key in _SIZES if key in config} | sizes
     _check(file, tensors, bool(identity.get("guidance")))
-    for noted, (size, place) in sizes.items():
-        key = _SIZES[noted]
+    for field, (size, place) in sizes.items():
+        key = _SIZES[field]
         if identity.get(key, size) != size:
             raise ArtefactForeignError(
                 str(place),
-                f"'{noted}' is {size}, and this run's {key} is {identity[key]}",
+                f"'{field}' is {size}, and this run's {key} is {identity[key]}",
                 f"Run with --set {key}={size}",
                 key=key,
             )
     return tensors
 
 
-def _as_noted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns a tensor in the dtype that the metadata names; masks alone are numbers of any kind."""
-    noted = _DTYPES[dtype]
-    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != noted.is_floating_point):
+def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a tensor in the dtype that the metadata names; only masks may change between float and integer."""
+    torch_dtype = _DTYPES[dtype]
+    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != torch_dtype.is_floating_point):
         raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
-    return tensor.to(noted)
+    return tensor.to(torch_dtype)
 
 
 def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool) -> None:
     """Refuses a hand-written port's file whose tensors are not those of its stage."""
     embeddings = file.name == FILES["encode"]
-    wanted = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
-    needed = wanted if guided else wanted[: len(_EMBEDDINGS)]
-    for name in sorted({*tensors, *needed}):
+    names = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
+    required = names if guided else names[: len(_EMBEDDINGS)]
+    for name in sorted({*tensors, *required}):
         tensor, fact = tensors.get(name), ""
         if tensor is None:
             fact = f"It lacks '{name}'"
-        elif name not in wanted and not (embeddings and name in _IMAGES):
+        elif name not in names and not (embeddings and name in _IMAGES):
             fact = f"It holds '{name}'"
         elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             fact = f"'{name}' is {str(tensor.dtype)[6:]}"
         elif name == "latents" and tensor.ndim != 5:
             fact = f"'{name}' has shape {list(tensor.shape)}"
         if fact:
-            holds = f"tensors {', '.join(needed)}" if embeddings else "latents [B, C, T, H, W]"
+            holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
             raise ArtefactForeignError(
                 str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
             )

@@ -17,7 +17,7 @@ SCHEMA = 2
 
 
 class Written(pydantic.BaseModel):
-    """A part of a manifest: nothing else in it, nothing coerced."""
+    """A part of a manifest: it refuses unknown fields, and coerces nothing."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -103,8 +103,8 @@ class Version(pydantic.BaseModel):
 def versions() -> dict[str, str]:
     """Returns the versions that decide a run's numbers."""
     names = ("torchport", "torch", "jax", "jaxlib", "libtpu", "torchax", "diffusers", "transformers", "numpy")
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            numbers[name] = importlib.metadata.version(name)
+    return numbers

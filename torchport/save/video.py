@@ -42,14 +42,14 @@ def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4,
     from PIL import Image
 
     count, _, height, width = frames_FCHW.shape
-    shown, gap = min(count, columns * rows), 4
-    columns = min(columns, shown)
+    images, gap = min(count, columns * rows), 4
+    columns = min(columns, images)
     scale = min(1.0, 1600 / (columns * width))
     wide, high = max(1, round(width * scale)), max(1, round(height * scale))
-    lines = math.ceil(shown / columns)
+    lines = math.ceil(images / columns)
     sheet = Image.new("RGB", (columns * (wide + gap) - gap, lines * (high + gap) - gap), "white")
-    for position in range(shown):
-        frame = frames_FCHW[round(position * (count - 1) / max(1, shown - 1))]
+    for position in range(images):
+        frame = frames_FCHW[round(position * (count - 1) / max(1, images - 1))]
         image = Image.fromarray(_pixels(frame)).resize((wide, high))
         sheet.paste(image, (position % columns * (wide + gap), position // columns * (high + gap)))
     with atomic.writing(file) as temporary:

@@ -31,8 +31,8 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
         MeshError: While tracing: outputs that are fewer than a rule has specs, or a dim that its axes do not divide and
             that may not be padded.
     """
-    for name, rule in matched(module, rules, place).items():
-        hook = functools.partial(_constrained, name, rule, mesh, place)
+    for name, rule in rule_by_module(module, rules, place).items():
+        hook = functools.partial(_constrain, name, rule, mesh, place)
         module.get_submodule(name).register_forward_hook(hook)
 
 
@@ -48,18 +48,18 @@ def check(
         place: Where the rules are written, `file:line`.
 
     Returns:
-        What refuses, once the network was called, a rule none of whose modules was: it would do nothing.
+        A function to call after the network was called. It refuses a rule none of whose modules was called.
 
     Raises:
         DeadRuleError: A rule that matches no module.
         MeshError: When the network is called; see `constrain`.
     """
-    taken, called = matched(module, rules, place), set[str]()
-    for name, rule in taken.items():
-        hook = functools.partial(_checked, name, rule, sizes, place)
+    module_rules, called = rule_by_module(module, rules, place), set[str]()
+    for name, rule in module_rules.items():
+        hook = functools.partial(_check_output, name, rule, sizes, place)
         module.get_submodule(name).register_forward_hook(hook)
         module.get_submodule(name).register_forward_hook(functools.partial(_note, called, name))
-    return functools.partial(_check_called, taken, rules, called, place)
+    return functools.partial(_check_called, module_rules, rules, called, place)
 
 
 def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) -> None:
@@ -67,20 +67,20 @@ def _note(called: set[str], name: str, module: Any, inputs: Any, output: Any) ->
 
 
 def _check_called(
-    taken: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
+    module_rules: Mapping[str, ActivationRule], rules: Sequence[ActivationRule], called: set[str], place: str
 ) -> None:
     for number, rule in enumerate(rules, 1):
-        own = [name for name in taken if taken[name] is rule]
-        if called.isdisjoint(own):
-            fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{own[0]}')"
+        names = [name for name in module_rules if module_rules[name] is rule]
+        if called.isdisjoint(names):
+            fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{names[0]}')"
             raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
 
 
-def matched(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
+def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
     """Returns the rule of every submodule that has one, the first that matches, by the submodule's name.
 
     Raises:
-        DeadRuleError: A rule that is left for no module.
+        DeadRuleError: A rule that is the first match of no module.
     """
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
@@ -95,18 +95,18 @@ def matched(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str
     return {name: rules[number] for name, number in numbers.items() if number is not None}
 
 
-def _constrained(
+def _constrain(
     name: str, rule: ActivationRule, mesh: jax.sharding.Mesh, place: str, module: Any, inputs: Any, output: Any
 ) -> Any:
     """Returns a module's output with every tensor where its spec puts it: a forward hook."""
-    _checked(name, rule, dict(mesh.shape), place, module, inputs, output)
+    _check_output(name, rule, dict(mesh.shape), place, module, inputs, output)
     outputs = output if isinstance(output, tuple) else (output,)
     specs = [*rule.outputs, *[None] * (len(outputs) - len(rule.outputs))]
-    placed = tuple(_placed(*pair, mesh) for pair in zip(outputs, specs, strict=True))
+    placed = tuple(_constrain_tensor(*pair, mesh) for pair in zip(outputs, specs, strict=True))
     return placed if isinstance(output, tuple) else placed[0]
 
 
-def _checked(
+def _check_output(
     name: str, rule: ActivationRule, sizes: Mapping[Axis, int], place: str, module: Any, inputs: Any, output: Any
 ) -> None:
     """Refuses a module's output that its rule does not fit: a forward hook."""
@@ -131,17 +131,17 @@ def _check_spec(
             fact = f"'{rule.match}' has a spec of {dim + 1} dims, and what '{name}' returns has {tensor.ndim}"
             raise MeshError(place, fact, "Shorten the spec", name=name)
         if axes and tensor.shape[dim] % parts and not rule.uneven:
-            shown = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise MeshError(
                 place,
-                f"{shown} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}",
+                f"{product} does not divide dim {dim} of what '{name}' returns, {list(tensor.shape)}",
                 f"Choose {' x '.join(axes)} among the divisors of {tensor.shape[dim]}, or pad it with `uneven: true`",
                 name=name,
                 axis=axes[0],
             )
 
 
-def _placed(tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh) -> Any:
+def _constrain_tensor(tensor: Any, spec: Spec | None, mesh: jax.sharding.Mesh) -> Any:
     if spec is None:
         return tensor
     where = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims_of(spec))))

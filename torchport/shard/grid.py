@@ -1,6 +1,6 @@
-"""Where devices lie on the grid of chips: an order in which those that exchange are neighbours, and their links.
+"""The devices of a mesh on the grid of chips: an order in which devices that exchange are neighbours, and their links.
 
-Everything here is computed from coordinates alone, so that it can be asked, and tested, without a TPU.
+All of it is computed from coordinates alone, so it works, and can be tested, without a TPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Spot:
     """Where a device is.
 
     Attributes:
-        island: Devices of one island have links of their own; between islands there is the network. A slice of TPUs is
-            one, whatever hosts it has; of CPUs and GPUs each process is one.
+        island: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is
+            one island, on one host or several. Of CPUs and GPUs each process is one.
         chip: The chip's coordinates, (x, y, z); empty where chips have none.
         core: Which device of the chip; of the process where chips have no coordinates.
     """
@@ -36,18 +36,18 @@ class Spot:
 
 def spots(devices: Sequence[Any]) -> list[Spot]:
     """Returns where JAX's devices are, or those of a topology."""
-    found, seen = [], collections.Counter[int]()
+    places, devices_of_process = [], collections.Counter[int]()
     for device in devices:
         if hasattr(device, "coords"):
             # A slice that is alone has no number.
-            found.append(Spot(getattr(device, "slice_index", 0), tuple(device.coords), device.core_on_chip))
+            places.append(Spot(getattr(device, "slice_index", 0), tuple(device.coords), device.core_on_chip))
         else:
-            found.append(Spot(device.process_index, (), seen[device.process_index]))
-            seen[device.process_index] += 1
-    return found
+            places.append(Spot(device.process_index, (), devices_of_process[device.process_index]))
+            devices_of_process[device.process_index] += 1
+    return places
 
 
-def order(sizes: Sizes, where: Sequence[Spot], known: Sequence[Order] = ()) -> Order:
+def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ()) -> Order:
     """Returns an order in which the groups of each axis are as compact as they can be, those of inner axes first.
 
     An axis is given a box of chips, 2x2 rather than 1x4, in one island if it fits into one, with both devices of a
@@ -56,15 +56,15 @@ def order(sizes: Sizes, where: Sequence[Spot], known: Sequence[Order] = ()) -> O
     Args:
         sizes: Their product is the number of devices.
         where: Each device's place.
-        known: Orders that are taken, the first of them, where none here is more compact.
+        candidates: Orders that are taken, the first of them, where none here is more compact.
     """
-    # As they come, where devices are no full box: there is nothing to choose from then.
-    orders = [*known, *_boxes(sizes, where)] or [list(range(len(where)))]
-    return min(orders, key=lambda one: compactness(sizes, [where[n] for n in one]))
+    # Devices that do not fill a box keep their order: there is nothing to choose from.
+    orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
+    return min(orders, key=lambda candidate: compactness(sizes, [where[n] for n in candidate]))
 
 
 def compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
-    """Returns, for each axis of more than one device from the innermost on, its worst group: the less the better.
+    """Returns the worst group of each axis with more than one device, the innermost axis first; lower is better.
 
     Args:
         sizes: Of the mesh's axes.
@@ -151,9 +151,9 @@ def links(group: Sequence[Spot]) -> str:
         return "one chip" if sides else "one host"
     if sides[-2:-1] == [1]:
         return f"1x{sides[-1]} line" + _gaps(group)
-    shown = [side for side in sides if side > 1]
-    names = ("square", "rectangle") if len(shown) == 2 else ("cube", "box")
-    return f"{'x'.join(map(str, shown))} {names[len(set(shown)) > 1]}{_gaps(group)}"
+    long_sides = [side for side in sides if side > 1]
+    names = ("square", "rectangle") if len(long_sides) == 2 else ("cube", "box")
+    return f"{'x'.join(map(str, long_sides))} {names[len(set(long_sides)) > 1]}{_gaps(group)}"
 
 
 def _gaps(group: Sequence[Spot]) -> str:
@@ -183,7 +183,7 @@ def ports(kind: str, group: Sequence[Spot]) -> float:
     sides, chips = _sides(group), len({spot.chip for spot in group})
     if chips == 1:
         return INSIDE
-    found = sum(side > 1 for side in sides) * chips / len(group)
+    count = sum(side > 1 for side in sides) * chips / len(group)
     if kind in ("all-to-all", "ragged-all-to-all"):
-        found = min(found, 4 * math.prod(sides) / max(sides) / len(group))
-    return found * chips / math.prod(sides)
+        count = min(count, 4 * math.prod(sides) / max(sides) / len(group))
+    return count * chips / math.prod(sides)

@@ -37,10 +37,10 @@ def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str)
     """
     product = math.prod(mesh.values())
     if product != devices:
-        shown = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
+        axes = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
         raise MeshError(
             place,
-            f"The mesh {shown} takes {product} device(s), and {machine} has {devices}",
+            f"The mesh {axes} takes {product} device(s), and {machine} has {devices}",
             f"The axes' product must be {devices}",
             mesh=dict(mesh),
             devices=devices,
@@ -54,7 +54,7 @@ def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
 
 
 def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
-    """Refuses an axis of the mesh that no rule of these networks names: it would only repeat the work.
+    """Refuses an axis of the mesh that no rule of these networks names: its devices would repeat the same work.
 
     Raises:
         MeshError: There is one.
@@ -99,7 +99,7 @@ def make_mesh(mesh: Mapping[Axis, int], devices: Sequence[jax.Device]) -> jax.sh
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     where = grid.spots(devices)
-    chosen = grid.order(sizes, where, _known_orders(sizes, devices, where))
+    chosen = grid.order(sizes, where, _jax_orders(sizes, devices, where))
     arranged = numpy.empty(len(devices), dtype=object)
     arranged[:] = [devices[number] for number in chosen]
     return jax.sharding.Mesh(arranged.reshape(sizes), AXES, axis_types=kinds)
@@ -116,16 +116,16 @@ def abstract_mesh(mesh: Mapping[Axis, int], machine: Machine) -> jax.sharding.Ab
     return jax.sharding.AbstractMesh(sizes, AXES, axis_types=types, abstract_device=device)
 
 
-def _known_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
-    """Returns JAX's own order, which knows the rings of some slices; none where it will not split a line of chips."""
+def _jax_orders(sizes: Sequence[int], devices: Sequence[jax.Device], where: Sequence[grid.Spot]) -> list[grid.Order]:
+    """Returns JAX's own order, which uses the rings of some slices; none if JAX cannot split a line of chips."""
     if len({spot.island for spot in where}) > 1:
         return [list(range(len(devices)))]  # JAX's is for one slice
     try:
-        known = mesh_utils.create_device_mesh(sizes, devices)
+        jax_mesh = mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
         return []
     number = {device.id: n for n, device in enumerate(devices)}
-    return [[number[device.id] for device in known.flat]]
+    return [[number[device.id] for device in jax_mesh.flat]]
 
 
 def match(
@@ -146,10 +146,10 @@ def match(
 
     Raises:
         UnmatchedError: A tensor that no rule matches.
-        DeadRuleError: A rule that no tensor is left for.
+        DeadRuleError: A rule that is the first match of no tensor.
         MeshError: A dim that its axes do not divide, or a spec with more entries than dims.
     """
-    found: dict[str, RuleT] = {}
+    rule_of: dict[str, RuleT] = {}
     for name in shapes:
         rule = next((rule for rule in rules if matches(rule, name)), None)
         if rule is None:
@@ -160,9 +160,9 @@ def match(
                 "Add a rule for it, with `spec: replicate` if every device shall have it whole",
                 name=name,
             )
-        found[name] = rule
+        rule_of[name] = rule
     check_alive(rules, list(shapes), place, places)
-    return {name: _fitting(name, shapes[name], rule, mesh, place) for name, rule in found.items()}
+    return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
 
 
 def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
@@ -201,7 +201,7 @@ def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axi
             name=name,
         )
     try:
-        return _fitting(name, shape, rule, mesh, place)
+        return _with_fitting_spec(name, shape, rule, mesh, place)
     except MeshError as error:
         raise MeshError(place, f"{error.fact}, an input of {what}", error.remedy, name=name) from error
 
@@ -226,13 +226,13 @@ def _dead(rule: Rule, number: int, names: list[str], place: str) -> DeadRuleErro
 
 
 def _some(plain: str, names: list[str]) -> list[str]:
-    """Returns the few names closest to a pattern: a list of two thousand would help nobody."""
+    """Returns the few names closest to a pattern, since a network may have thousands."""
     import difflib
 
     return difflib.get_close_matches(plain, names, n=3, cutoff=0.3) or names[:3]
 
 
-def _fitting(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
+def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], place: str) -> RuleT:
     """Returns the rule with its first spec whose axes divide the shape."""
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
@@ -244,19 +244,19 @@ def _fitting(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis, int], pla
                 "Shorten the spec, or narrow the rule",
                 name=name,
             )
-        if not _undivided(shape, spec, mesh):
+        if not _uneven_dims(shape, spec, mesh):
             return rule.model_copy(update={"spec": spec})
-    dim, axes = _undivided(shape, rule.spec, mesh)[0]
+    dim, axes = _uneven_dims(shape, rule.spec, mesh)[0]
     raise MeshError(
         place,
-        f"{shown_axes(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"{axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
         f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
         name=name,
         axis=axes[0],
     )
 
 
-def _undivided(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
+def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
     """Returns the dims that their axes do not divide."""
     return [(dim, axes) for dim, axes in enumerate(dims_of(spec)) if shape[dim] % _parts(axes, mesh)]
 
@@ -266,8 +266,8 @@ def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
-def shown_axes(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
-    """Returns axes with their sizes, as errors have them."""
+def axes_text(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
+    """Returns axes with their sizes as text for errors: `dp=2 x tp=4`."""
     return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
 
 
@@ -305,13 +305,13 @@ def place(
     """
     placed: dict[str, jax.Array] = {}
     for name, tensor in tensors:
-        wanted = sharding(rules[name], mesh)
-        array = to_jax(tensor, wanted)
-        if not array.sharding.is_equivalent_to(wanted, array.ndim) or array.shape != tuple(tensor.shape):
+        target = sharding(rules[name], mesh)
+        array = to_jax(tensor, target)
+        if not array.sharding.is_equivalent_to(target, array.ndim) or array.shape != tuple(tensor.shape):
             raise PlacementError(
                 name,
                 f"It lies as {array.sharding} with shape {array.shape}",
-                f"Its rule puts it as {wanted}",
+                f"Its rule puts it as {target}",
                 name=name,
             )
         placed[name] = array

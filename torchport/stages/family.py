@@ -17,9 +17,9 @@ class Call(Protocol):
     """One network, ready to be called: the module itself in PyTorch, or its program on the mesh."""
 
     batches: bool
-    """Whether the conditions of guidance go through it as one batch, or one after the other as upstream has it."""
+    """Whether it takes the conditions of guidance as one batch, or one after the other as upstream does."""
     drops: bool
-    """Whether tokens that are masked, whatever their values, are left out beforehand; the original keeps them."""
+    """Whether masked tokens are left out before the call; the original keeps them."""
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
         """Returns inputs that will be passed many times, where the network wants them."""
@@ -30,7 +30,7 @@ class Call(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a stage is asked to make.
+    """Settings of what a stage makes.
 
     Attributes:
         prompt: What to show.
@@ -72,13 +72,13 @@ class Settings:
 
 
 PIECE = 256
-"""Attention kernels read keys in pieces of this many: a sequence of whole pieces need not be padded in every block."""
+"""Attention kernels read keys in pieces of this many. A sequence of whole pieces needs no padding in each block."""
 
 
 def fit_text(
     values: Sequence[Sequence[torch.Tensor]], bucket: int | None, others: int | None = None
 ) -> list[list[torch.Tensor]]:
-    """Returns tokens and masks of prompts with as much padding as the program wants; a masked token changes nothing.
+    """Returns tokens and masks of prompts with the padding that suits the program; a masked token changes nothing.
 
     Args:
         values: Tokens [1, L, D] of each condition of guidance, their masks [1, L], nonzero if valid, and so on in
@@ -102,12 +102,12 @@ def fit_text(
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What the loop tells its caller, and asks of it.
+    """The loop's progress bar, its callback after each step, and the state from which it resumes.
 
     Attributes:
         track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
         finished: Called after each step with its number (from 1) and what the loop would need to go on.
-        resume: The number of finished steps and what `finished` was given after them, by an earlier, stopped run.
+        resume: The number of finished steps, and the state that a stopped run passed to `finished` after them.
     """
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
@@ -151,7 +151,7 @@ class Stage:
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
-    """Refuses inputs of other shapes than the stage before makes them with these settings: its network would not run.
+    """Refuses inputs that do not have the shapes of these settings: the network would not run.
 
     Raises:
         ArtefactForeignError: A tensor of another shape.
@@ -181,12 +181,12 @@ def latents_like(
         settings.height // config[space],
         settings.width // config[space],
     ]
-    made = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
-    return {"latents": made}
+    latents = torch.zeros(1, config["latent_channels"], *sides, dtype=dtype or settings.dtypes["transformer"])
+    return {"latents": latents}
 
 
 def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
-    """Refuses latents of another shape than the job's: as many tokens in another order would pass everywhere else.
+    """Refuses latents of another shape than the job's. No later check would notice as many tokens in another order.
 
     Args:
         latents: What denoising starts from.
@@ -201,7 +201,7 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
 
 
 class CallModule(torch.nn.Module):
-    """Stands where upstream's own module of one input stood, and passes that input on to a call.
+    """Replaces a module of upstream that has one input, and passes that input on to a call.
 
     Args:
         call: What computes in its place.

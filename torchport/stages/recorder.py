@@ -1,4 +1,4 @@
-"""What a verb calls its network with: every shape, how often, and the arithmetic of each, from shapes alone."""
+"""Records the calls that a verb makes of its network: shapes, how often, and arithmetic, from shapes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Static = tuple[tuple[str, object], ...]
 
 
 @dataclasses.dataclass
-class Called:
+class NetworkCall:
     """One set of shapes that a network is called with.
 
     Attributes:
@@ -37,9 +37,9 @@ class Called:
 
 
 class Recorder:
-    """Stands where a compiled network stands, and answers with tensors that have a shape and no values.
+    """Stands in for a compiled network, and returns tensors that have a shape and no values.
 
-    The verb goes on with them as with the network's own, so that all of its calls are seen.
+    The verb continues with these tensors, so that we see all of its calls.
 
     Args:
         module: The network; it is moved to meta.
@@ -56,9 +56,9 @@ class Recorder:
         self.module = module.to("meta")
         self.how = how
         self.count = count
-        self.found: dict[Any, Called] = {}
-        # Beside them are real tensors, such as latents before the first step; the mode is never entered, or masks would
-        # lose their values, too.
+        self.calls: dict[Any, NetworkCall] = {}
+        # Real tensors are among them, such as latents before the first step. We never enter the mode: masks would lose
+        # their values, too.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
@@ -67,30 +67,30 @@ class Recorder:
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Returns a tensor of the host like the network's first output, without values."""
-        given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in given))
-        key = (static, tuple(sorted((name, value.shape, str(value.dtype)) for name, value in given.items())))
-        if key not in self.found:
-            self.found[key] = self._measured(given, static)
-        self.found[key].times += 1
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in tensors))
+        key = (static, tuple(sorted((name, value.shape, str(value.dtype)) for name, value in tensors.items())))
+        if key not in self.calls:
+            self.calls[key] = self._new_call(tensors, static)
+        self.calls[key].times += 1
         with self.mode:
-            return torch.empty(self.found[key].shape, dtype=self.found[key].dtype, device="cpu")
+            return torch.empty(self.calls[key].shape, dtype=self.calls[key].dtype, device="cpu")
 
-    def _measured(self, given: dict[str, torch.Tensor], static: Static) -> Called:
+    def _new_call(self, tensors: dict[str, torch.Tensor], static: Static) -> NetworkCall:
         from torch.utils.flop_counter import FlopCounterMode
 
         tensors = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sorted(given.items())
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sorted(tensors.items())
         }
         counter = FlopCounterMode(display=False)
         with counter if self.count else contextlib.nullcontext(), torch.no_grad():
             output = self.how(self.module, **tensors, **dict(static))
         first = output[0] if isinstance(output, tuple) else output
         flops = int(counter.get_total_flops()) if self.count else None
-        return Called(tensors, static, 0, flops, first.shape, first.dtype)
+        return NetworkCall(tensors, static, 0, flops, first.shape, first.dtype)
 
 
-def recorded(
+def network_calls(
     stage: Stage,
     parts: dict[str, Any],
     module: torch.nn.Module,
@@ -98,18 +98,18 @@ def recorded(
     settings: Settings,
     *,
     count: bool = True,
-    **given: torch.Tensor,
-) -> list[Called]:
-    """Returns what a stage's verb calls its network with, in the order of first calls: the verb itself says it.
+    **inputs: torch.Tensor,
+) -> list[NetworkCall]:
+    """Returns the calls that a stage's verb makes of its network, in the order of first calls; the verb itself runs.
 
     Args:
-        stage: One with a network, and which says what its inputs are like (`Stage.like`).
+        stage: It has a network, and says what its inputs are like (`Stage.like`).
         parts: The stage's, without storage.
         module: What is compiled of the network; it is moved to meta.
         how: How it is called.
-        settings: What the stage is asked to make.
+        settings: What the stage makes.
         count: Whether arithmetic is counted.
-        **given: Inputs that are at hand.
+        **inputs: Inputs that exist already.
 
     Raises:
         BadValueError: The verb never calls its network, or asks for a value that it computed.
@@ -119,10 +119,10 @@ def recorded(
     assert stage.like is not None
     recorder = Recorder(module, how, count)
     try:
-        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **given)
+        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **inputs)
     except DataDependentOutputException as error:
         fact = f"Its verb asks for a value that the network computes ({error.func})"
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error
-    if not recorder.found:
+    if not recorder.calls:
         raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
-    return list(recorder.found.values())
+    return list(recorder.calls.values())

@@ -1,4 +1,4 @@
-"""What was asked for: a request, and the task that it becomes once it is read and found consistent."""
+"""A request, and the task that it becomes once all that it names is read and checked."""
 
 from torchport.task.task import Request, Task, accept
 

@@ -20,8 +20,8 @@ class Need:
         device_bytes: Weights on each device, by component.
         host_bytes: Weights that are held in the host's memory at once.
         checkpoint: What is read, and from where.
-        host_tensors: Latents and frames that are held there beside them, those counted that there must be.
-        activations: What each device must hold beside weights, by component, of which one runs at a time; likewise.
+        host_tensors: Latents and frames that are held there beside the weights, at least.
+        activations: What each device holds beside weights, at least, by component; one component runs at a time.
     """
 
     devices: int
@@ -33,7 +33,7 @@ class Need:
 
 
 def prepare(machine: Machine) -> None:
-    """Makes this process's JAX have its share of the machine's virtual CPU devices, if it is a CPU machine.
+    """Gives JAX in this process its share of the machine's virtual CPU devices, if it is a CPU machine.
 
     Raises:
         MachineError: JAX was started in this process with another number of devices, or the processes of the run cannot
@@ -43,7 +43,7 @@ def prepare(machine: Machine) -> None:
 
     if machine.platform != "cpu":
         return
-    own, rest = divmod(machine.devices, hosts.processes())
+    share, rest = divmod(machine.devices, hosts.processes())
     if rest:
         raise MachineError(
             f"machine {machine.name}",
@@ -51,7 +51,7 @@ def prepare(machine: Machine) -> None:
             "Name a multiple of the number of processes",
         )
     try:
-        jax.config.update("jax_num_cpu_devices", own)
+        jax.config.update("jax_num_cpu_devices", share)
         jax.config.update("jax_platforms", "cpu")  # no TPU is woken, or held, for a run beside it
     except RuntimeError as error:
         # JAX fixes the number when its CPU backend starts.
@@ -67,12 +67,12 @@ def devices(machine: Machine) -> list[Any]:
     """Returns the JAX devices of the machine that a job may use."""
     import jax
 
-    found: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)
-    return found[: machine.devices]
+    all_devices: list[Any] = jax.devices("gpu" if machine.platform == "cuda" else machine.platform)
+    return all_devices[: machine.devices]
 
 
 def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that this machine cannot carry; nothing has been loaded or downloaded yet.
+    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet.
 
     Args:
         machine: The machine that the config names.
@@ -82,18 +82,18 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory on one or on the host.
     """
-    found, kind, memory = found_devices(machine.platform) if need.devices else (0, "none", None)
+    count, kind, memory = visible_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
-    if found < need.devices:
-        lacks.append(f"{found} device(s) of kind '{kind}'" if found else f"no {machine.platform} device")
-    elif found > need.devices and need.devices and hosts.processes() > 1:
-        # Some process would have no part in the programs that all of them must start.
-        lacks.append(f"{found} devices in {hosts.processes()} processes")
+    if count < need.devices:
+        lacks.append(f"{count} device(s) of kind '{kind}'" if count else f"no {machine.platform} device")
+    elif count > need.devices and need.devices and hosts.processes() > 1:
+        # Every process must start every program, and some process would have no device in them.
+        lacks.append(f"{count} devices in {hosts.processes()} processes")
     elif machine.kinds and kind not in machine.kinds:
-        lacks.append(f"{found} devices of kind '{kind}'")
+        lacks.append(f"{count} devices of kind '{kind}'")
     limit = memory if memory is not None else machine.memory
     most = max(need.activations.values(), default=0)
-    if found and limit is not None and sum(need.device_bytes.values()) + most > limit:
+    if count and limit is not None and sum(need.device_bytes.values()) + most > limit:
         lacks.append(f"{size_text(limit)} on each device")
     host = host_memory()
     if need.host_bytes + need.host_tensors > host:
@@ -107,7 +107,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
         f"The job needs {', '.join(wants)}, and {more} beside them; this machine has {' and '.join(lacks)}",
         _remedy(machine, need, limit, host, instead),
         need=need,
-        found=found,
+        found=count,
     )
 
 
@@ -126,7 +126,7 @@ def _on_host(need: Need) -> str:
 
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
-    """Returns what to do: where weights alone would fit, the video is what is too large."""
+    """Returns the remedy. If the weights alone would fit, the video is too large."""
     weights = limit is None or sum(need.device_bytes.values()) <= limit
     whole = limit is None or sum(need.device_bytes.values()) + max(need.activations.values(), default=0) <= limit
     large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
@@ -135,7 +135,7 @@ def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead:
     return f"{smaller} on {where}, or run here: {instead}"
 
 
-def found_devices(platform: Platform) -> tuple[int, str, int | None]:
+def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
     """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
     import jax
 
@@ -144,8 +144,8 @@ def found_devices(platform: Platform) -> tuple[int, str, int | None]:
     except RuntimeError:
         # JAX raises this for a platform that it was not installed with, or that has no device.
         return 0, "none", None
-    own = [device for device in devices if device.process_index == hosts.process()]
-    stats = own[0].memory_stats() if own and platform != "cpu" else None
+    local = [device for device in devices if device.process_index == hosts.process()]
+    stats = local[0].memory_stats() if local and platform != "cpu" else None
     return len(devices), devices[0].device_kind, (stats or {}).get("bytes_limit")
 
 

@@ -1,4 +1,4 @@
-"""One run as it was asked for: read, checked, and refused before anything is loaded or downloaded."""
+"""A request and its task: everything is read and checked before anything is loaded or downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULT_SEED = 42
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line, or from Python.
+    """What to run, as given on the command line or from Python.
 
     Attributes:
         model: Name of a model card.
@@ -69,10 +69,10 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A request with all that it names, read and found consistent.
+    """A request with all that it names, read and checked.
 
     Attributes:
-        request: As it was asked for.
+        request: The request.
         pack: Where its data lies.
         card: The model card.
         job: The config, overrides applied.
@@ -80,7 +80,7 @@ class Task:
         job_document: The config's lines, for errors.
         machine: What the config names.
         family: The module of the model's verbs.
-        settings: What the stages are asked to make.
+        settings: What the stages make.
         folder: The output folder.
         upstream: The upstream's checkout, where it is one.
         shapes: Components as shapes, each built once; see `network.published`.
@@ -122,8 +122,8 @@ class Task:
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
         """Returns the patches of some stages.
 
-        Those of torchax come with every stage that goes through it. For the original, only those are returned that
-        upstream cannot start without: plumbing, and what the card names.
+        Every stage that goes through torchax also gets the patches of torchax. For the original, this returns only the
+        patches without which upstream cannot start: plumbing, and those that the card names.
         """
         names: dict[str, None] = {}
         for stage in stages:
@@ -161,30 +161,34 @@ class Task:
         return self.card_document.place(["stacks", component, what.removeprefix("stacks.")])
 
     def identity(self, stage: StageName) -> dict[str, Any]:
-        """Returns what a stage's artefact is made for, and must be read for."""
+        """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
             return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
-    def shown(self, stage: families.Stage) -> dict[str, Any]:
+    def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
         settings = dataclasses.asdict(self.settings)
         settings["image"] = str(self.settings.image) if self.settings.image else None
         settings["dtypes"] = {name: self.dtype(name) for name in self.settings.dtypes}
-        shown = {key: settings[key] for key in stage.uses}
-        if "dtypes" in shown:
-            shown["precision"] = {name: self.card.components[name].precision for name in self.settings.dtypes}
-        if "seed" in shown:
-            shown["noise"] = _digest(self.request.noise)
-        return shown
+        manifest_settings = {key: settings[key] for key in stage.uses}
+        if "dtypes" in manifest_settings:
+            manifest_settings["precision"] = {
+                name: self.card.components[name].precision for name in self.settings.dtypes
+            }
+        if "seed" in manifest_settings:
+            manifest_settings["noise"] = _digest(self.request.noise)
+        return manifest_settings
 
-    def asked(self) -> dict[str, Any]:
-        """Returns the settings that were asked for by a flag, not by a config or a default."""
+    def flag_settings(self) -> dict[str, Any]:
+        """Returns the settings that a flag sets, without those of a config or a default."""
         keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
-        asked = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
+        flag_settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
         flags = ("prompt", "negative_prompt", "seed")
-        return asked | {key: getattr(self.request, key) for key in flags if getattr(self.request, key) is not None}
+        return flag_settings | {
+            key: getattr(self.request, key) for key in flags if getattr(self.request, key) is not None
+        }
 
     def command(self, stage: StageName, folder: Path) -> str:
         """Returns the command that makes a stage's artefact in a folder, for this task."""
@@ -192,8 +196,8 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
-        named = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
-        for flag, value in named.items():
+        flags = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
+        for flag, value in flags.items():
             words += [flag, value] if value is not None else []
         words += ["--backend", "original"] if self.original else []
         for override in request.overrides:
@@ -213,7 +217,7 @@ def _with_family(fields: dict[str, Any]) -> Task:
 
 
 def _digest(noise: torch.Tensor | None) -> str | None:
-    """Returns what tells given noise from other noise, and from that of the seed, in a manifest."""
+    """Returns a hash of the caller's noise, for the manifest; None for noise from the seed."""
     if noise is None:
         return None
     raw = noise.detach().to(torch.float32).contiguous().numpy().tobytes()
@@ -221,10 +225,10 @@ def _digest(noise: torch.Tensor | None) -> str | None:
 
 
 def accept(request: Request) -> Task:
-    """Returns the task of a request: everything that is written has been read and checked.
+    """Returns the task of a request, after reading and checking all that it names.
 
     Raises:
-        ConfigError: Something written is wrong, by file and line, or flag.
+        ConfigError: A mistake in a file, by its line, or in a flag.
         MeshError: The mesh does not fit the machine or the batch.
     """
     pack = find_pack(request.path)
@@ -232,12 +236,12 @@ def accept(request: Request) -> Task:
     job, job_document = pack.job(request.config, request.overrides)
     _check_request(request)
     check_job(job, card, job_document)
-    own, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
+    job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
-        mesh_place = job_document.place(["mesh" if job is own else "strategy"])
+        mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
         shard.check_mesh(job.mesh, slice_.devices, job.machine, mesh_place)
         shard.check_divides(
             "dp",
@@ -302,17 +306,17 @@ def _check_image(request: Request, family: ModuleType) -> None:
 
 
 def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a variant that the family has not, or that is made for another task; upstream would notice late."""
+    """Refuses a variant that the family does not have, or that is for another task; upstream would notice late."""
     variant, place = job.variant or card.variant, document.place(["variant"])
     if variant is None:
         return
     if variant not in family.VARIANTS:
         raise UnknownNameError(place, f"'{card.model}' has no variant '{variant}'", nearest(variant, family.VARIANTS))
-    made_for, asked = family.task(variant), "t2v" if request.image is None else "i2v"
-    if request.stage in ("encode", "all") and made_for != asked:
-        remedy = "Add --image FILE" if asked == "t2v" else "Leave --image out"
-        other = f"--set variant={variant.replace(made_for, asked)}"
-        raise BadValueError(place, f"'{variant}' is made for {made_for}, and this is {asked}", f"{remedy}, or {other}")
+    made_for, task = family.task(variant), "t2v" if request.image is None else "i2v"
+    if request.stage in ("encode", "all") and made_for != task:
+        remedy = "Add --image FILE" if task == "t2v" else "Leave --image out"
+        other = f"--set variant={variant.replace(made_for, task)}"
+        raise BadValueError(place, f"'{variant}' is made for {made_for}, and this is {task}", f"{remedy}, or {other}")
 
 
 def _new_folder(request: Request) -> Path:

@@ -20,7 +20,7 @@ from torchport.attention.tiles import KernelName, SplashTile, Tile
 from torchport.errors import OutputError, TopologyError, VmemError
 from torchport.files import folder
 from torchport.progress import size_text, track
-from torchport.task.devices import found_devices
+from torchport.task.devices import visible_devices
 from torchport.tpu.bundles import compile_kernel
 from torchport.tpu.cost import Figures, figures, least, padding
 from torchport.tune import kernel_call
@@ -110,7 +110,7 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
     Raises:
         TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
     """
-    count, kind, _ = found_devices("tpu")
+    count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"
     outcomes = []
@@ -145,7 +145,7 @@ def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile |
             _, size = transposed.grouping(job.work.heads, job.work.head_size)
             fitted = tile.fitted(job.work.queries, job.work.keys)
             group, vmem = job.work.group, job.chip.vmem
-            tiles.checked(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
+            tiles.check_vmem(fitted, head_size=size, heads=group, itemsize=2, bounded=bounded, vmem=vmem)
         kernel = compile_kernel(BUILD, arguments, job.machine).bundles
     except VmemError as error:
         asked, limit = vars(error)["asked"], vars(error)["limit"]

@@ -99,18 +99,18 @@ def read_manifest(path: Path) -> EntryManifest:
 
 
 def _read(file: Path) -> bytes:
-    """Returns the bytes of a file whose owner has been looked at on the open file, so that it cannot be exchanged."""
+    """Returns the bytes of a file. It checks the owner of the open file, so that nobody can exchange it in between."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise DamagedError(f"its file '{file.name}' cannot be opened: {error.strerror}") from error
     with os.fdopen(handle, "rb") as stream:
-        cache.check_own(file, os.fstat(handle))
+        cache.check_owner(file, os.fstat(handle))
         return stream.read()
 
 
 def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], data: bytes) -> None:
-    """Writes an entry beside its place, flushed, and renames it: one that has its name is whole.
+    """Writes and flushes an entry beside its place, then renames it: an entry with its name is whole.
 
     Raises:
         OSError: It cannot be written, most often since the disk is full; nothing is left behind.
@@ -144,7 +144,7 @@ def _put(file: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Takes an entry away, if it is there: first its name, so that nobody finds half of it."""
+    """Removes an entry, if it is there. It renames the entry first, so that no run reads half of it."""
     if not path.is_dir():
         return
     away = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))

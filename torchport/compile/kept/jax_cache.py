@@ -30,15 +30,15 @@ def jax_cache(root: Path) -> Iterator[None]:
         return
     inside = cache.make(root / "jax" / cache.host())
     cache.check_trusted(inside)
-    wanted = {
+    settings = {
         "jax_compilation_cache_dir": str(inside),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in wanted}
+    before = {name: getattr(jax.config, name) for name in settings}
     try:
         compilation_cache.reset_cache()  # JAX opens its folder once; what it has open by now is another one
-        for name, value in wanted.items():
+        for name, value in settings.items():
             jax.config.update(name, value)
         yield
     finally:

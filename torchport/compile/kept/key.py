@@ -1,7 +1,7 @@
 """What determines a program, as plain data: two programs with equal parts are the same, and unequal parts have names.
 
-Where it is not known whether something matters, it is in: a compilation too many costs minutes, one too few a wrong
-picture. What the program gets as an argument when it is called (weights, prompts, noise) is not in, but its shapes are.
+If we do not know whether something matters, it is in the key: an extra compilation costs minutes, a missing one gives a
+wrong picture. Arguments of the program (weights, prompts, noise) are not in the key, but their shapes are.
 """
 
 from __future__ import annotations
@@ -65,14 +65,16 @@ def of_process(upstreams: Iterable[str]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the version of every installed distribution: a trace may go through any."""
-    return {str(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}
+    return {
+        str(distribution.metadata["Name"]): distribution.version for distribution in importlib.metadata.distributions()
+    }
 
 
 def sources(package: str) -> str:
     """Returns the hash of a package's Python files, and of the data beside torchport's own.
 
-    A version does not tell: a checkout and an editable install keep theirs while they are edited. The package is
-    looked for as an import would, and not imported.
+    A version does not suffice: a checkout or an editable install keeps its version while its files change. This finds
+    the package as an import would, and does not import it.
     """
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -161,26 +163,26 @@ def of_module(module: torch.nn.Module) -> str:
     """
     rows = []
     for name, part in module.named_modules():
-        kept = {key: _described(value) for key, value in vars(part).items() if not key.startswith("_")}
-        rows.append([name, f"{type(part).__module__}.{type(part).__qualname__}", kept])
+        attributes = {key: _as_plain(value) for key, value in vars(part).items() if not key.startswith("_")}
+        rows.append([name, f"{type(part).__module__}.{type(part).__qualname__}", attributes])
     return digest(rows)[:16]
 
 
-def _described(value: Any) -> Any:
-    """Returns a value as plain data; of what is no plain data, its type, and its name if it has one."""
+def _as_plain(value: Any) -> Any:
+    """Returns a value as plain data; for any other value its type, and its name if it has one."""
     if isinstance(value, Mapping):
-        return {str(key): _described(one) for key, one in value.items()}
+        return {str(key): _as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_described(one) for one in value]
+        return [_as_plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(str(_described(one)) for one in value)
+        return sorted(str(_as_plain(item)) for item in value)
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | enum.Enum):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        held = b"" if value.is_meta else value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(held).hexdigest()}"
-    named = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
-    return f"{type(value).__qualname__} {value.__qualname__ if named else ''}"
+        raw = b"" if value.is_meta else value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw).hexdigest()}"
+    has_name = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return f"{type(value).__qualname__} {value.__qualname__ if has_name else ''}"
 
 
 def of_call(
@@ -208,11 +210,11 @@ def _shape(array: jax.Array) -> str:
     return f"{array.dtype} {list(array.shape)} {spec} {where.memory_kind}"
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
     """Returns where two keys differ, and what each has there, by the path of the part."""
     result: dict[str, tuple[Any, Any]] = {}
-    for name in dict.fromkeys([*wanted, *found]):
-        old, new = found.get(name), wanted.get(name)
+    for name in dict.fromkeys([*current, *stored]):
+        old, new = stored.get(name), current.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             result |= differences(old, new, f"{path}{name}.")
         elif old != new:

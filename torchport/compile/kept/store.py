@@ -1,4 +1,4 @@
-"""Looks programs up before they are traced, keeps those that were, and notes which is which."""
+"""Loads programs from disk before they are traced, stores new ones, and notes which were loaded."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Programs:
         root: Where programs lie; None where none is kept.
 
     Attributes:
-        made: By stage, one row for each program: `program` is "compiled" or "cached"; `traced`, when; `jax_cache`,
+        rows: By stage, one row for each program: `program` is "compiled" or "cached"; `traced`, when; `jax_cache`,
             whether JAX's own cache spared the compilation; `key`, that of the entry, null without one.
     """
 
     def __init__(self, task: Task, root: Path | None) -> None:
         self.task = task
         self.root = root
-        self.made: dict[str, list[dict[str, Any]]] = {}
+        self.rows: dict[str, list[dict[str, Any]]] = {}
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, task: Task) -> Iterator[Programs]:
-        """Gives the programs of a run, and has JAX keep its own beside them, unless that was switched off.
+    def of_task(cls, task: Task) -> Iterator[Programs]:
+        """Gives the programs of a run, and points JAX's own cache beside them, unless caching is off.
 
         Raises:
             OutputError: The cache folder cannot be made.
@@ -87,16 +87,16 @@ class Programs:
             module: Its network, prepared, and not traced yet.
             bounds: The bounds of attention scores.
         """
-        made = self.made.setdefault(stage.name, [])
+        rows = self.rows.setdefault(stage.name, [])
         if self.root is None:
-            return StagePrograms(None, stage, dict, {}, mesh, ledger, made)
+            return StagePrograms(None, stage, dict, {}, mesh, ledger, rows)
         parts = {
             **key.of_stage(self.task, stage, weights, bounds),
             **key.of_mesh(mesh),
             "patches": dict(ledger.trace().digests),
             "network": key.of_module(module),
         }
-        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, made)
+        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, rows)
 
 
 class StagePrograms:
@@ -105,12 +105,12 @@ class StagePrograms:
     Args:
         root: Where programs lie; None where none is kept.
         stage: The stage.
-        common: Returns the parts of the key that all programs of this process have: asked when a program is, since
-            hashing takes a moment.
+        common: Returns the parts of the key that all programs of this process have. It is called only when a program is
+            looked up, since hashing takes a moment.
         parts: Those that all programs of the stage have.
         mesh: The devices.
         ledger: The stage's patches, in force.
-        made: Gets a row for each program; see `Programs`.
+        rows: Gets a row for each program; see `Programs`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StagePrograms:
         parts: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         ledger: patch.Ledger,
-        made: list[dict[str, Any]],
+        rows: list[dict[str, Any]],
     ) -> None:
         self.root = root
         self.stage = stage
@@ -129,7 +129,7 @@ class StagePrograms:
         self.parts = parts
         self.mesh = mesh
         self.ledger = ledger
-        self.made = made
+        self.rows = rows
         self.component = stage.network or ""
         if jax.process_count() > 1:  # each has a program of its own, and they may share the folder
             self.component += f".{jax.process_index()}"
@@ -148,16 +148,16 @@ class StagePrograms:
         Raises:
             BadValueError: Somebody else owns the program on disk, or can write to it.
         """
-        wanted = None if self.root is None else self._key(weights, arrays, static)
-        if self.root is None or wanted is None:
+        parts = None if self.root is None else self._key(weights, arrays, static)
+        if self.root is None or parts is None:
             program, recalled, _ = self._compiled(lower)
             self._note("compiled", _now(), recalled, None)
             return program, False
-        path = entry.folder(self.root, self.component, wanted)
-        loaded = self._loaded(path, wanted, weights, arrays)
+        path = entry.folder(self.root, self.component, parts)
+        loaded = self._loaded(path, parts, weights, arrays)
         if loaded is not None:
             return loaded, True
-        self._tell_nearest(wanted)
+        self._log_nearest(parts)
         program, recalled, trace = self._compiled(lower)
         created = _now()
         self._note("compiled", created, recalled, path.name)
@@ -169,7 +169,7 @@ class StagePrograms:
                 jax.config.jax_compilation_cache_dir,
             )
         else:
-            self._keep(path, wanted, created, trace, program)
+            self._keep(path, parts, created, trace, program)
         return program, False
 
     def _key(self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static) -> dict[str, Any] | None:
@@ -179,20 +179,20 @@ class StagePrograms:
         return None if call is None else {**self.common(), **self.parts, **call}
 
     def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
-        self.made.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
+        self.rows.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
 
-    def _loaded(self, path: Path, wanted: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    def _loaded(self, path: Path, parts: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
         """Returns the program of an entry, its trace's calls credited to the ledger; None if there is no usable one."""
         try:
-            found = entry.read(path, wanted)
-            if found is None:
+            stored = entry.read(path, parts)
+            if stored is None:
                 return None
-            manifest, data = found
+            manifest, data = stored
             program = self._deserialised(data, weights, arrays)
             trace = patch.Trace.from_json(manifest.trace)
         except entry.DamagedError as error:
             log.warning("%s: %s is damaged: %s; it is removed, and compiled anew", self.stage.name, path, error)
-            with contextlib.suppress(OSError):  # a folder that cannot be written: it is told again next time
+            with contextlib.suppress(OSError):  # a folder that cannot be written: it is logged again next time
                 entry.remove(path)
             return None
         self.ledger.credit(trace)
@@ -228,39 +228,39 @@ class StagePrograms:
             program = lowered.compile()
             return program, bool(hits), trace
 
-    def _keep(self, path: Path, wanted: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
-        """Writes an entry; a program that cannot be kept is told of, and serves this run all the same."""
+    def _keep(self, path: Path, parts: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
+        """Writes an entry. A program that cannot be kept is logged, and serves this run all the same."""
         try:
             data, _, _ = serialize_executable.serialize(program)
-            entry.write(path, wanted, created, trace, data)
+            entry.write(path, parts, created, trace, data)
         except OSError as error:
             log.warning("%s: the program is not kept: %s: %s", self.stage.name, path, error.strerror or error)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            said = " ".join(str(error).split())[:200]
-            log.warning("%s: the program is not kept: it cannot be serialised: %s", self.stage.name, said)
+            reason = " ".join(str(error).split())[:200]
+            log.warning("%s: the program is not kept: it cannot be serialised: %s", self.stage.name, reason)
         with contextlib.suppress(OSError):  # what another run removes at the same time
             entry.prune(path.parent, self.component)
 
-    def _tell_nearest(self, wanted: dict[str, Any]) -> None:
-        """Logs in what the most similar entry of the component differs, leaving out those of this run."""
+    def _log_nearest(self, current: dict[str, Any]) -> None:
+        """Logs how the most similar entry of the component differs; this run's own entries do not count."""
         assert self.root is not None
-        own = {row["key"] for row in self.made}
+        keys = {row["key"] for row in self.rows}
         nearest: tuple[int, dict[str, tuple[Any, Any]], str] | None = None
         for path in entry.of_component(self.root, self.component):
-            if path.name in own:
+            if path.name in keys:
                 continue
-            with contextlib.suppress(entry.DamagedError):  # not what is asked for, and so nobody's loss
+            with contextlib.suppress(entry.DamagedError):  # a damaged entry of another key does no harm here
                 manifest = entry.read_manifest(path)
-                found = key.differences(manifest.key, wanted)
-                if nearest is None or len(found) < nearest[0]:
-                    nearest = (len(found), found, manifest.created)
+                parts = key.differences(manifest.key, current)
+                if nearest is None or len(parts) < nearest[0]:
+                    nearest = (len(parts), parts, manifest.created)
         if nearest is not None:
-            count, found, created = nearest
-            shown = "; ".join(
-                f"{name} is {_short(new)}, was {_short(old)}" for name, (old, new) in [*found.items()][:3]
+            count, parts, created = nearest
+            first = "; ".join(
+                f"{name} is {_short(new)}, was {_short(old)}" for name, (old, new) in [*parts.items()][:3]
             )
             more = f"; and {count - 3} more" if count > 3 else ""
-            log.info("%s: the program traced %s is another: %s%s", self.stage.name, created, shown, more)
+            log.info("%s: the program traced %s is another: %s%s", self.stage.name, created, first, more)
 
 
 @contextlib.contextmanager
