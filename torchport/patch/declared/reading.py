@@ -1,4 +1,4 @@
-"""Finds the files of entries that were asked for, and reads them; nothing that they name is run."""
+"""Reads the files of entries. Nothing that they name is run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from torchport.config import Document, read_document, validated
-from torchport.errors import BadValueError, ConflictError, UnknownNameError, WrongTypeError, nearest
+from torchport.errors import (
+    BadValueError,
+    ConflictError,
+    UnknownKeyError,
+    UnknownNameError,
+    WrongTypeError,
+    nearest,
+)
 from torchport.files.folder import has_folder, inside
 from torchport.patch.declared.entry import Entry, mistake
 
 LOCK = "lock.yaml"
+
+# Keys that entries once had, each with what to do instead.
+_REMOVED = {
+    "aliases": "Remove it: every holder of the original is rebound, or refused by name",
+    "optional": "Remove it, and widen 'fits' to the versions that the patch was tried with",
+    "value": "Replace or wrap the function that reads the constant, or rewrite the statement",
+}
 
 
 def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
@@ -112,8 +126,8 @@ def read_file(root: Path, file: Path) -> list[Entry]:
     if document.data is None:
         return []
     if not isinstance(document.data, list):
-        found = type(document.data).__name__
-        raise WrongTypeError(document.place(), f"The file is a {found}", "Write a list of entries, each '- id: ...'")
+        kind = type(document.data).__name__
+        raise WrongTypeError(document.place(), f"The file is a {kind}", "Write a list of entries, each '- id: ...'")
     return [_entry(_item(document, index), file.parent) for index in range(len(document.data))]
 
 
@@ -124,14 +138,22 @@ def _item(document: Document, index: int) -> Document:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
+    _check_removed(document)
     entry = validated(Entry, document)
-    wrong = mistake(entry) or _range_mistake(entry)
-    if wrong:
-        location, fact, remedy = wrong
+    first = mistake(entry) or _range_mistake(entry)
+    if first:
+        location, fact, remedy = first
         raise BadValueError(document.place(location), fact, remedy, patch=entry.id)
     entry._place = document.place()
     entry._folder = folder
     return entry
+
+
+def _check_removed(document: Document) -> None:
+    """Refuses a key that entries no longer have."""
+    for key in document.data if isinstance(document.data, dict) else ():
+        if key in _REMOVED:
+            raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
 
 
 def _range_mistake(entry: Entry) -> Any:

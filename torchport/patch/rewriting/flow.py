@@ -29,8 +29,8 @@ def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
 
 def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Returns the blocks directly inside a statement."""
-    found = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
-    result = [block for block in found if isinstance(block, list) and block]
+    candidates = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
+    result = [block for block in candidates if isinstance(block, list) and block]
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
         result.append(part.body)
     return result

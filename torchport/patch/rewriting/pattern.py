@@ -37,7 +37,7 @@ class Run:
         return self.block[self.start : self.end]
 
 
-def parsed(text: str) -> list[ast.stmt]:
+def statements(text: str) -> list[ast.stmt]:
     """Returns the statements of a pattern.
 
     Raises:

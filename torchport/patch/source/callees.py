@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import Source, at_import, binding, read_source
+from torchport.patch.source.source import SourceFile, at_import, binding, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
@@ -38,7 +38,7 @@ class Callee:
         through: The `module:path` of the definition that uses it.
     """
 
-    source: Source
+    source: SourceFile
     node: ast.stmt
     through: str
 
@@ -71,21 +71,21 @@ def callees(targets: Sequence[str]) -> dict[str, Callee]:
     while pending:
         user = pending.pop(0)
         for home in dict.fromkeys(home for _, home in _used(user)):
-            name, found = name_of(home), definition(home)
-            if found and name not in result and name not in targets:
-                result[name] = Callee(*found, name_of(user))
+            name, place = name_of(home), definition(home)
+            if place and name not in result and name not in targets:
+                result[name] = Callee(*place, name_of(user))
                 pending.append(home)
     return result
 
 
-def _source(module: str) -> Source | None:
+def _source(module: str) -> SourceFile | None:
     try:
         return read_source(module)
     except ModuleNotFoundError:
         return None
 
 
-def definition(home: Home) -> tuple[Source, ast.stmt] | None:
+def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
     """Returns the source and statement of a definition; None if the source does not show it.
 
     Raises:
@@ -110,7 +110,7 @@ def uses(home: Home) -> list[str]:
     return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _used(home)})
 
 
-def _imported_as(name: str, statements: Sequence[ast.stmt], source: Source) -> Iterator[str]:
+def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
     """Yields what imports bind a name to, in full."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -132,16 +132,16 @@ def _used(user: Home) -> Iterator[tuple[Chain, Home]]:
             continue
         lookup = _Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
-            found = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
+            homes = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
         elif chain[0] in own:
-            found = (home for statement in own[chain[0]] for home in lookup.imported(statement, source, chain))
+            homes = (home for statement in own[chain[0]] for home in lookup.imported(statement, source, chain))
         else:
-            found = lookup.names(user[0], chain)
-        yield from ((chain, home) for home in found)
+            homes = lookup.names(user[0], chain)
+        yield from ((chain, home) for home in homes)
 
 
 @functools.cache
-def _names(source: Source, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
+def _names(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
     """Returns what a definition reads, and what it binds itself; a source never changes."""
     chains: set[Chain] = set()
     own: dict[str, list[Imports]] = {}
@@ -154,7 +154,7 @@ def _names(source: Source, path: tuple[str, ...]) -> tuple[list[Chain], dict[str
     return sorted(chains), own
 
 
-def bindings(source: Source, path: tuple[str, ...]) -> list[ast.stmt]:
+def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
     """Returns all statements that make a global what it is; of a name in a class those that count."""
     node, touching = source.where(path).node, source.all_names.get(path[0], [])
     if len(path) == 1:
@@ -249,8 +249,8 @@ def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 
 def _imported(scope: ast.AST) -> set[str]:
     """Returns the names that imports in a scope bind, which lead out of it."""
-    found = (inner for inner in _walked(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
-    return {(alias.asname or alias.name).partition(".")[0] for inner in found for alias in inner.names}
+    imports = (inner for inner in _walked(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+    return {(alias.asname or alias.name).partition(".")[0] for inner in imports for alias in inner.names}
 
 
 class _Lookup:
@@ -288,7 +288,7 @@ class _Lookup:
         elif others and not (chain[0].startswith("__") and chain[0].endswith("__")):  # `__version__` differs by version
             yield module, (chain[0],)
 
-    def imported(self, node: Imports, source: Source, chain: Chain) -> Iterator[Home]:
+    def imported(self, node: Imports, source: SourceFile, chain: Chain) -> Iterator[Home]:
         """Yields the definition to which names lead of which the first is bound by an import."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
