@@ -1,9 +1,9 @@
 """Functions that stand in for others: they count their calls, and fall through to the original in the end.
 
 The counter is plain Python, so that tracing counts as well as running. A stand-in for a plain function is a plain
-function. `benchmarks/patching.py` measures what a `Proxy` costs beside it: 2.0 times the time of a wrapped call. So the
-proxy, which `wrapt` makes transparent, is for what a plain function cannot be: a coroutine or generator function, an
-`lru_cache`, a `functools.partial`, a function in C.
+function, because that is faster: `benchmarks/patching.py` measures 2.2 times the time of a wrapped call for a `Proxy`. So
+the proxy, which `wrapt` makes transparent, is for what a plain function cannot be: a coroutine or generator function,
+an `lru_cache`, a `functools.partial`, a function in C.
 """
 
 from __future__ import annotations
@@ -38,26 +38,35 @@ _OF_CACHES = ("cache_clear", "cache_info", "cache_parameters")
 
 
 def parts_of_stand_ins() -> set[int]:
-    """Returns the ids of all that stand-ins consist of: cells and dicts, and a proxy itself."""
+    """Returns the ids of all that stand-ins consist of, down to their cells."""
     ids: set[int] = set()
     for stand_in in list(registry.stand_ins.values()):
-        if type(stand_in) is types.FunctionType:
-            ids.update(id(cell) for cell in stand_in.__closure__ or ())
-            ids.update((id(vars(stand_in)), id(stand_in.__kwdefaults__)))
-            ids.update(id(vars(stand_in).get(name)) for name in _OF_CACHES)  # methods of the original
-        else:
-            ids.add(id(stand_in))
+        ids.add(id(stand_in))
+        call = stand_in if type(stand_in) is types.FunctionType else stand_in._self_call
+        ids.update(id(cell) for cell in call.__closure__ or ())
+        ids.update((id(vars(call)), id(call.__kwdefaults__)))
+        ids.update(id(vars(call).get(name)) for name in _OF_CACHES)  # methods of the original
     return ids
-
-
-def _registered(stand_in: Any) -> Any:
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in
 
 
 def _is_plain(function: Any) -> bool:
     """Returns whether a plain function can stand in for another one unnoticed."""
     return type(function) is types.FunctionType and not function.__code__.co_flags & _SPECIAL_KINDS
+
+
+def _stand_in(call: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """Returns a call that is seen as a function: itself if that is plain, or else a proxy."""
+    if _is_plain(function):
+        return _registered(functools.update_wrapper(call, function))
+    # Imported here: hardly a patch needs wrapt, whose import takes 25 ms.
+    from torchport.patch.live.proxy import Proxy
+
+    return _registered(Proxy(function, call))
+
+
+def _registered(stand_in: Any) -> Any:
+    registry.stand_ins[id(stand_in)] = stand_in
+    return stand_in
 
 
 def counted(function: Callable[..., Any], calls: Calls, original: Any = None) -> tuple[Callable[..., Any], Retire]:
@@ -70,29 +79,27 @@ def counted(function: Callable[..., Any], calls: Calls, original: Any = None) ->
         calls: The counter.
         original: What it takes the place of. Of an `lru_cache` it keeps the methods.
     """
-    if not _is_plain(function):
-        return _proxy(function, None, calls)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.count += 1
         return function(*args, **kwargs)
 
-    def retire(_: Any, original: Any) -> None:
+    def retire(stand_in: Any, original: Any) -> None:
         nonlocal function, calls
         function, calls = original, Calls()
+        if type(stand_in) is not types.FunctionType:
+            stand_in.__wrapped__ = original
 
-    functools.update_wrapper(call, function)
-    if isinstance(original, functools._lru_cache_wrapper):
+    stand_in = _stand_in(call, function)
+    if stand_in is call and isinstance(original, functools._lru_cache_wrapper):
         vars(call).update({name: getattr(original, name) for name in _OF_CACHES})
-    return _registered(call), retire
+    return stand_in, retire
 
 
 def wrapped(
     wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls
 ) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that calls `wrapper(original, ...)` and counts, and what retires it."""
-    if not _is_plain(original):
-        return _proxy(original, wrapper, calls)
     active = True
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +112,7 @@ def wrapped(
         nonlocal active
         active = False
 
-    return _registered(functools.update_wrapper(call, original)), retire
+    return _stand_in(call, original), retire
 
 
 def uncounted(function: Callable[..., Any]) -> tuple[Callable[..., Any], Retire | None]:
@@ -129,13 +136,6 @@ def _fall_through(function: types.FunctionType, original: Any) -> None:
 
     function.__code__, function.__defaults__ = call.__code__, None
     function.__kwdefaults__ = {"_torchport_original": original}
-
-
-def _proxy(function: Any, wrapper: Callable[..., Any] | None, calls: Calls) -> tuple[Any, Retire]:
-    # Imported here: hardly a patch needs wrapt, whose import takes 25 ms.
-    from torchport.patch.live.proxy import Proxy
-
-    return _registered(Proxy(function, wrapper, calls)), Proxy.retire
 
 
 def counted_class(replacement: type, calls: Calls) -> Callable[[], None]:
