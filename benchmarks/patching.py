@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchport import patch
 from torchport.patch.live import holders
-from torchport.patch.live.counted import Calls, wrapped
+from torchport.patch.live.counted import Calls, wrapping
 from torchport.patch.live.proxy import Proxy
 
 _TAIL = """\
@@ -167,7 +167,7 @@ def _proxied() -> types.FunctionType:
         b = a
         return b  # noqa: RET504 - the same
 
-    call, _ = wrapped(lambda original, a: original(a), function, Calls())
+    call, _ = wrapping(lambda original, a: original(a), function, Calls())
     return Proxy(function, call)  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""After a change, everybody who still holds the original: rebound, or refused by name; and back again at the end.
+"""Audits who still holds an original after a change: each is rebound, or refused by name.
 
 A function's reference count says in a microsecond whether anybody else holds it. Only then are holders looked for.
 """
@@ -78,7 +78,7 @@ def repair(records: Sequence[Record]) -> list[Rebinding]:
         audits = _audits(pairs)
     for audit in audits:
         _check_rebound(audit)
-    return [rebinding for audit in audits for rebinding in _rebound(audit)]
+    return [rebinding for audit in audits for rebinding in _rebind(audit)]
 
 
 def _may_be_garbage(holder: Holder) -> bool:
@@ -92,13 +92,13 @@ def _check_rebound(audit: _Audit) -> None:
     assert record is not None
     for holder in audit.holders:
         if holder.place is None:
-            raise _refused(record, _described(holder, record.entry))
+            raise _refusal(record, _in_words(holder, record.entry))
     if audit.unknown > 0:
         variable = capture.local_variable(audit.pair.old)
-        raise _refused(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
+        raise _refusal(record, variable or f"{audit.unknown} unknown (a local variable, or C)")
 
 
-def _rebound(audit: _Audit) -> list[Rebinding]:
+def _rebind(audit: _Audit) -> list[Rebinding]:
     """Makes an audit's holders hold the new object, and notes it in the record."""
     pair = audit.pair
     if pair.record is not None:
@@ -118,7 +118,7 @@ def give_back(changes: Sequence[Placed]) -> None:
     """
     pairs = [pair for change in changes for pair in _both(None, change.value, change.slot.raw)]
     for audit in _audits([pair for pair in pairs if _is_held(pair)]):
-        _rebound(audit)
+        _rebind(audit)
     registry.kept += [pair.old for pair in pairs if weak_references(pair.old)]
 
 
@@ -137,7 +137,7 @@ def _both(record: Record | None, old: Any, new: Any) -> list[_Pair]:
 def _pairs(record: Record) -> list[_Pair]:
     """Returns the pairs of a record's change. None where its name alone is changed, or nobody else has the original."""
     change = record.change
-    if not isinstance(change, Placed) or not change.held or not change.slot.own:
+    if not isinstance(change, Placed) or not change.held or not change.slot.in_holder:
         return []
     original, entry = function_in(change.slot.raw), record.entry
     home = getattr(original, "__module__", None)
@@ -175,7 +175,7 @@ def _audits(pairs: list[_Pair]) -> list[_Audit]:
     return audits
 
 
-def _described(holder: Holder, entry: Entry) -> str:
+def _in_words(holder: Holder, entry: Entry) -> str:
     """Returns a holder in words: the expression that leads to it, its kind, and its line."""
     line = capture.line_of(holder.module, holder.name, entry.path[-1]) if holder.module else None
     where = holder.where
@@ -185,7 +185,7 @@ def _described(holder: Holder, entry: Entry) -> str:
     return f"{where} ({line})" if line else where
 
 
-def _refused(record: Record, holder: str) -> PatchError:
+def _refusal(record: Record, holder: str) -> PatchError:
     entry = record.entry
     fact = f"{entry.target} is still held by {holder}"
     if not record.late:

@@ -48,7 +48,7 @@ class _PatchSet:
         self.failed = False
 
     def enter(self) -> None:
-        """Applies what is late and arms the rest; on an error nothing stays."""
+        """Applies what is late and arms the rest. On an error nothing stays."""
         try:
             waiting = [record for record in self.records if record.outcome is None]
             for record in waiting:
@@ -69,7 +69,7 @@ class _PatchSet:
             for record in due:
                 record.late = True
             self._apply(sys.modules[name], due)
-        self.disarm.append(hook.arm(name, lambda module: self._imported(module, due)))
+        self.disarm.append(hook.arm(name, lambda module: self._apply_at_import(module, due)))
 
     def _arm_window(self, record: Record) -> None:
         depth = 0
@@ -91,8 +91,8 @@ class _PatchSet:
         package = record.entry.lifetime.while_importing or ""
         self.disarm.append(hook.arm_window(package, window))
 
-    def _imported(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches as it has been executed; a failure takes the whole set back."""
+    def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        """Applies a module's patches when it has been executed. A failure takes the whole set back."""
         if self.failed:
             return
         for record in due:

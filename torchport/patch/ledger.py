@@ -15,7 +15,7 @@ from torchport.errors import NotCalledError, StaleTraceError, TorchportError
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import file_digest
 from torchport.patch.live.change import Change
-from torchport.patch.live.counted import Calls, counted
+from torchport.patch.live.counted import Calls, counting
 from torchport.patch.live.registry import registry
 
 
@@ -184,7 +184,7 @@ class Ledger:
         """Returns the `op` entries with their functions. They are the same objects each time."""
         if self._ops is None:
             chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
-            self._ops = [Op(r.entry.id, r.entry.target, counted(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
+            self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
     def keep(self, error: TorchportError) -> None:

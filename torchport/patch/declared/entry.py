@@ -1,4 +1,4 @@
-"""One patch as it stands in YAML: a closed schema that nothing is added to, coerced in, or executed by."""
+"""One patch as it stands in YAML. The schema is closed: no other key, no coercion, nothing that is executed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Close(Frozen):
 
 
 class Equivalence(Frozen):
-    """What a patch promises about the numbers; exactly one of the four.
+    """What a patch promises about the numbers: exactly one of the four.
 
     Attributes:
         bitwise: The same bits. Written as the plain word `bitwise`.
@@ -214,7 +214,7 @@ class Entry(Frozen):
 
     @property
     def reference(self) -> str | None:
-        """`file.py:name` of what is loaded for it; None for a stub."""
+        """`file.py:name` of what is loaded for it. None for a stub."""
         return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 

@@ -81,12 +81,12 @@ def _files(root: Path, names: Sequence[str]) -> list[Path]:
         raise UnknownNameError(str(root), "No such folder of patches", "Give the folder that holds them")
     files: dict[Path, None] = {}
     for name in names:
-        files.update(dict.fromkeys(_named(root, name)))
+        files.update(dict.fromkeys(_files_of(root, name)))
     return list(files)
 
 
-def _named(root: Path, name: str) -> list[Path]:
-    """Returns the files of one name; a name is one or two plain words, so that it cannot leave the folder."""
+def _files_of(root: Path, name: str) -> list[Path]:
+    """Returns the files of one name. A name is one or two plain words, so that it cannot leave the folder."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
@@ -121,7 +121,7 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(root: Path, file: Path) -> list[Entry]:
-    """Returns the entries of one file; see `read`."""
+    """Returns the entries of one file. See `read`."""
     document = read_document(file, f"{root.name}/{file.relative_to(root)}")
     if document.data is None:
         return []

@@ -70,13 +70,13 @@ def _does_not_load(entry: Entry, path: Path, error: BaseException) -> Replacemen
 
 def _module(path: Path, name: str) -> types.ModuleType:
     """Returns the module of a file. It is the same object as long as the file is the same, or jit caches would miss."""
-    module = _executed(path, name, path.read_bytes())
+    module = _execute(path, name, path.read_bytes())
     sys.modules[name] = module
     return module
 
 
 @functools.cache
-def _executed(path: Path, name: str, source: bytes) -> types.ModuleType:
+def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
     """Returns a module made of a file's bytes."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
@@ -93,14 +93,14 @@ def _executed(path: Path, name: str, source: bytes) -> types.ModuleType:
 
 
 def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that an entry's function stands in; empty for a stub."""
+    """Returns the hash of the file that an entry's function stands in. It is empty for a stub."""
     if entry.reference is None:
         return ""
     return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Returns what every entry names, by id; loading must not import any of the targets.
+    """Returns what every entry names, by id. Loading must not import any of the targets.
 
     Raises:
         ReplacementError: As `load`, or a patch file imports a target before it can be patched.

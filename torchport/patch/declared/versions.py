@@ -39,7 +39,7 @@ def outcome(entry: Entry) -> str | None:
     unaffected = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
     if unaffected:
         return f"{unaffected}; delete the entry when no supported upstream needs it"
-    if entry.needed and "probe" in entry.needed and not _probed(entry, entry.needed["probe"]):
+    if entry.needed and "probe" in entry.needed and not _run_probe(entry, entry.needed["probe"]):
         return f"{entry.needed['probe']} finds no fault"
     return None
 
@@ -57,14 +57,14 @@ def _outside(ranges: Mapping[str, str]) -> str | None:
 
 
 def _within(version: str, text: str) -> bool:
-    """Orders development and local versions; 2.13.0+cpu is within >=2.13 and ==2.13.0."""
+    """Orders development and local versions: 2.13.0+cpu is within >=2.13 and ==2.13.0."""
     try:
         return SpecifierSet(text).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
 
-def _probed(entry: Entry, reference: str) -> bool:
+def _run_probe(entry: Entry, reference: str) -> bool:
     probe = load(entry, reference)
 
     def failed(error: BaseException) -> ReplacementError:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
 from torchport.patch.declared.entry import Entry
-from torchport.patch.live.counted import Calls, Retire, counted, counted_class, uncounted, wrapped
+from torchport.patch.live.counted import Calls, Retire, counted_class, counting, uncounted, wrapping
 from torchport.patch.live.target import (
     Slot,
     check_function,
@@ -140,7 +140,7 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     _check_signature(entry, slot, original, loaded)
     if isinstance(loaded, type):
         return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
-    call, retire = counted(loaded, calls, original) if entry.counted else uncounted(loaded)
+    call, retire = counting(loaded, calls, original) if entry.counted else uncounted(loaded)
     return Placed(slot, shaped_as(slot.raw, call), retire)
 
 
@@ -149,7 +149,7 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
     _check_signature(entry, slot, original, wrapper)
-    call, retire = wrapped(wrapper, original, calls if entry.counted else Calls())
+    call, retire = wrapping(wrapper, original, calls if entry.counted else Calls())
     return Placed(slot, shaped_as(slot.raw, call), retire)
 
 
@@ -167,9 +167,9 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     source = source_of(entry)
     node = source.where(entry.path).node if source else None
     function = function_of(slot.raw, entry.module, node)
-    if function is None or not slot.own:
+    if function is None or not slot.in_holder:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
-        fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
+        fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"
         raise RewriteError(entry.place, fact, "Name the function that has the statements", patch=entry.id)
     check_scope(entry, slot)
     check_function(entry, function)
@@ -181,7 +181,7 @@ def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls
     filename = _filename(entry, old.co_filename)
     new = recompile.code(entry, edit.text, old, filename)
     recompile.remember(filename, edit.text)
-    put, _ = counted(loaded, calls)
+    put, _ = counting(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new
     forget(slot.raw)

@@ -1,8 +1,8 @@
 """Functions that stand in for others: they count their calls, and fall through to the original in the end.
 
 The counter is plain Python, so that tracing counts as well as running. A stand-in for a plain function is a plain
-function, because that is faster: `benchmarks/patching.py` measures 2.2 times the time of a wrapped call for a `Proxy`. So
-the proxy, which `wrapt` makes transparent, is for what a plain function cannot be: a coroutine or generator function,
+function, because that is faster: a wrapped call through a `Proxy` takes 2.2 times the time (`benchmarks/patching.py`).
+The proxy, which `wrapt` makes transparent, is for what a plain function cannot be: a coroutine or generator function,
 an `lru_cache`, a `functools.partial`, a function in C.
 """
 
@@ -57,19 +57,19 @@ def _is_plain(function: Any) -> bool:
 def _stand_in(call: Callable[..., Any], function: Callable[..., Any]) -> Any:
     """Returns a call that is seen as a function: itself if that is plain, or else a proxy."""
     if _is_plain(function):
-        return _registered(functools.update_wrapper(call, function))
+        return _register(functools.update_wrapper(call, function))
     # Imported here: hardly a patch needs wrapt, whose import takes 25 ms.
     from torchport.patch.live.proxy import Proxy
 
-    return _registered(Proxy(function, call))
+    return _register(Proxy(function, call))
 
 
-def _registered(stand_in: Any) -> Any:
+def _register(stand_in: Any) -> Any:
     registry.stand_ins[id(stand_in)] = stand_in
     return stand_in
 
 
-def counted(function: Callable[..., Any], calls: Calls, original: Any = None) -> tuple[Callable[..., Any], Retire]:
+def counting(function: Callable[..., Any], calls: Calls, original: Any = None) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that counts its calls and makes them of a replacement, and what retires it.
 
     A stand-in that somebody has captured cannot be taken away from them. Retired, it does what the original does.
@@ -96,7 +96,7 @@ def counted(function: Callable[..., Any], calls: Calls, original: Any = None) ->
     return stand_in, retire
 
 
-def wrapped(
+def wrapping(
     wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls
 ) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that calls `wrapper(original, ...)` and counts, and what retires it."""
@@ -125,7 +125,7 @@ def uncounted(function: Callable[..., Any]) -> tuple[Callable[..., Any], Retire 
         return function, None
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return _registered(functools.update_wrapper(copy, function)), _fall_through
+    return _register(functools.update_wrapper(copy, function)), _fall_through
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:

@@ -22,7 +22,7 @@ from torchport.patch.live.registry import registry
 
 
 class Stub(types.ModuleType):
-    """Stands for an absent package, and for everything in it; it can be named, passed on and read, but not called."""
+    """Stands for an absent package, and for everything in it. It can be named, passed on and read, but not called."""
 
     def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
         super().__init__(name)

@@ -27,18 +27,18 @@ class Slot:
         holder: The module, class or object whose namespace it is.
         name: The name in it.
         raw: What stands there, descriptors unbound; for an inherited name what the base has.
-        own: Whether it stands in the holder's own namespace.
+        in_holder: Whether it stands in the holder's own namespace.
         path: The objects that were passed on the way, the module first.
     """
 
     holder: Any
     name: str
     raw: Any
-    own: bool
+    in_holder: bool
     path: tuple[Any, ...]
 
     def put(self, value: Any) -> None:
-        """Puts a value there; a class is set through `type`, so that its method caches are dropped."""
+        """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
         if isinstance(self.holder, type):
             type.__setattr__(self.holder, self.name, value)
         else:
@@ -46,7 +46,7 @@ class Slot:
 
     def restore(self) -> None:
         """Puts back what stood there."""
-        if self.own:
+        if self.in_holder:
             self.put(self.raw)
         elif isinstance(self.holder, type):
             type.__delattr__(self.holder, self.name)
@@ -67,11 +67,11 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
     holder: Any = module
     path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
-        raw, own = _look(holder, name)
+        raw, in_holder = _look(holder, name)
         if raw is _ABSENT:
             raise _missing(entry, holder, depth)
         if depth == len(entry.path) - 1:
-            return Slot(holder, name, raw, own, tuple(path))
+            return Slot(holder, name, raw, in_holder, tuple(path))
         holder = raw
         path.append(raw)
     raise AssertionError("a target has at least one name")
@@ -116,9 +116,9 @@ def _home(thing: Any) -> str:
 
 
 def _look(holder: Any, name: str) -> tuple[Any, bool]:
-    own = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
-    if name in own:
-        return own[name], True
+    names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
+    if name in names:
+        return names[name], True
     classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     if isinstance(holder, types.ModuleType):
         return _ABSENT, False
@@ -139,7 +139,7 @@ def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
 
 
 def function_in(raw: Any) -> Any:
-    """Returns the function inside a static or class method, a property, or a cached property; else `raw`."""
+    """Returns the function inside a static or class method, a property, or a cached property. Otherwise `raw`."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     if isinstance(raw, property):
@@ -219,7 +219,7 @@ def shaped_as(raw: Any, function: Any) -> Any:
 
 
 def held_elsewhere(slot: Slot) -> bool:
-    """Returns whether anybody but its namespace holds what stands in a slot; of a class nobody can say."""
+    """Returns whether anybody but its namespace holds what stands in a slot. Of a class nobody can say."""
     if isinstance(slot.raw, type):
         return True
     inner = function_in(slot.raw)

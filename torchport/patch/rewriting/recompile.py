@@ -27,7 +27,7 @@ def first_line(node: Scope) -> int:
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text that a live function was compiled from; of a rewritten one, what really runs.
+    """Returns the text that a live function was compiled from. Of a rewritten one it is what really runs.
 
     Raises:
         RewriteError: Its source cannot be had.

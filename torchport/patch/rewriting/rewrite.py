@@ -1,4 +1,4 @@
-"""Rewrites a run of statements of one function into one call, as text; nothing is imported or executed.
+"""Rewrites a run of statements of one function into one call, as text. Nothing is imported or executed.
 
 The text keeps its number of lines: the call stands on the first line of what it replaces and the rest is blank,
 so that every other line of a traceback is upstream's own.
@@ -15,7 +15,7 @@ from typing import Any
 
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared.entry import Entry, Rewrite
-from torchport.patch.rewriting.flow import Function, arguments, binds, bound, in_scope, read_after, reads
+from torchport.patch.rewriting.flow import Function, arguments, binds, in_scope, names_bound, read_after, reads
 from torchport.patch.rewriting.pattern import PatternError, Run, runs, statements
 
 _RESERVED = "__torchport_"
@@ -39,7 +39,7 @@ class Edit:
 
 
 def reserved_name(entry: Entry) -> str:
-    """Returns the global name under which the function is called; dunders are never mangled inside a class."""
+    """Returns the global name under which the function is called. Dunders are never mangled inside a class."""
     return _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"
 
 
@@ -80,7 +80,7 @@ def edit(entry: Entry, text: str, find: Callable[[ast.Module], Function], parame
     lines = text.encode().splitlines(keepends=True)
     for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
-    local = arguments(function) | bound(function.body)
+    local = arguments(function) | names_bound(function.body)
     outer = frozenset(name for name in parameters if name not in local)
     first = matches[0].statements[0].lineno
     result = b"".join(lines).decode()
@@ -98,7 +98,7 @@ def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, st
         same = False
     if not same:
         fact = f"'{entry.id}' cannot be put into {entry.target} without changing what stands around it"
-        raise _refused(entry, fact, "Match whole lines, or more of them")
+        raise _refusal(entry, fact, "Match whole lines, or more of them")
 
 
 def _rewrite(entry: Entry) -> Rewrite:
@@ -107,7 +107,7 @@ def _rewrite(entry: Entry) -> Rewrite:
     return entry.rewrite
 
 
-def _refused(entry: Entry, fact: str, remedy: str) -> RewriteError:
+def _refusal(entry: Entry, fact: str, remedy: str) -> RewriteError:
     return RewriteError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
@@ -116,7 +116,7 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
     try:
         pattern = statements(rewrite.match)
     except PatternError as error:
-        raise _refused(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
+        raise _refusal(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
     matches = list(runs(function, pattern))
     for run in matches:
         for node in (node for statement in run.statements for node in ast.walk(statement)):
@@ -126,7 +126,7 @@ def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
     if len(matches) != rewrite.times:
         lines = ", ".join(str(run.statements[0].lineno) for run in matches) or "no line"
         fact = f"'{entry.id}' matches {len(matches)} times in {entry.target} (at {lines}), not {rewrite.times}"
-        raise _refused(entry, fact, "Read the upstream that is installed and mend 'match'")
+        raise _refusal(entry, fact, "Read the upstream that is installed and mend 'match'")
     return matches
 
 
@@ -137,7 +137,7 @@ def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, cal
     _check_jumps(entry, run.statements[:-1] if returns else run.statements)
     if returns:
         if rewrite.gives:
-            raise _refused(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
+            raise _refusal(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
         return f"return {call}"
     gives = _gives(entry, rewrite, function, run)
     return f"{', '.join(gives)} = {call}" if gives else call
@@ -152,7 +152,7 @@ def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
     if jumps:
         word = type(jumps[0]).__name__.lower()
         fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
-        raise _refused(entry, fact, "Match less: a call cannot do that for the function")
+        raise _refusal(entry, fact, "Match less: a call cannot do that for the function")
 
 
 def _outward(statement: ast.AST) -> list[ast.AST]:
@@ -167,25 +167,25 @@ def _outward(statement: ast.AST) -> list[ast.AST]:
 
 
 def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
-    inside = bound(run.statements)
+    inside = names_bound(run.statements)
     if rewrite.gives is None and len(inside) > 1:
         fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"
-        raise _refused(entry, fact, "Say in 'gives' which of them the function returns, in its order")
+        raise _refusal(entry, fact, "Say in 'gives' which of them the function returns, in its order")
     gives = sorted(inside) if rewrite.gives is None else rewrite.gives
     needed = read_after(function, run.chain, run.block, run.end) & inside
     lost = sorted(needed - set(gives))
     if lost:
         fact = f"'{lost[0]}' is bound in the run of '{entry.id}' and read after it"
-        raise _refused(entry, fact, f"Add '{lost[0]}' to 'gives'")
+        raise _refusal(entry, fact, f"Add '{lost[0]}' to 'gives'")
     for name in gives:
         if name not in inside and name in arguments(function) | _names(function):
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
-            raise _refused(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
+            raise _refusal(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
     return gives
 
 
 def _names(function: Function) -> set[str]:
-    return bound(function.body) | set().union(*(reads(statement) for statement in function.body))
+    return names_bound(function.body) | set().union(*(reads(statement) for statement in function.body))
 
 
 def _check_visible(entry: Entry, function: Function, run: Run, parameters: Sequence[str]) -> None:
@@ -199,16 +199,16 @@ def _check_visible(entry: Entry, function: Function, run: Run, parameters: Seque
         if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
     ]
     names = arguments(function) | set().union(*map(binds, before))
-    names |= bound([loop]) - bound(run.statements) if loop is not None else set()
-    local = arguments(function) | bound(function.body)
+    names |= names_bound([loop]) - names_bound(run.statements) if loop is not None else set()
+    local = arguments(function) | names_bound(function.body)
     for name in parameters:
         if name in local and name not in names:
             fact = f"'{entry.reference}' takes '{name}', which {entry.target} binds only in or after the run"
-            raise _refused(entry, fact, "Take names that are bound before the run")
+            raise _refusal(entry, fact, "Take names that are bound before the run")
 
 
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
-    """Puts a statement in a run's place; what follows on the run's last line comes up to its first."""
+    """Puts a statement in a run's place. What follows on the run's last line comes up to its first."""
     first, last = run.statements[0], run.statements[-1]
     start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
     decorators = getattr(first, "decorator_list", ())

@@ -1,4 +1,4 @@
-"""Says in which file and line a name was captured, or a module imported; read from sources, only for messages."""
+"""Says in which file and line a name was captured, or a module imported. Only messages need it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def local_variable(thing: Any) -> str | None:
 
 
 def source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
-    """Returns a loaded module's source; with a needle only if the text matches it, before it is parsed."""
+    """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
     if not isinstance(file, str) or not file.endswith(".py"):

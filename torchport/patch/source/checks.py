@@ -32,7 +32,7 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
 
 
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
-    """Checks one entry; `texts` holds what earlier rewrites have made of each file, by module."""
+    """Checks one entry. `texts` holds what earlier rewrites have made of each file, by module."""
     source = source_of(entry)
     if source is None:
         return
@@ -94,8 +94,8 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
         return
     home, name = imported_from(node, entry.module, source), entry.path[0]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    own = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
-    if own or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
+    is_defined = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
+    if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
     original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), name)
     fact = f"{entry.target} is imported from {home} ({shown(source.file)}:{node.lineno})"

@@ -85,13 +85,13 @@ def _with_statements(locked: Locked) -> Locked:
 
 
 def under(entry: Entry) -> ast.stmt | None:
-    """Returns the statement under an entry's target; None if it is in C, or made where its module does not show it."""
+    """Returns the statement under an entry's target. None if it is in C, or its module's source does not show it."""
     source = source_of(entry)
     return source.where(entry.path).node if source else None
 
 
 def current_row(entry: Entry) -> LockRow | None:
-    """Returns what upstream's source is now under an entry's target; None if it has no source there."""
+    """Returns what upstream's source is now under an entry's target. None if it has no source there."""
     node = under(entry)
     if node is None:
         return None
@@ -176,7 +176,7 @@ def check(entry: Entry) -> str:
 
 
 def _same(row: LockRow, now: LockRow) -> bool:
-    """Returns whether a row is what is there now; it may have callees of other patches of the target."""
+    """Returns whether a row is what is there now. It may have the callees of other patches of the target."""
     relied = _flat(now).items() <= _flat(row).items()
     return relied and (row.signature, row.tree) == (now.signature, now.tree)
 

@@ -1,4 +1,4 @@
-"""Whether a replacement can be called in every way in which its target can."""
+"""Checks that a replacement takes every call that its target takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEEPING = {
 
 
 def live_signature(function: Any) -> Signature | None:
-    """Returns the signature of a live function or class; None for one in C that does not tell."""
+    """Returns the signature of a live function or class. None for one in C that has none."""
     try:
         return inspect.signature(function)
     except (ValueError, TypeError):
@@ -30,7 +30,7 @@ def live_signature(function: Any) -> Signature | None:
 
 
 def written_signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature | None:
-    """Returns a function's signature from its source; None if a decorator may have changed it."""
+    """Returns a function's signature from its source. None if a decorator may have changed it."""
     for decorator in function.decorator_list:
         named = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")

@@ -147,7 +147,7 @@ def _not_python(file: str, error: Exception) -> TargetError:
 
 
 def spec_of(module: str) -> ModuleSpec:
-    """Returns the spec that an import of a module would use; no parent package is imported.
+    """Returns the spec that an import of a module would use. No parent package is imported.
 
     Raises:
         ModuleNotFoundError: No such module.
@@ -214,7 +214,7 @@ def _as_written(name: str, above: Sequence[str]) -> str:
 
 
 def is_imported(entry: Entry) -> bool | None:
-    """Returns whether a target is a name that its module imports from another; None if the source does not say."""
+    """Returns whether a target is a name that its module imports from another. None if the source does not say."""
     source = source_of(entry)
     node = source.where(entry.path).node if source else None
     return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
@@ -265,7 +265,7 @@ def _base(target: ast.expr) -> ast.expr:
 
 
 def binding(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
-    """Returns the last statement that binds a name; a property's setter does not count as another binding."""
+    """Returns the last statement that binds a name. A property's setter is no binding of its own."""
     last: ast.stmt | None = None
     for statement in at_import(body):
         if name in _bound_by(statement) and not _is_accessor(statement, name):
@@ -349,7 +349,7 @@ def _is_head(line: str, name: str) -> bool:
 
 
 def _may_bind(line: str, name: str) -> bool:
-    """Returns whether a line may bind a name; in doubt it may, and the whole file is parsed."""
+    """Returns whether a line may bind a name. In doubt it may, and the whole file is parsed."""
     words = line.strip()
     if words.startswith(("from ", "import ", "del ", "global ")) or words.rstrip(",").endswith(f" as {name}"):
         return True
