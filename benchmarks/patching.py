@@ -208,9 +208,9 @@ def sweep(rounds: int) -> None:
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        names = holders.names_of([wanted])
+        by_id = holders.names_of([wanted])
         times.append(time.perf_counter() - start)
-    assert [holder.where for holder in names[id(wanted)]] == [f"{names[5000]}.held"]
+    assert [holder.where for holder in by_id[id(wanted)]] == [f"{names[5000]}.held"]
     start = time.perf_counter()
     holders.Referrers([wanted], lambda referrer: False).holders(wanted)
     deep = time.perf_counter() - start

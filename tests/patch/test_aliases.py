@@ -292,6 +292,17 @@ def test_a_weak_reference_that_cannot_be_made_anew_is_refused_by_name(world):
     assert "up.m:f is still held by up.m.kept[0], a Own. Patch that holder instead" in str(caught.value)
 
 
+def test_a_function_that_knows_itself_by_its_closure_is_no_holder(world):
+    text = "def make():\n    def f(a):\n        return getattr(f, 'said', 'old')\n    return f\nf = make()\n"
+    world.write("up/m.py", text)
+    world.python("def wrap(original, a): return original(a) + ' wrapped'")
+    with patch.applied(world.one("wrap: p.py:wrap", "up.m:f")):
+        import up.m
+
+        assert up.m.f(1) == "old wrapped"
+    assert up.m.f(1) == "old"
+
+
 def test_a_bound_method_that_somebody_keeps_is_refused(world):
     world.write("up/m.py", "class C:\n    def f(self, a): return 'old'\nc = C()\nkept = [c.f]\n")
     world.python("def new(self, a): return 'new'")

@@ -54,7 +54,7 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str]) -> str | None:
 def _steps(referrer: Any, held: Any) -> Iterator[tuple[Any, str]]:
     """Yields the objects of which the source could name what a referrer holds, with the step from each."""
     if isinstance(referrer, dict):
-        if any(key is held for key in list(referrer)):
+        if any(key is held for key in list(dict.keys(referrer))):
             yield referrer, ""
         for key in [key for key, value in list(dict.items(referrer)) if value is held]:
             owners = [owner for owner in gc.get_referrers(referrer) if _attributes_of(owner) is referrer]

@@ -109,7 +109,7 @@ class Key(Place):
     names: dict[Any, Any]
 
     def exchange(self, old: Any, new: Any) -> None:
-        if any(key is old for key in self.names):
+        if any(key is old for key in dict.keys(self.names)):
             items = [(new if key is old else key, value) for key, value in dict.items(self.names)]
             dict.clear(self.names)
             dict.update(self.names, items)
