@@ -23,6 +23,8 @@ from pathlib import Path
 
 from torchport import patch
 from torchport.patch.live import holders
+from torchport.patch.live.counted import Calls, wrapping
+from torchport.patch.live.proxy import Proxy
 
 _TAIL = """\
   why: A benchmark.
@@ -91,20 +93,20 @@ _INSIDE = """
 import sys, time, importlib
 import torch, diffusers, transformers
 from torchport import patch
-from torchport.patch import group, hook
+from torchport.patch.live import hook
 entries = patch.read({folder!r}, ["up"])
 start = time.perf_counter()
 context = patch.applied(entries)
 ledger = context.__enter__()
 armed = time.perf_counter() - start
 spent = 0.0
-executed = hook._Finder.executed
-def timed(self, module):
+run_callbacks = hook.run_callbacks
+def timed(module):
     global spent
     start = time.perf_counter()
-    executed(self, module)
+    run_callbacks(module)
     spent += time.perf_counter() - start
-hook._Finder.executed = timed
+hook.run_callbacks = timed
 for name in {modules!r}:
     importlib.import_module(name)
 assert all(row["state"] == "applied" for row in ledger.rows()), [r for r in ledger.rows() if r["state"] != "applied"]
@@ -158,8 +160,19 @@ def _nanoseconds(function: types.FunctionType) -> float:
     return min(timer.repeat(7, 200_000)) / 200_000 * 1e9
 
 
+def _proxied() -> types.FunctionType:
+    """Returns a wrapped function as it would be if every function had a proxy, and not the special kinds alone."""
+
+    def function(a: int) -> int:
+        b = a
+        return b  # noqa: RET504 - the same
+
+    call, _ = wrapping(lambda original, a: original(a), function, Calls())
+    return Proxy(function, call)  # type: ignore[return-value]
+
+
 def calls() -> None:
-    """Prints the cost of one call, bare, under each kind of patch, and under wrapt."""
+    """Prints the cost of one call: bare, under each kind of patch, and under the proxy that special kinds have."""
 
     def bare(a: int) -> int:
         b = a
@@ -173,12 +186,7 @@ def calls() -> None:
         "rewrite of one statement": _call("rewrite: {match: b = a, put: p.py:new}"),
         "wrap": _call("wrap: p.py:wrap"),
     }
-    if importlib.util.find_spec("wrapt"):
-        import wrapt
-
-        rows["wrap, by wrapt"] = _nanoseconds(
-            wrapt.FunctionWrapper(bare, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
-        )
+    rows["wrap, by wrapt"] = _nanoseconds(_proxied())
     for name, value in rows.items():
         print(f"{name:26} {value:6.0f} ns  {value / base:5.2f} x bare")
 
@@ -200,11 +208,11 @@ def sweep(rounds: int) -> None:
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        found = holders.swept([wanted])
+        by_id = holders.names_of([wanted])
         times.append(time.perf_counter() - start)
-    assert [holder.where for holder in found[id(wanted)]] == [f"{names[5000]}.held"]
+    assert [holder.where for holder in by_id[id(wanted)]] == [f"{names[5000]}.held"]
     start = time.perf_counter()
-    holders.Deep([wanted], lambda referrer: False).holders(wanted)
+    holders.Referrers([wanted], lambda referrer: False).holders(wanted)
     deep = time.perf_counter() - start
     print(f"sweep over {len(sys.modules)} modules: {min(times) * 1e3:.0f} ms (aim 150)")
     print(f"  and what the collector knows: {deep * 1e3:.0f} ms more")

@@ -122,7 +122,7 @@ def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
         patches.lock(world.patches, ["up"], check_apply=tried)
     assert str(caught.value) == (
         "patches/up/p.yaml:9: Nothing is locked, as TP204 is found: up.m:h is still held by up.m.PENDING, a map. Patch "
-        "that holder instead, or write 'aliases: report'. See all findings with: torchport check up."
+        "that holder instead. See all findings with: torchport check up."
     )
     assert not (world.patches / "up" / "lock.yaml").exists()
     _entries(world, "f")

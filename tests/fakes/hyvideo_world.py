@@ -40,6 +40,7 @@ from torch import nn
 from torchport import compile, patch, shard
 from torchport.config import card
 from torchport.config.card import Rule, WeightRule
+from torchport.patch.live.registry import registry
 
 TRANSFORMER = "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"
 ATTENTION = "hyvideo.models.transformers.modules.attention"
@@ -118,7 +119,7 @@ class World:
         """Upstream without any patch."""
         self.held.close()
         self.set = None
-        assert not patch.trace.in_force
+        assert not registry.digests
         yield
 
     @contextlib.contextmanager

@@ -64,9 +64,9 @@ _HOLDERS = (
     "list{i} = [{it}, 1]\n",
     "dict{i} = {{'k': {it}}}\n",
     "tuple{i} = (1, ({it},))\n",
-    "part{i} = functools.partial({it}, 1)\n",
-    "def default{i}(a, g={it}): return g(a)\n",
-    "def closing{i}():\n    g = {it}\n    return lambda a: g(a)\nclosed{i} = closing{i}()\n",
+    "keys{i} = {{1: 2, {it}: 3, 4: 5}}\n",
+    "set{i} = {{{it}}}\n",
+    "def keyword{i}(a, *, g={it}): return g(a)\n",
     "class Holder{i}:\n    held = staticmethod({it})\n",
 )
 _PYTHON = """\
@@ -129,7 +129,8 @@ def shape(thing, seen=()):
     inner = functools.partial(shape, seen=(*seen, id(thing)))
     if isinstance(thing, types.FunctionType):
         cells = [inner(cell.cell_contents) for cell in thing.__closure__ or ()]
-        marks = (thing.__qualname__, thing.__code__.co_filename, thing.__code__.co_code, inner(thing.__defaults__))
+        defaults = inner([thing.__defaults__, thing.__kwdefaults__])
+        marks = (thing.__qualname__, thing.__code__.co_filename, thing.__code__.co_code, defaults)
         return (*marks, cells, inner(thing.__dict__))
     if isinstance(thing, (staticmethod, classmethod)):
         return (type(thing).__name__, inner(thing.__func__))
@@ -141,8 +142,8 @@ def shape(thing, seen=()):
         own = {k: inner(v) for k, v in vars(thing).items() if not k.startswith("__") or k == "__init__"}
         return ("class", thing.__qualname__, list(own), own)
     if isinstance(thing, dict):
-        return {key: inner(value) for key, value in thing.items()}
-    return [inner(item) for item in thing] if isinstance(thing, (list, tuple)) else repr(thing)
+        return [(inner(key), inner(value)) for key, value in thing.items()]
+    return [inner(item) for item in thing] if isinstance(thing, (list, tuple, set)) else repr(thing)
 
 
 def namespace(module):

@@ -39,6 +39,7 @@ from fakes.hyvideo_world import ATTENTION, PIPELINE, TRANSFORMER, VAE, Decoding,
 
 from torchport import patch
 from torchport.errors import BadValueError
+from torchport.patch.declared import replacement
 
 COMMAND = "TORCHPORT_HYVIDEO=DIR pytest -m upstream"
 MESHES = ({"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 4})
@@ -104,7 +105,7 @@ def trace(root):
 def function(world, entry_id):
     """Returns a patch's own function."""
     entry = next(entry for entry in world.hyvideo if entry.id == entry_id)
-    return patch.replacement.load(entry, entry.reference)
+    return replacement.load(entry, entry.reference)
 
 
 def difference(ours, reference):

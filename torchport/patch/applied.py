@@ -1,4 +1,4 @@
-"""The patches of a stage: armed together, applied all or none, undone in reverse order."""
+"""Puts the patches of a stage in force: armed together, applied all or none, undone in reverse order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 
 from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
@@ -14,55 +14,54 @@ from torchport.patch import aliases
 from torchport.patch.declared.entry import STAGES, Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
-from torchport.patch.ledger import Ledger, Record
+from torchport.patch.ledger import Ledger, Record, digest
 from torchport.patch.live import hook, stub
-from torchport.patch.live.change import Change, Placed, made
+from torchport.patch.live.change import Change, Placed, change
+from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
 from torchport.patch.source.checks import check_sources
 from torchport.patch.source.source import is_imported
-from torchport.patch.trace import digest, in_force
-
-_lock = threading.Lock()
-_groups: list[_Group] = []
-_owner: list[int] = []
 
 
-class _Group:
-    """One entered set.
+class _PatchSet:
+    """One set of patches, entered and left together.
 
     Args:
-        records: The patches that this set brings; not those that are in force already.
+        records: The patches that this set brings. Those that were in force before are not among them.
+        ledger: It hears of every error.
+
+    Attributes:
+        changed: The records whose change was made, in that order.
+        replaced: Changes of modules that were imported again since: somebody may still hold the old functions.
+        rebindings: What made holders of originals hold what took their place.
+        disarm: What disarms the set.
+        failed: Whether a patch could not be applied.
     """
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], ledger: Ledger) -> None:
         self.records = list(records)
-        self.done: list[Record] = []
+        self.ledger = ledger
+        self.changed: list[Record] = []
+        self.replaced: list[Change] = []
+        self.rebindings: list[aliases.Rebinding] = []
         self.disarm: list[Callable[[], None]] = []
-        self.ledgers: list[Ledger] = []
         self.failed = False
-        self.rebound: list[Callable[[], None]] = []
-        self.gone: list[Change] = []
 
     def enter(self) -> None:
-        """Applies what is late and arms the rest; on an error nothing stays."""
+        """Applies what is late and arms the rest. On an error nothing stays."""
         try:
             waiting = [record for record in self.records if record.outcome is None]
             for record in waiting:
                 if record.entry.lifetime.while_importing:
                     self._arm_window(record)
                 if record.entry.stub is not None:
-                    self.disarm.append(stub.arm(record.entry, record.calls, self.keep))
+                    self.disarm.append(stub.arm(record.entry, record.calls, self.ledger.keep))
             for name in dict.fromkeys(r.entry.module for r in waiting if _is_applied(r)):
                 self._arm(name)
         except BaseException:
             self.leave()
             raise
-        in_force.update({record.entry.id: digest(record.entry) for record in waiting})
-
-    def keep(self, error: TorchportError) -> None:
-        """Keeps an error for everybody who looks into one of the set's ledgers."""
-        for ledger in self.ledgers:
-            ledger.keep(error)
+        registry.digests.update({record.entry.id: digest(record.entry) for record in waiting})
 
     def _arm(self, name: str) -> None:
         due = [r for r in self.records if r.entry.module == name and r.outcome is None and _is_applied(r)]
@@ -70,7 +69,7 @@ class _Group:
             for record in due:
                 record.late = True
             self._apply(sys.modules[name], due)
-        self.disarm.append(hook.arm(name, lambda module: self._imported(module, due)))
+        self.disarm.append(hook.arm(name, lambda module: self._apply_at_import(module, due)))
 
     def _arm_window(self, record: Record) -> None:
         depth = 0
@@ -81,7 +80,7 @@ class _Group:
             depth += 1
             try:
                 if depth == 1:
-                    self._make(record, import_module(record.entry.module))
+                    _make(record, import_module(record.entry.module))
                 yield
             finally:
                 depth -= 1
@@ -92,34 +91,31 @@ class _Group:
         package = record.entry.lifetime.while_importing or ""
         self.disarm.append(hook.arm_window(package, window))
 
-    def _imported(self, module: types.ModuleType, due: Sequence[Record]) -> None:
-        """Applies a module's patches as it has been executed; a failure takes the whole set back."""
+    def _apply_at_import(self, module: types.ModuleType, due: Sequence[Record]) -> None:
+        """Applies a module's patches when it has been executed. A failure takes the whole set back."""
         if self.failed:
             return
         for record in due:
-            if record.change is not None:  # imported again: the old functions may still be held by somebody
-                self.done.remove(record)
-                self.gone.append(record.change)
+            if record.change is not None:  # the module is imported again
+                self.changed.remove(record)
+                self.replaced.append(record.change)
                 record.change, record.detail = None, ""
         try:
             self._apply(module, due)
         except TorchportError as error:
             self.failed = True
-            self.keep(error)
+            self.ledger.keep(error)
             self.leave()
             raise
 
     def _apply(self, module: types.ModuleType, due: Sequence[Record]) -> None:
         for record in due:
-            self._make(record, module)
-            self.done.append(record)
-        self.rebound += aliases.repair(due)
-
-    def _make(self, record: Record, module: types.ModuleType) -> None:
-        record.change = made(record.entry, module, record.loaded, record.calls)
+            _make(record, module)
+            self.changed.append(record)
+        self.rebindings += aliases.repair(due)
 
     def check_reached(self) -> None:
-        """Keeps an error for a patch whose module is there, and was never seen to be imported: it did nothing.
+        """Keeps an error for a patch whose module is there, though its import was never seen: the patch did nothing.
 
         Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system.
         """
@@ -129,31 +125,32 @@ class _Group:
             if waits and not self.failed and entry.module in sys.modules:
                 fact = f"{entry.module} was imported past '{entry.id}', which changed nothing"
                 remedy = "Import it with an import statement, and let no other finder go before"
-                self.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
+                self.ledger.keep(TooLateError(entry.place, fact, remedy, patch=entry.id))
 
     def leave(self) -> None:
         """Takes everything back, the last change first, and disarms what never came."""
         for disarm in reversed(self.disarm):
             disarm()
-        self.disarm.clear()
         for record in self.records:
-            in_force.pop(record.entry.id, None)
-        for record in self.done:
+            registry.digests.pop(record.entry.id, None)
+        for record in self.changed:
             record.outcome = record.state()
-        changes = [*self.gone, *(record.change for record in self.done if record.change is not None)]
-        for undo in reversed(self.rebound):
-            undo()
-        self.rebound.clear()
-        for change in reversed(changes):
-            change.undo()
-        placed = [change for change in changes if isinstance(change, Placed)]
-        aliases.give_back(placed)
-        self.gone.clear()
-        self.done.clear()
+        changes = [*self.replaced, *(record.change for record in self.changed if record.change is not None)]
+        for rebinding in reversed(self.rebindings):
+            rebinding.undo()
+        for change_made in reversed(changes):
+            change_made.undo()
+        aliases.give_back([placed for placed in changes if isinstance(placed, Placed)])
+        for spent in (self.disarm, self.rebindings, self.replaced, self.changed):
+            spent.clear()
 
 
-class _Kept:
-    """Lets an error that was kept go before whatever it led to in the body of the `with`."""
+def _make(record: Record, module: types.ModuleType) -> None:
+    record.change = change(record.entry, module, record.loaded, record.calls)
+
+
+class _PendingFirst:
+    """Raises an error that the ledger has kept before whatever it led to in the body of the `with`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -174,80 +171,102 @@ def _is_applied(record: Record) -> bool:
 def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift: bool = False) -> Iterator[Ledger]:
     """Puts patches in force for the length of a `with`, and gives their ledger.
 
-    Each is applied as its module is imported; all of them or none. Sets nest, and what is in force already is not
-    applied twice. Nothing of them is left afterwards.
+    Each is applied as its module is imported, all of them or none. Sets nest. What is in force already is not applied
+    twice. Nothing of them is left afterwards.
 
     Args:
         entries: As `read` returns them.
-        stage: encode, denoise or decode, whose `must_be_called` is checked by the ledger; None for all.
-        accept_drift: For `torchport check`, which tells of drift itself and goes on to look further.
+        stage: encode, denoise or decode. The ledger checks its `must_be_called`. None for all stages.
+        accept_drift: For `torchport check`, which reports drift itself and goes on.
 
     Raises:
         PatchError: A patch cannot be applied as declared.
     """
     if stage is not None and stage not in STAGES:
         raise UnknownNameError("stage", f"No stage '{stage}'", nearest(stage, STAGES))
-    with _lock:
-        _enter_thread()
-        group, ledger = _prepared(entries, stage, accept_drift)
-        group.enter()
-        _groups.append(group)
+    with registry.lock:
+        _check_thread()
+        patches = _patch_set(entries, stage, accept_drift)
+        patches.enter()
+        registry.sets.append(patches)
+        registry.owner = threading.get_ident()
     try:
-        with _Kept(ledger):
-            yield ledger
-        group.check_reached()
+        with _PendingFirst(patches.ledger):
+            yield patches.ledger
+        patches.check_reached()
     finally:
-        with _lock:
-            _leave(group)
-    ledger.raise_pending()
+        with registry.lock:
+            _leave(patches)
+    patches.ledger.raise_pending()
 
 
-def _leave(group: _Group) -> None:
+def _check_thread() -> None:
+    """Refuses a thread that is not the one that has patches in force."""
+    if registry.sets and registry.owner != threading.get_ident():
+        fact = "Another thread has patches applied"
+        raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
+
+
+def _leave(patches: _PatchSet) -> None:
     """Takes a set back, and the later ones first, should they still be in force: they are built upon it."""
-    above = _groups[_groups.index(group) + 1 :] if group in _groups else []
-    for one in reversed([group, *above]):
+    above = registry.sets[registry.sets.index(patches) + 1 :] if patches in registry.sets else []
+    for one in reversed([patches, *above]):
         one.leave()
-        if one in _groups:
-            _groups.remove(one)
-    if not _groups:
-        _owner.clear()
+        if one in registry.sets:
+            registry.sets.remove(one)
     if above:
         fact = "A set of patches is left while a later one is in force; both are undone"
         error = ConflictError("patch.applied", fact, "Leave sets in the reverse order of entering them")
         for one in above:
-            one.keep(error)  # whoever entered it goes on without its patches, and shall hear of it
+            one.ledger.keep(error)  # whoever entered it goes on without its patches, and has to hear of it
         raise error
 
 
-def _enter_thread() -> None:
-    me = threading.get_ident()
-    if _groups and _owner and _owner[0] != me:
-        fact = "Another thread has patches applied"
-        raise ThreadError("patch.applied", fact, "Apply patches in one thread, around all of its work")
-    _owner[:] = [me]
+def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> _PatchSet:
+    """Returns a set that can be entered. Nothing of upstream has been imported or changed by then."""
+    in_force = _records_in_force()
+    fresh = _entries_not_in_force(entries, in_force)
+    _check_claims([record.entry for record in in_force.values()], fresh)
+    records = _records_by_versions(fresh)
+    _load_and_check(records.values())
+    _check_drift(records.values(), accept_drift)
+    ledger = Ledger([records.get(entry.id) or in_force[entry.id] for entry in entries], stage)
+    return _PatchSet(list(records.values()), ledger)
 
 
-def _prepared(entries: Sequence[Entry], stage: str | None, accept_drift: bool) -> tuple[_Group, Ledger]:
-    running = {record.entry.id: record for group in _groups for record in group.records}
+def _records_in_force() -> dict[str, Record]:
+    return {record.entry.id: record for patches in registry.sets for record in patches.records}
+
+
+def _entries_not_in_force(entries: Sequence[Entry], in_force: Mapping[str, Record]) -> list[Entry]:
+    return [entry for entry in entries if not (entry.id in in_force and in_force[entry.id].entry == entry)]
+
+
+def _records_by_versions(entries: Sequence[Entry]) -> dict[str, Record]:
+    """Returns a record of each entry. Those that the upstream that is installed does not need have their outcome."""
     installed.cache_clear()
-    fresh = [entry for entry in entries if not (entry.id in running and running[entry.id].entry == entry)]
-    _check_claims([record.entry for record in running.values()], fresh)
-    outcomes = {entry.id: outcome(entry) for entry in fresh}
-    chosen = [entry for entry in fresh if outcomes[entry.id] is None]
-    loaded = load_all(chosen)
-    check_sources(chosen, loaded)
-    records = {entry.id: Record(entry, loaded.get(entry.id)) for entry in fresh}
-    for key, result in outcomes.items():
-        if result is not None:
-            records[key].outcome, records[key].detail = result
-    for entry in chosen:
-        if entry.edits:
-            records[entry.id].imported = is_imported(entry)
-            records[entry.id].drift = "accepted" if accept_drift else drift.check(entry)
-    ledger = Ledger([records.get(entry.id) or running[entry.id] for entry in entries], stage)
-    group = _Group(list(records.values()))
-    group.ledgers.append(ledger)
-    return group, ledger
+    records = {entry.id: Record(entry) for entry in entries}
+    for record in records.values():
+        reason = outcome(record.entry)
+        if reason is not None:
+            record.outcome, record.detail = "not needed", reason
+    return records
+
+
+def _load_and_check(records: Iterable[Record]) -> None:
+    """Loads what the entries name, and checks all of it against upstream's source."""
+    wanted = [record for record in records if record.outcome is None]
+    loaded = load_all([record.entry for record in wanted])
+    check_sources([record.entry for record in wanted], loaded)
+    for record in wanted:
+        record.loaded = loaded.get(record.entry.id)
+
+
+def _check_drift(records: Iterable[Record], accept_drift: bool) -> None:
+    for record in records:
+        if record.outcome is None and record.entry.edits:
+            record.imported = is_imported(record.entry)
+            record.drift = "accepted" if accept_drift else drift.check(record.entry)
 
 
 def _check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:

@@ -1,16 +1,22 @@
-"""The patches of a run and what became of each; states are asked of the live objects, not remembered."""
+"""The patches of a run, what became of each, and the proof of it that a traced program keeps.
+
+A state is asked of the live objects. It is not remembered.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchport.errors import NotCalledError, TorchportError
+from torchport.errors import NotCalledError, StaleTraceError, TorchportError
 from torchport.patch.declared.entry import Entry
+from torchport.patch.declared.replacement import file_digest
 from torchport.patch.live.change import Change
-from torchport.patch.live.counted import Calls, counted
-from torchport.patch.trace import Trace, in_force
+from torchport.patch.live.counted import Calls, counting
+from torchport.patch.live.registry import registry
 
 
 @dataclasses.dataclass(slots=True)
@@ -21,13 +27,13 @@ class Record:
         entry: The patch.
         loaded: What its `file.py:name` named.
         calls: The counter.
-        change: The live change, once it is made.
-        outcome: "not needed", "unsupported" or, after a run, the last state; None while it can still change.
+        change: The live change. None until it is made.
+        outcome: "not needed" or, after a run, the last state. None while it can still change.
         detail: What led to that outcome, or what else is worth printing.
         late: Whether its module had been imported before.
         drift: "locked", "unlocked", "no source", "accepted", or empty where it was not looked at.
-        imported: Whether the target is a name that its module imported: then that name alone is changed. None
-            where the source does not say.
+        imported: Whether the target is a name that its module imports. Then that name alone is changed. None where
+            the source does not say.
     """
 
     entry: Entry
@@ -41,7 +47,7 @@ class Record:
     imported: bool | None = None
 
     def state(self) -> str:
-        """Returns armed, applied, used, displaced, not needed or unsupported."""
+        """Returns armed, applied, used, displaced or not needed."""
         if self.outcome is not None:
             return self.outcome
         if self.calls.count:
@@ -68,6 +74,51 @@ class Op:
     place: str
 
 
+def digest(entry: Entry) -> str:
+    """Returns the hash of an entry and of the file that its function stands in."""
+    text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until"}), sort_keys=True)
+    return hashlib.sha256((text + file_digest(entry)).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The patches that a program was traced under, and how often each had been called by then.
+
+    Keep it with the compiled program, in memory or, through `as_json`, beside an executable on disk.
+
+    Attributes:
+        digests: The hash of every patch, by id.
+        rows: The ledger's rows when the program had been traced.
+    """
+
+    digests: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]]
+
+    def check(self) -> None:
+        """Refuses to trace the program again under other patches.
+
+        Raises:
+            StaleTraceError: A patch of the trace is not in force, or not the same; or there is another one.
+        """
+        for key in sorted(self.digests.keys() | registry.digests.keys()):
+            before, now = self.digests.get(key), registry.digests.get(key)
+            if before != now:
+                what = "is not in force" if now is None else "has changed"
+                what = "was not in force then" if before is None else what
+                fact = f"A program is traced again, and '{key}' {what}"
+                remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
+                raise StaleTraceError("trace", fact, remedy, patch=key)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the trace as plain data."""
+        return {"digests": dict(self.digests), "rows": [dict(row) for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """Returns what `as_json` made."""
+        return cls(dict(data["digests"]), [dict(row) for row in data["rows"]])
+
+
 class Ledger:
     """What `applied` gives: one record per patch.
 
@@ -90,7 +141,7 @@ class Ledger:
 
     def trace(self) -> Trace:
         """Returns what a program that has just been traced keeps: the patches in force and their calls."""
-        return Trace(dict(in_force), self.rows())
+        return Trace(dict(registry.digests), self.rows())
 
     def credit(self, trace: Trace) -> None:
         """Counts the calls of a trace that this run uses without tracing it again.
@@ -125,15 +176,15 @@ class Ledger:
         }
 
     def _state(self, record: Record) -> str:
-        """Returns the record's state; what the trace of a credited program called is used, though not called here."""
+        """Returns the record's state. What a credited trace has called is used, though it was not called here."""
         state = record.state()
         return "used" if state in ("armed", "applied") and self._traced.get(record.entry.id) else state
 
     def ops(self) -> list[Op]:
-        """Returns the `op` entries with their functions; the same objects each time."""
+        """Returns the `op` entries with their functions. They are the same objects each time."""
         if self._ops is None:
             chosen = [r for r in self.records if r.entry.kind == "op" and r.outcome is None]
-            self._ops = [Op(r.entry.id, r.entry.target, counted(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
+            self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
     def keep(self, error: TorchportError) -> None:
@@ -160,7 +211,7 @@ class Ledger:
         for record in self.records:
             stages = record.entry.must_be_called
             due = bool(stages) if self.stage is None else self.stage in stages
-            if due and record.outcome not in ("not needed", "unsupported") and not self.calls(record):
+            if due and record.outcome != "not needed" and not self.calls(record):
                 raise self._not_called(record)
 
     def _not_called(self, record: Record) -> NotCalledError:

@@ -1,4 +1,4 @@
-"""One patch as it stands in YAML: a closed schema that nothing is added to, coerced in, or executed by."""
+"""One patch as it stands in YAML. The schema is closed: no other key, no coercion, nothing that is executed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Close(Frozen):
 
 
 class Equivalence(Frozen):
-    """What a patch promises about the numbers; exactly one of the four.
+    """What a patch promises about the numbers: exactly one of the four.
 
     Attributes:
         bitwise: The same bits. Written as the plain word `bitwise`.
@@ -139,10 +139,8 @@ class Entry(Frozen):
         equivalence: What it promises about the numbers.
         must_be_called: The stages in which not being called is an error.
         plumbing: True if no tensor passes through it.
-        optional: Why the run may go on where the entry does not fit.
         needed: Versions (all must hold) and a `probe` (`file.py:function`, true if needed) that say where
             the fault exists.
-        aliases: What to do about holders of the original that are found.
         scope: `global` if the target lies outside its own package, in torch, in jax or in Python's library.
         scope_reason: Why that is safe; required with `scope: global`.
         lifetime: `run`, or `{while_importing: package}`.
@@ -164,9 +162,7 @@ class Entry(Frozen):
     equivalence: Equivalence
     must_be_called: list[Literal["encode", "denoise", "decode"]] = []
     plumbing: bool = False
-    optional: Text | None = None
     needed: dict[str, Range] | None = pydantic.Field(default=None, min_length=1)
-    aliases: Literal["repair", "report", "fail"] = "repair"
     scope: Literal["package", "global"] = "package"
     scope_reason: Text | None = None
     lifetime: Lifetime = Lifetime.model_validate("run")
@@ -207,13 +203,18 @@ class Entry(Frozen):
         return self.target.partition(":")[0]
 
     @property
+    def package(self) -> str:
+        """The target's top-level package."""
+        return self.target.partition(".")[0].partition(":")[0]
+
+    @property
     def path(self) -> tuple[str, ...]:
         """The target's attribute path."""
         return tuple(self.target.partition(":")[2].split("."))
 
     @property
     def reference(self) -> str | None:
-        """`file.py:name` of what is loaded for it; None for a stub."""
+        """`file.py:name` of what is loaded for it. None for a stub."""
         return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 
@@ -222,12 +223,12 @@ Mistake = tuple[tuple[str, ...], str, str]
 
 def mistake(entry: Entry) -> Mistake | None:
     """Returns the first thing that no single field shows to be wrong: location, fact and remedy."""
-    given = [kind for kind in KINDS if kind in entry.model_fields_set]
-    if len(given) != 1:
-        found = ", ".join(given) or "none"
-        return (), f"'{entry.id}' has {len(given)} kinds ({found})", f"Give exactly one of {', '.join(KINDS)}"
-    if getattr(entry, given[0]) is None:
-        return (given[0],), f"'{given[0]}' is empty", "Name a function as file.py:name"
+    kinds = [kind for kind in KINDS if kind in entry.model_fields_set]
+    if len(kinds) != 1:
+        listed = ", ".join(kinds) or "none"
+        return (), f"'{entry.id}' has {len(kinds)} kinds ({listed})", f"Give exactly one of {', '.join(KINDS)}"
+    if getattr(entry, kinds[0]) is None:
+        return (kinds[0],), f"'{kinds[0]}' is empty", "Name a function as file.py:name"
     return _scope_mistake(entry) or _counting_mistake(entry) or _stub_mistake(entry) or _gives_mistake(entry)
 
 
@@ -236,8 +237,8 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
-    package = entry.module.partition(".")[0]
-    shared = package in ("torch", "jax", "jaxlib") or package in sys.stdlib_module_names  # builtins is one of these
+    # `sys.stdlib_module_names` has builtins as well.
+    shared = entry.package in ("torch", "jax", "jaxlib") or entry.package in sys.stdlib_module_names
     outside = shared and entry.kind != "op"
     if outside and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
@@ -257,7 +258,7 @@ def _counting_mistake(entry: Entry) -> Mistake | None:
 
 
 def _stub_mistake(entry: Entry) -> Mistake | None:
-    if entry.stub is not None and entry.module.partition(".")[0] != entry.stub.package:
+    if entry.stub is not None and entry.package != entry.stub.package:
         return ("target",), f"'{entry.target}' is not in {entry.stub.package}", "Name what the importers take from it"
     return None
 

@@ -1,4 +1,4 @@
-"""Finds the files of entries that were asked for, and reads them; nothing that they name is run."""
+"""Reads the files of entries. Nothing that they name is run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from torchport.config import Document, read_document, validated
-from torchport.errors import BadValueError, ConflictError, UnknownNameError, WrongTypeError, nearest
+from torchport.errors import (
+    BadValueError,
+    ConflictError,
+    UnknownKeyError,
+    UnknownNameError,
+    WrongTypeError,
+    nearest,
+)
 from torchport.files.folder import has_folder, inside
 from torchport.patch.declared.entry import Entry, mistake
 
 LOCK = "lock.yaml"
+
+# Keys that entries once had, each with what to do instead.
+_REMOVED = {
+    "aliases": "Remove it: every holder of the original is rebound, or refused by name",
+    "optional": "Remove it, and widen 'fits' to the versions that the patch was tried with",
+    "value": "Replace or wrap the function that reads the constant, or rewrite the statement",
+}
 
 
 def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
@@ -67,12 +81,12 @@ def _files(root: Path, names: Sequence[str]) -> list[Path]:
         raise UnknownNameError(str(root), "No such folder of patches", "Give the folder that holds them")
     files: dict[Path, None] = {}
     for name in names:
-        files.update(dict.fromkeys(_named(root, name)))
+        files.update(dict.fromkeys(_files_of(root, name)))
     return list(files)
 
 
-def _named(root: Path, name: str) -> list[Path]:
-    """Returns the files of one name; a name is one or two plain words, so that it cannot leave the folder."""
+def _files_of(root: Path, name: str) -> list[Path]:
+    """Returns the files of one name. A name is one or two plain words, so that it cannot leave the folder."""
     upstream, slash, file = name.partition("/")
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
@@ -107,13 +121,13 @@ def _check_all_read(root: Path, folder: Path) -> None:
 
 
 def read_file(root: Path, file: Path) -> list[Entry]:
-    """Returns the entries of one file; see `read`."""
+    """Returns the entries of one file. See `read`."""
     document = read_document(file, f"{root.name}/{file.relative_to(root)}")
     if document.data is None:
         return []
     if not isinstance(document.data, list):
-        found = type(document.data).__name__
-        raise WrongTypeError(document.place(), f"The file is a {found}", "Write a list of entries, each '- id: ...'")
+        kind = type(document.data).__name__
+        raise WrongTypeError(document.place(), f"The file is a {kind}", "Write a list of entries, each '- id: ...'")
     return [_entry(_item(document, index), file.parent) for index in range(len(document.data))]
 
 
@@ -124,14 +138,22 @@ def _item(document: Document, index: int) -> Document:
 
 
 def _entry(document: Document, folder: Path) -> Entry:
+    _check_removed(document)
     entry = validated(Entry, document)
-    wrong = mistake(entry) or _range_mistake(entry)
-    if wrong:
-        location, fact, remedy = wrong
+    first = mistake(entry) or _range_mistake(entry)
+    if first:
+        location, fact, remedy = first
         raise BadValueError(document.place(location), fact, remedy, patch=entry.id)
     entry._place = document.place()
     entry._folder = folder
     return entry
+
+
+def _check_removed(document: Document) -> None:
+    """Refuses a key that entries no longer have."""
+    for key in document.data if isinstance(document.data, dict) else ():
+        if key in _REMOVED:
+            raise UnknownKeyError(document.place((key,)), f"The key '{key}' was removed", _REMOVED[key], key=key)
 
 
 def _range_mistake(entry: Entry) -> Any:

@@ -1,7 +1,8 @@
-"""Loads the Python functions that stand beside the YAML, by path, from the folders that were asked for."""
+"""Loads the Python functions beside the YAML, by their path."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import types
@@ -12,11 +13,9 @@ from typing import Any
 from torchport.errors import ReplacementError, TorchportError, nearest
 from torchport.patch.declared.entry import Entry
 
-_loaded: dict[Path, tuple[str, types.ModuleType]] = {}
-
 
 class Explained:
-    """Turns whatever foreign code raises into one of our errors, chained to it; our own errors stay what they are."""
+    """Turns an exception of foreign code into one of our errors, chained to it. Our own errors stay as they are."""
 
     def __init__(self, error: Callable[[BaseException], Exception]) -> None:
         self._error = error
@@ -88,12 +87,15 @@ def _said(error: BaseException) -> str:
 
 
 def _module(path: Path, name: str) -> types.ModuleType:
-    """Returns the module of a file; the same object as long as the file is the same, or jit caches would miss."""
-    source = path.read_bytes()
-    digest = hashlib.sha256(source).hexdigest()
-    if path in _loaded and _loaded[path][0] == digest:
-        sys.modules[name] = _loaded[path][1]
-        return _loaded[path][1]
+    """Returns the module of a file. It is the same object as long as the file is the same, or jit caches would miss."""
+    module = _execute(path, name, path.read_bytes())
+    sys.modules[name] = module
+    return module
+
+
+@functools.cache
+def _execute(path: Path, name: str, source: bytes) -> types.ModuleType:
+    """Returns a module made of a file's bytes."""
     module = types.ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)
@@ -105,19 +107,18 @@ def _module(path: Path, name: str) -> types.ModuleType:
         if previous is not None:
             sys.modules[name] = previous
         raise
-    _loaded[path] = (digest, module)
     return module
 
 
 def file_digest(entry: Entry) -> str:
-    """Returns the hash of the file that an entry's function stands in; empty for a stub."""
+    """Returns the hash of the file that an entry's function stands in. It is empty for a stub."""
     if entry.reference is None:
         return ""
     return hashlib.sha256(file_of(entry, entry.reference).read_bytes()).hexdigest()
 
 
 def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Returns what every entry names, by id; loading must not import any of the targets.
+    """Returns what every entry names, by id. Loading must not import any of the targets.
 
     Raises:
         ReplacementError: As `load`, or a patch file imports a target before it can be patched.
@@ -130,8 +131,8 @@ def load_all(entries: Iterable[Entry]) -> dict[str, Any]:
             continue
         before = {name for name in homes if name in sys.modules}
         loaded[entry.id] = load(entry, entry.reference)
-        woken = sorted(name for name in homes if name in sys.modules and name not in before)
-        if woken:
-            fact = f"Loading '{entry.reference}' imports '{woken[0]}', the target of '{homes[woken[0]].id}'"
+        targets = sorted(name for name in homes if name in sys.modules and name not in before)
+        if targets:
+            fact = f"Loading '{entry.reference}' imports '{targets[0]}', the target of '{homes[targets[0]].id}'"
             raise ReplacementError(entry.place, fact, "Import it inside the function", patch=entry.id)
     return loaded

@@ -24,26 +24,23 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def outcome(entry: Entry) -> tuple[str, str] | None:
-    """Returns "unsupported" or "not needed" with the reason, or None where the entry is to be applied.
+def outcome(entry: Entry) -> str | None:
+    """Returns why an entry is not needed, or None where it is to be applied.
 
     Raises:
-        UnsupportedError: It does not fit, and the run may not go on without it.
+        UnsupportedError: The upstream that is installed is outside `fits`.
     """
     misfit = _outside(entry.fits)
-    if misfit and entry.optional is None:
-        fact = f"'{entry.id}' does not fit: {misfit}"
-        remedy = "Review it against that version and widen 'fits', or give the reason in 'optional'"
-        raise UnsupportedError(entry.place, fact, remedy, patch=entry.id)
     if misfit:
-        return "unsupported", f"{misfit}; optional: {entry.optional}"
+        fact = f"'{entry.id}' does not fit: {misfit}"
+        raise UnsupportedError(entry.place, fact, "Review it against that version and widen 'fits'", patch=entry.id)
     if entry.stub is not None and PathFinder.find_spec(entry.stub.package) is not None:
-        return "not needed", f"{entry.stub.package} is installed"
-    fine = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
-    if fine:
-        return "not needed", f"{fine}; delete the entry when no supported upstream needs it"
-    if entry.needed and "probe" in entry.needed and not _probed(entry, entry.needed["probe"]):
-        return "not needed", f"{entry.needed['probe']} finds no fault"
+        return f"{entry.stub.package} is installed"
+    unaffected = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
+    if unaffected:
+        return f"{unaffected}; delete the entry when no supported upstream needs it"
+    if entry.needed and "probe" in entry.needed and not _run_probe(entry, entry.needed["probe"]):
+        return f"{entry.needed['probe']} finds no fault"
     return None
 
 
@@ -60,14 +57,14 @@ def _outside(ranges: Mapping[str, str]) -> str | None:
 
 
 def _within(version: str, text: str) -> bool:
-    """Orders development and local versions; 2.13.0+cpu is within >=2.13 and ==2.13.0."""
+    """Orders development and local versions: 2.13.0+cpu is within >=2.13 and ==2.13.0."""
     try:
         return SpecifierSet(text).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
 
-def _probed(entry: Entry, reference: str) -> bool:
+def _run_probe(entry: Entry, reference: str) -> bool:
     probe = load(entry, reference)
 
     def failed(error: BaseException) -> ReplacementError:

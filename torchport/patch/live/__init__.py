@@ -1,1 +1,1 @@
-"""."""
+"""The objects of the running process: a target, its change, its calls, and who else holds it."""

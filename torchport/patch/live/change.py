@@ -1,4 +1,4 @@
-"""One change of live upstream code: made, asked whether it still stands, and taken back."""
+"""One change of live upstream code. It can say whether it still stands, and be taken back."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
 from torchport.patch.declared.entry import Entry
-from torchport.patch.live import scope
-from torchport.patch.live.counted import Calls, Retire, counted, counted_class, wrapped
-from torchport.patch.live.target import Slot, forget, function_in, held_elsewhere, layers, locate, shaped_as, written
+from torchport.patch.live.counted import Calls, Retire, counted_class, counting, uncounted, wrapping
+from torchport.patch.live.target import (
+    Slot,
+    check_function,
+    check_scope,
+    forget,
+    function_in,
+    function_of,
+    held_elsewhere,
+    layers,
+    locate,
+    shaped_as,
+)
 from torchport.patch.rewriting import recompile, rewrite
 from torchport.patch.source import signature
 from torchport.patch.source.source import source_of
 
 
 class Change(Protocol):
-    """What `made` returns."""
+    """What `change` returns."""
 
     def stands(self) -> bool:
         """Asks the live object whether the change is still what it was made to be."""
@@ -52,7 +62,7 @@ class Placed:
         if self.stands():
             self.slot.restore()
         if self.retire is not None:
-            self.retire(function_in(self.slot.raw))
+            self.retire(function_in(self.value), function_in(self.slot.raw))
         if self.stop is not None:
             self.stop()
 
@@ -78,9 +88,9 @@ class Recompiled:
     put: Callable[..., Any]
 
     def stands(self) -> bool:
-        calls = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
-        there = calls and self.function.__globals__.get(self.name) is self.put
-        return there and any(function is self.function for function in layers(self.slot.now()))
+        is_called = self.name in self.function.__code__.co_names  # a later rewrite of the same function keeps the call
+        calls_put = is_called and self.function.__globals__.get(self.name) is self.put
+        return calls_put and any(function is self.function for function in layers(self.slot.now()))
 
     def undo(self) -> None:
         if self.function.__code__ is self.new:
@@ -89,7 +99,7 @@ class Recompiled:
             forget(self.slot.raw)
 
 
-def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
+def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Change:
     """Makes an entry's change in a module that has been executed.
 
     Args:
@@ -99,24 +109,25 @@ def made(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> C
         calls: Counts the calls.
 
     Raises:
-        PatchError: The change cannot be made; nothing has been changed then.
+        PatchError: The change cannot be made. Nothing has been changed then.
     """
     if entry.rewrite:
-        return _recompiled(entry, module, loaded, calls)
+        return _recompile(entry, module, loaded, calls)
     slot = locate(entry, module)
     held = held_elsewhere(slot)
-    scope.check_live(entry, slot)
-    change = _prepared(entry, slot, loaded, calls)
-    change.held = held
+    check_scope(entry, slot)
+    placed = _stand_in(entry, slot, loaded, calls)
+    placed.held = held
     try:
-        slot.put(change.value)
+        slot.put(placed.value)
     except TypeError as error:
         fact = f"{entry.target} cannot be set: {error}"
         raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error
-    return change
+    return placed
 
 
-def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
+    """Returns the change of a slot, not yet made."""
     original = function_in(slot.raw)
     if not callable(original):
         fact = f"{entry.target} is a {type(slot.raw).__name__}, and '{entry.kind}' takes a function or class"
@@ -129,9 +140,7 @@ def _prepared(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
     _check_signature(entry, slot, original, loaded)
     if isinstance(loaded, type):
         return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
-    if not entry.counted:
-        return Placed(slot, shaped_as(slot.raw, loaded))
-    call, retire = counted(loaded, calls)
+    call, retire = counting(loaded, calls, original) if entry.counted else uncounted(loaded)
     return Placed(slot, shaped_as(slot.raw, call), retire)
 
 
@@ -140,7 +149,7 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
     _check_signature(entry, slot, original, wrapper)
-    call, retire = wrapped(wrapper, original, calls if entry.counted else Calls())
+    call, retire = wrapping(wrapper, original, calls if entry.counted else Calls())
     return Placed(slot, shaped_as(slot.raw, call), retire)
 
 
@@ -153,26 +162,26 @@ def _word(thing: Any) -> str:
     return "class" if isinstance(thing, type) else "function"
 
 
-def _recompiled(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
+def _recompile(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) -> Recompiled:
     slot = locate(entry, module)
     source = source_of(entry)
     node = source.where(entry.path).node if source else None
-    function = written(slot.raw, entry.module, node)
-    if function is None or not slot.own:
+    function = function_of(slot.raw, entry.module, node)
+    if function is None or not slot.in_holder:
         fact = f"{entry.target} is a {type(slot.raw).__name__}"
-        fact = fact + ", not a Python function" if slot.own else f"{entry.target} is inherited"
+        fact = fact + ", not a Python function" if slot.in_holder else f"{entry.target} is inherited"
         raise RewriteError(entry.place, fact, "Name the function that has the statements", patch=entry.id)
-    scope.check_live(entry, slot)
-    scope.check_function(entry, function)
+    check_scope(entry, slot)
+    check_function(entry, function)
     old = function.__code__
     text = recompile.source_text(entry, function)
-    taken = rewrite.parameters(entry, loaded)
-    edit = rewrite.edited(entry, text, recompile.finder(entry, old), taken)
+    parameters = rewrite.parameters(entry, loaded)
+    edit = rewrite.edit(entry, text, recompile.finder(entry, old), parameters)
     _check_globals(entry, function, edit)
     filename = _filename(entry, old.co_filename)
-    new = recompile.compiled(entry, edit.text, old, filename)
+    new = recompile.code(entry, edit.text, old, filename)
     recompile.remember(filename, edit.text)
-    put, _ = counted(loaded, calls)
+    put, _ = counting(loaded, calls)
     function.__globals__[edit.name] = put
     function.__code__ = new
     forget(slot.raw)

@@ -1,9 +1,4 @@
-"""Finds who holds an object, by identity, and can make each holder hold another one.
-
-Module namespaces and class attributes are swept by reading `__dict__`s, which wakes no lazy package. What else the
-garbage collector knows (containers, defaults, closures, partials) costs two of its passes, whatever the number of
-objects: that is done only for objects whose reference count says that somebody else holds them.
-"""
+"""Finds who holds an object: names in modules, and whatever else the garbage collector knows."""
 
 from __future__ import annotations
 
@@ -16,17 +11,17 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-Undo = Callable[[], None]
-Rebind = Callable[[Any], Undo]
+from torchport.patch.live.places import ClassAttribute, Item, Key, Member, Place, StaticMethod, TupleItem, Value
+from torchport.patch.live.registry import registry
 
 _namespace: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 _attributes = type.__dict__["__dict__"].__get__
+# What may belong to something else, which a refusal names: a cell is a tuple's, and that a function's.
 _OWNED = (
     dict, list, set, tuple, types.CellType, types.MethodType, staticmethod, classmethod, property, frozenset,
     functools.partial,
 )  # fmt: skip
-_REBOUND_ALONE = (list, set, types.CellType, functools.partial)  # whoever owns them
-_REBUILT = (tuple, types.MethodType, staticmethod, classmethod, property, frozenset)
+_NEEDS_NO_OWNER = (list, set)  # their items are exchanged whoever owns them
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,18 +32,18 @@ class Holder:
         where: What it is, in words.
         module: The module whose file has it, if it is known.
         name: The name that it has there, if it has one.
-        rebind: Makes it hold another object and returns what undoes that; None if it cannot be done.
-        container: The object that holds it, for a refusal to name; None for a namespace, which `where` names.
+        place: Where the object can be exchanged. None if it cannot.
+        container: The object that holds it, for a refusal to name. None for a namespace, which `where` names.
     """
 
     where: str
     module: str | None
     name: str | None
-    rebind: Rebind | None
+    place: Place | None
     container: Any = None
 
 
-def swept(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder]]:
+def names_of(objects: Sequence[Any], classes: bool = True) -> dict[int, list[Holder]]:
     """Returns the holders of objects among module globals and class attributes, by the objects' ids."""
     ids = {id(thing) for thing in objects}
     result: dict[int, list[Holder]] = {key: [] for key in ids}
@@ -73,147 +68,44 @@ def _in_module(module: types.ModuleType, names: dict[str, Any], ids: set[int], r
     for name, value in list(names.items()):
         if id(value) in ids:
             where = f"{module.__name__}.{name}"
-            result[id(value)].append(Holder(where, module.__name__, name, functools.partial(_set_key, names, name)))
+            result[id(value)].append(Holder(where, module.__name__, name, Value(names, name)))
 
 
 def _in_class(cls: type, ids: set[int], result: dict[int, list[Holder]]) -> None:
     for name, value in list(vars(cls).items()):
         if id(value) in ids:
             where = f"{cls.__module__}.{cls.__qualname__}.{name}"
-            rebind = functools.partial(_set_attribute, cls, name)
-            result[id(value)].append(Holder(where, cls.__module__, name, rebind))
+            result[id(value)].append(Holder(where, cls.__module__, name, ClassAttribute(cls, name)))
 
 
-def _set_key(mapping: dict[Any, Any], key: Any, value: Any) -> Undo:
-    old = dict.__getitem__(mapping, key)
-    dict.__setitem__(mapping, key, value)
+def weak_references(thing: Any) -> list[Holder]:
+    """Returns the weak references to a function. None of them can be made to refer to another one.
 
-    def undo() -> None:
-        if dict.get(mapping, key) is value:
-            dict.__setitem__(mapping, key, old)
-
-    return undo
-
-
-def _set_key_itself(mapping: dict[Any, Any], old: Any, new: Any) -> Undo:
-    """Puts another object in the place of a key; the order of the keys stays."""
-    items = [(new if key is old else key, value) for key, value in dict.items(mapping)]
-    dict.clear(mapping)
-    dict.update(mapping, items)
-    return functools.partial(_set_key_back, mapping, new, old)
+    A class has none here: its bases and the caches of `isinstance` refer to it.
+    """
+    if isinstance(thing, type):
+        return []
+    ours = registry.stand_ins.valuerefs()
+    references = [one for one in weakref.getweakrefs(thing) if not any(one is reference for reference in ours)]
+    return [Holder("an unknown holder", None, None, None, reference) for reference in references]
 
 
-def _set_key_back(mapping: dict[Any, Any], old: Any, new: Any) -> None:
-    if any(key is old for key in mapping):
-        _set_key_itself(mapping, old, new)
-
-
-def _set_attribute(cls: type, name: str, value: Any) -> Undo:
-    old = vars(cls)[name]
-    type.__setattr__(cls, name, value)
-
-    def undo() -> None:
-        if vars(cls).get(name) is value:
-            type.__setattr__(cls, name, old)
-
-    return undo
-
-
-def _set_item(items: list[Any], index: int, value: Any) -> Undo:
-    old = items[index]
-    items[index] = value
-
-    def undo() -> None:
-        if index < len(items) and items[index] is value:
-            items[index] = old
-
-    return undo
-
-
-def _set_cell(cell: types.CellType, value: Any) -> Undo:
-    old = cell.cell_contents
-    cell.cell_contents = value
-
-    def undo() -> None:
-        if cell.cell_contents is value:
-            cell.cell_contents = old
-
-    return undo
-
-
-def _set_member(items: set[Any], old: Any, value: Any) -> Undo:
-    items.remove(old)
-    items.add(value)
-
-    def undo() -> None:
-        if value in items:
-            items.remove(value)
-            items.add(old)
-
-    return undo
-
-
-def _set_state(partial: functools.partial[Any], old: Any, value: Any) -> Undo:
-    state: Any = partial.__reduce__()[2]
-    function, arguments, keywords, names = state
-    swap = functools.partial(_swapped, old, value)
-    items = value if arguments is old else tuple(map(swap, arguments))
-    changed = (swap(function), items, {k: swap(v) for k, v in keywords.items()}, names)
-    partial.__setstate__(changed)  # type: ignore[attr-defined]
-    return lambda: partial.__setstate__((function, arguments, keywords, names))  # type: ignore[attr-defined]
-
-
-def _set_defaults(function: types.FunctionType, old: Any, value: tuple[Any, ...]) -> Undo:
-    function.__defaults__ = value
-
-    def undo() -> None:
-        if function.__defaults__ is value:
-            function.__defaults__ = old
-
-    return undo
-
-
-def _swapped(old: Any, new: Any, item: Any) -> Any:
-    return new if item is old else item
-
-
-def _rebuilt(holder: Any, old: Any, new: Any) -> Any:
-    """Returns an immutable holder with another object in it."""
-    swap = functools.partial(_swapped, old, new)
-    if isinstance(holder, types.MethodType):
-        return types.MethodType(swap(holder.__func__), swap(holder.__self__))
-    if isinstance(holder, (staticmethod, classmethod)):
-        return type(holder)(new)
-    if isinstance(holder, property):
-        return property(swap(holder.fget), swap(holder.fset), swap(holder.fdel), holder.__doc__)
-    if hasattr(holder, "_fields") and isinstance(holder, tuple):
-        return type(holder)(*map(swap, holder))
-    return type(holder)(map(swap, holder))
-
-
-def referring(reference: weakref.ref[Any], thing: Any) -> weakref.ref[Any] | None:
-    """Returns a weak reference like another one, to another object; None for a kind that cannot be made anew."""
-    if isinstance(reference, weakref.KeyedRef):
-        return weakref.KeyedRef(thing, reference.__callback__, reference.key)
-    return weakref.ref(thing, reference.__callback__) if type(reference) is weakref.ref else None
-
-
-class Deep:
+class Referrers:
     """What the garbage collector knows about the holders of objects.
 
     Args:
         objects: What to find the holders of.
-        own: Whether a referrer is torchport's: it is counted, and is no alias.
+        is_own: Whether a referrer is torchport's: it is counted, and is no alias.
     """
 
-    def __init__(self, objects: list[Any], own: Callable[[Any], bool]) -> None:
+    def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
         self._subjects = {id(thing) for thing in objects}
-        self._own = own
+        self._is_own = is_own
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
         self._modules = {id(_namespace(module)): module for module in modules}
         self._first = [r for r in gc.get_referrers(*objects) if r is not objects]
         self._owners: dict[int, list[Any]] = {}
-        self._climb([r for r in self._first if not isinstance(r, _REBOUND_ALONE) and not own(r)])
+        self._climb([r for r in self._first if not isinstance(r, _NEEDS_NO_OWNER) and not is_own(r)])
 
     def _climb(self, referrers: list[Any]) -> None:
         """Finds the owners of the referrers, and theirs: a cell is a tuple's, and that a function's."""
@@ -243,9 +135,10 @@ class Deep:
         for referrer in self._first:
             count = sum(1 for referent in gc.get_referents(referrer) if referent is thing)
             references += count
-            skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._own(referrer)
-            if count and isinstance(thing, type) and not skipped:
-                skipped = self._is_anatomy(referrer, thing)
+            skipped = id(referrer) in self._modules or id(referrer) in self._subjects or self._is_own(referrer)
+            if count and not skipped:
+                is_class = isinstance(thing, type)
+                skipped = self._is_anatomy(referrer, thing) if is_class else _is_cell_of(thing, referrer)
             if count and not skipped:
                 result += self._holders_in(referrer, thing)
         return result, references
@@ -267,8 +160,8 @@ class Deep:
             return [Holder(f"an instance of it, {thing.__qualname__}", None, None, None)]
         module = self._module_of(referrer)
         where = f"a {type(referrer).__name__}" + (f" of {module}" if module else "")
-        rebinds: list[Rebind | None] = [*self._rebinds(referrer, thing)] or [None]
-        return [Holder(where, module, None, rebind, referrer) for rebind in rebinds]
+        places: list[Place | None] = [*self._places(referrer, thing)] or [None]
+        return [Holder(where, module, None, place, referrer) for place in places]
 
     def _module_of(self, referrer: Any, height: int = 3) -> str | None:
         if id(referrer) in self._modules:
@@ -278,35 +171,36 @@ class Deep:
         above = self._owners.get(id(referrer), ()) if height else ()
         return next(filter(None, (self._module_of(owner, height - 1) for owner in above)), None)
 
-    def _rebinds(self, referrer: Any, thing: Any) -> Iterator[Rebind | None]:
-        owners = self._owners.get(id(referrer), ())
-        if isinstance(referrer, _REBUILT):
-            yield from self._rebuilding(referrer, thing)
-        elif isinstance(referrer, types.CellType):
-            yield functools.partial(_set_cell, referrer)
+    def _places(self, referrer: Any, thing: Any) -> Iterator[Place | None]:
+        """Yields the places of an object in a referrer. None stands for a form that is not rebound."""
+        if type(referrer) is tuple:
+            indices = [index for index, value in enumerate(referrer) if value is thing]
+            yield from (p and TupleItem(p, index) for p in self._places_of(referrer) for index in indices)
+        elif type(referrer) is staticmethod:
+            yield from (place and StaticMethod(place) for place in self._places_of(referrer))
         elif isinstance(referrer, set):
-            yield functools.partial(_set_member, referrer, thing)
-        elif isinstance(referrer, functools.partial):
-            yield functools.partial(_set_state, referrer, thing)
-        elif isinstance(referrer, dict) and any(isinstance(owner, type) for owner in owners):
-            cls = next(owner for owner in owners if isinstance(owner, type))
-            for name in [n for n, value in vars(cls).items() if value is thing]:
-                yield functools.partial(_set_attribute, cls, name)
-        else:
+            yield Member(referrer)
+        elif isinstance(referrer, dict) and any(isinstance(owner, type) for owner in self._owners_of(referrer)):
+            cls = next(owner for owner in self._owners_of(referrer) if isinstance(owner, type))
+            yield from (ClassAttribute(cls, name) for name, value in list(vars(cls).items()) if value is thing)
+        elif not isinstance(referrer, _OWNED) or isinstance(referrer, (dict, list)):
             yield from _in_container(referrer, thing)
 
-    def _rebuilding(self, referrer: Any, thing: Any) -> Iterator[Rebind | None]:
-        for owner in self._owners.get(id(referrer), ()):
-            if self._own(owner):
-                continue
-            if isinstance(owner, types.FunctionType) and owner.__defaults__ is referrer:
-                yield functools.partial(_rebuild, referrer, thing, functools.partial(_set_defaults, owner, referrer))
-            else:
-                rebinds = list(self._rebinds(owner, referrer))
-                if not rebinds or None in rebinds:
-                    yield None  # one owner would keep the old one: then nothing is gained by the others
-                for rebind in filter(None, rebinds):
-                    yield functools.partial(_rebuild, referrer, thing, rebind)
+    def _places_of(self, immutable: Any) -> list[Place | None]:
+        """Returns the places in which an immutable holder stands itself."""
+        places: list[Place | None] = []
+        for owner in self._owners_of(immutable):
+            if not self._is_own(owner):
+                places += [*self._places(owner, immutable)] or [None]
+        return [None] if None in places else places  # one owner would keep the old one, and the others gain nothing
+
+    def _owners_of(self, referrer: Any) -> list[Any]:
+        return self._owners.get(id(referrer), [])
+
+
+def _is_cell_of(function: Any, referrer: Any) -> bool:
+    """Returns whether a referrer is a cell by which a function knows itself. Decorators of transformers make such."""
+    return type(function) is types.FunctionType and any(referrer is cell for cell in function.__closure__ or ())
 
 
 def _class_cells(cls: type) -> set[int]:
@@ -322,34 +216,28 @@ def _class_cells(cls: type) -> set[int]:
     return cells
 
 
-def _rebuild(referrer: Any, old: Any, rebind: Rebind, new: Any) -> Undo:
-    return rebind(_rebuilt(referrer, old, new))
-
-
-def _in_container(container: Any, thing: Any) -> Iterator[Rebind | None]:
-    """Yields what rebinds an item of a list, a value of a dict, or an attribute of an object.
+def _in_container(container: Any, thing: Any) -> Iterator[Place | None]:
+    """Yields the places of an object in a list, a dict, or the attributes of another object.
 
     None stands for references that none of these explain: a field of an object in C, a slot, a default factory.
     """
     names = container if isinstance(container, dict) else getattr(container, "__dict__", None)
     referents = gc.get_referents(container)  # after `__dict__` was asked for: that may change who holds the values
-    rebinds = list(_in_list(container, thing) if isinstance(container, list) else _in_names(names, thing))
+    places = list(_in_list(container, thing) if isinstance(container, list) else _in_names(names, thing))
     apart = any(referent is names for referent in referents)  # then the names' values are not among the referents
-    explained = 0 if apart else len(rebinds)
+    explained = 0 if apart else len(places)
     if sum(1 for referent in referents if referent is thing) > explained:
         yield None
-    yield from rebinds
+    yield from places
 
 
-def _in_list(items: list[Any], thing: Any) -> Iterator[Rebind]:
-    for index in [i for i, value in enumerate(items) if value is thing]:
-        yield functools.partial(_set_item, items, index)
+def _in_list(items: list[Any], thing: Any) -> Iterator[Place]:
+    yield from (Item(items, index) for index, value in enumerate(items) if value is thing)
 
 
-def _in_names(names: Any, thing: Any) -> Iterator[Rebind]:
+def _in_names(names: Any, thing: Any) -> Iterator[Place]:
     if not isinstance(names, dict):
         return
-    for key in [k for k, value in list(names.items()) if value is thing]:
-        yield functools.partial(_set_key, names, key)
+    yield from (Value(names, key) for key, value in list(names.items()) if value is thing)
     if any(key is thing for key in list(names)):
-        yield functools.partial(_set_key_itself, names, thing)
+        yield Key(names)

@@ -1,8 +1,13 @@
-"""Runs what is armed when a module has been executed, through one finder at the head of the import system."""
+"""Runs callbacks around the execution of a module, through one finder at the head of the import system.
+
+The finder has to stand in `sys.meta_path`: nowhere else does Python ask before it executes a module. What it waits for
+stands in the registry.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import sys
 import types
@@ -10,29 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-Callback = Callable[[types.ModuleType], None]
-Window = Callable[[], contextlib.AbstractContextManager[None]]
+from torchport.patch.live.registry import Callback, Window, registry
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it lets the other finders find, and watches the modules that are armed."""
-
-    def __init__(self) -> None:
-        self.callbacks: dict[str, list[Callback]] = {}
-        self.windows: dict[str, list[Window]] = {}
-        self.befores: dict[str, list[Callback]] = {}
+    """Finds nothing itself. It lets the other finders find, and puts its loader around that of an awaited module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.callbacks and name not in self.befores and not self._windows(name):
+        if name not in registry.after and name not in registry.before and not _windows(name):
             return None
-        spec = self._found_by_others(name, path, target)
+        spec = self._spec_of_others(name, path, target)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader)
         return spec
 
-    def _found_by_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    def _spec_of_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         for finder in others:
             find = getattr(finder, "find_spec", None)
@@ -41,84 +40,85 @@ class _Finder(importlib.abc.MetaPathFinder):
                 return spec  # type: ignore[no-any-return]
         return None
 
-    def _windows(self, name: str) -> list[Window]:
-        packages = [p for p in self.windows if name == p or name.startswith(p + ".")]
-        return [window for package in packages for window in self.windows[package]]
-
-    @contextlib.contextmanager
-    def executing(self, name: str) -> Iterator[None]:
-        """Holds open every window that a module's package has."""
-        with contextlib.ExitStack() as stack:
-            for window in self._windows(name):
-                stack.enter_context(window())
-            yield
-
-    def executed(self, module: types.ModuleType) -> None:
-        """Runs a module's callbacks, in the order in which they were armed."""
-        for callback in list(self.callbacks.get(module.__name__, ())):
-            callback(module)
-
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, which steps back into its place before the module's code can look at it."""
+    """Goes around a module's own loader, which takes its place back before the module's code can look at it."""
 
-    def __init__(self, own: Any, finder: _Finder) -> None:
-        self._own = own
-        self._finder = finder
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        return self._own.create_module(spec)  # type: ignore[no-any-return]
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
         if module.__spec__ is not None:
-            module.__spec__.loader = self._own
-        module.__loader__ = self._own
-        for prepare in list(self._finder.befores.get(module.__name__, ())):
-            prepare(module)
-        with self._finder.executing(module.__name__):
-            self._own.exec_module(module)
-        self._finder.executed(module)
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        for callback in list(registry.before.get(module.__name__, ())):
+            callback(module)
+        with _open_windows(module.__name__):
+            self._loader.exec_module(module)
+        run_callbacks(module)
 
 
-_finder = _Finder()
+_FINDER = _Finder()  # a constant: it has no state
 
 
-def _settle() -> None:
-    """Keeps the finder at the head of the import system exactly as long as something is armed."""
-    armed = bool(_finder.callbacks or _finder.windows or _finder.befores)
-    while _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
-    if armed:
-        sys.meta_path.insert(0, _finder)
+def _windows(name: str) -> list[Window]:
+    packages = [p for p in registry.windows if name == p or name.startswith(p + ".")]
+    return [window for package in packages for window in registry.windows[package]]
 
 
-def _added(table: dict[str, list[Any]], key: str, item: Any) -> Callable[[], None]:
+@contextlib.contextmanager
+def _open_windows(name: str) -> Iterator[None]:
+    """Holds open every window that a module's package has."""
+    with contextlib.ExitStack() as stack:
+        for window in _windows(name):
+            stack.enter_context(window())
+        yield
+
+
+def run_callbacks(module: types.ModuleType) -> None:
+    """Runs the callbacks of a module that has been executed, in the order in which they were armed."""
+    for callback in list(registry.after.get(module.__name__, ())):
+        callback(module)
+
+
+def _place_finder() -> None:
+    """Keeps the finder at the head of the import system exactly as long as something is waited for."""
+    while _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    if not registry.is_idle():
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _add(table: dict[str, list[Any]], key: str, item: Any) -> Callable[[], None]:
     table.setdefault(key, []).append(item)
-    _settle()
+    _place_finder()
+    return functools.partial(_remove, table, key, item)
 
-    def remove() -> None:
-        if item in table.get(key, ()):
-            table[key].remove(item)
-        if not table.get(key):
-            table.pop(key, None)
-        _settle()
 
-    return remove
+def _remove(table: dict[str, list[Any]], key: str, item: Any) -> None:
+    if item in table.get(key, ()):
+        table[key].remove(item)
+    if not table.get(key):
+        table.pop(key, None)
+    _place_finder()
 
 
 def arm(module: str, callback: Callback) -> Callable[[], None]:
-    """Runs a callback each time that a module has been executed; returns what disarms it."""
-    return _added(_finder.callbacks, module, callback)
+    """Runs a callback each time that a module has been executed. Returns what disarms it."""
+    return _add(registry.after, module, callback)
 
 
 def arm_window(package: str, window: Window) -> Callable[[], None]:
-    """Holds a context open while any module of a package executes; returns what disarms it."""
-    return _added(_finder.windows, package, window)
+    """Holds a context open while any module of a package executes. Returns what disarms it."""
+    return _add(registry.windows, package, window)
 
 
 def arm_before(module: str, callback: Callback) -> Callable[[], None]:
-    """Runs a callback each time that a module is about to be executed; returns what disarms it."""
-    return _added(_finder.befores, module, callback)
+    """Runs a callback each time that a module is about to be executed. Returns what disarms it."""
+    return _add(registry.before, module, callback)

@@ -1,7 +1,8 @@
-"""Says by which expression an object is reached from a module or class, as `up.m.table['a'][1]`; only for messages."""
+"""Names an object by the expression that leads to it from a module or class, as `up.m.table['a'][1]`."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
@@ -14,7 +15,7 @@ _HEIGHT = 5
 
 
 def expression(thing: Any) -> str | None:
-    """Returns the shortest expression that leads to an object; None if no module or class leads to it in five steps.
+    """Returns the shortest expression that leads to an object. None if no module or class leads to it in five steps.
 
     Names are read from `__dict__`s, so that no lazy package is woken.
     """
@@ -53,20 +54,27 @@ def _of_home(referrer: Any, held: Any, homes: dict[int, str]) -> str | None:
 def _steps(referrer: Any, held: Any) -> Iterator[tuple[Any, str]]:
     """Yields the objects of which the source could name what a referrer holds, with the step from each."""
     if isinstance(referrer, dict):
+        if any(key is held for key in list(dict.keys(referrer))):
+            yield referrer, ""
         for key in [key for key, value in list(dict.items(referrer)) if value is held]:
-            owners = [owner for owner in gc.get_referrers(referrer) if _own_names(owner) is referrer]
+            owners = [owner for owner in gc.get_referrers(referrer) if _attributes_of(owner) is referrer]
             yield from ((owner, f".{key}") for owner in owners)
             if not owners:
                 yield referrer, f"[{key!r}]"
+    elif isinstance(referrer, (set, frozenset)):
+        yield referrer, ""  # a member has no name, and neither has a key
+    elif isinstance(referrer, (types.FunctionType, functools.partial)) and type(held) is tuple:
+        fields = ("__closure__", "__defaults__", "args")
+        yield from ((referrer, f".{field}") for field in fields if getattr(referrer, field, None) is held)
     elif isinstance(referrer, (list, tuple)):
         yield from ((referrer, f"[{index}]") for index, value in enumerate(referrer) if value is held)
     else:
-        names = _own_names(referrer)
+        names = _attributes_of(referrer)
         yield from ((referrer, f".{key}") for key, value in list((names or {}).items()) if value is held)
 
 
-def _own_names(owner: Any) -> dict[str, Any] | None:
-    """Returns an object's attributes; None for a module, whose names are its home's, and for what has none."""
+def _attributes_of(owner: Any) -> dict[str, Any] | None:
+    """Returns an object's attributes. None for a module, whose names are its home's, and for what has none."""
     if isinstance(owner, (types.ModuleType, type, dict)):
         return None
     names = getattr(owner, "__dict__", None)

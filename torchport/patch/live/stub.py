@@ -1,4 +1,4 @@
-"""Lets a module import a package that is absent, and nobody else: every call of what it gets raises.
+"""Lets one module, and nobody else, import a package that is absent. Every call of what it gets raises.
 
 The module is given builtins of its own, with an `__import__` that serves the package. `sys.modules` and
 `importlib.util.find_spec` never see it, so that no capability probe finds a package that is not there. What the module
@@ -18,10 +18,11 @@ from torchport.errors import StubCalledError, TooLateError, TorchportError
 from torchport.patch.declared.entry import Entry
 from torchport.patch.live import hook
 from torchport.patch.live.counted import Calls
+from torchport.patch.live.registry import registry
 
 
 class Stub(types.ModuleType):
-    """Stands for an absent package, and for everything in it; it can be named, passed on and read, but not called."""
+    """Stands for an absent package, and for everything in it. It can be named, passed on and read, but not called."""
 
     def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
         super().__init__(name)
@@ -70,17 +71,14 @@ class Server:
         if self.stub is None or level or name.partition(".")[0] != self.stub.__name__:
             return builtins.__import__(name, scope, local, fromlist, level)
         self.calls.count += 1
-        found = self.stub
+        stub = self.stub
         for part in name.split(".")[1:] if fromlist else ():
-            found = getattr(found, part)
-        return found
-
-
-_servers: dict[tuple[str, str], Server] = {}
+            stub = getattr(stub, part)
+        return stub
 
 
 def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> Callable[[], None]:
-    """Serves the package to the entry's importers from now on; returns what takes that back.
+    """Serves the package to the entry's importers from now on. Returns what takes that back.
 
     Args:
         entry: Of kind `stub`.
@@ -96,7 +94,7 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         if name in sys.modules:
             _check_was_served(entry, sys.modules[name])
             calls.count += 1
-        server = _servers.setdefault((entry.stub.package, name), Server())
+        server = registry.servers.setdefault((entry.stub.package, name), Server())
         server.stub, server.calls = Stub(entry.stub.package, entry, keep), calls
         undos.append(functools.partial(setattr, server, "stub", None))
         prepare = functools.partial(_serve, server, undos)
@@ -123,7 +121,7 @@ def _check_was_served(entry: Entry, module: types.ModuleType) -> None:
     """Accepts a module that an earlier run in this process has imported with the stub."""
     assert entry.stub is not None
     package = entry.stub.package
-    held = [value for value in module.__dict__.values() if isinstance(value, Stub)]
-    if not any(value.__name__.partition(".")[0] == package for value in held):
+    stubs = [value for value in module.__dict__.values() if isinstance(value, Stub)]
+    if not any(value.__name__.partition(".")[0] == package for value in stubs):
         fact = f"'{module.__name__}' was imported before its stub of {package}"
         raise TooLateError(entry.place, fact, "Import it inside 'with patch.applied(...)'", patch=entry.id)

@@ -1,4 +1,4 @@
-"""Finds a target in a live module through `__dict__`s alone, so that no lazy package is woken on the way."""
+"""Finds a target in a live module. It reads `__dict__`s alone, so that no lazy package is woken on the way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from torchport.errors import TargetError, nearest
 from torchport.patch.declared.entry import Entry
 from torchport.patch.rewriting.recompile import first_line
+from torchport.patch.source.checks import walks_out
 
 _ABSENT = object()
 
@@ -26,18 +27,18 @@ class Slot:
         holder: The module, class or object whose namespace it is.
         name: The name in it.
         raw: What stands there, descriptors unbound; for an inherited name what the base has.
-        own: Whether it stands in the holder's own namespace.
+        in_holder: Whether it stands in the holder's own namespace.
         path: The objects that were passed on the way, the module first.
     """
 
     holder: Any
     name: str
     raw: Any
-    own: bool
+    in_holder: bool
     path: tuple[Any, ...]
 
     def put(self, value: Any) -> None:
-        """Puts a value there; a class is set through `type`, so that its method caches are dropped."""
+        """Puts a value there. A class is set through `type`, so that its method caches are dropped."""
         if isinstance(self.holder, type):
             type.__setattr__(self.holder, self.name, value)
         else:
@@ -45,7 +46,7 @@ class Slot:
 
     def restore(self) -> None:
         """Puts back what stood there."""
-        if self.own:
+        if self.in_holder:
             self.put(self.raw)
         elif isinstance(self.holder, type):
             type.__delattr__(self.holder, self.name)
@@ -64,22 +65,60 @@ def locate(entry: Entry, module: types.ModuleType) -> Slot:
         TargetError: Some part of its path is not there.
     """
     holder: Any = module
-    passed: list[Any] = [module]
+    path: list[Any] = [module]
     for depth, name in enumerate(entry.path):
-        raw, own = _look(holder, name)
+        raw, in_holder = _look(holder, name)
         if raw is _ABSENT:
             raise _missing(entry, holder, depth)
         if depth == len(entry.path) - 1:
-            return Slot(holder, name, raw, own, tuple(passed))
+            return Slot(holder, name, raw, in_holder, tuple(path))
         holder = raw
-        passed.append(raw)
+        path.append(raw)
     raise AssertionError("a target has at least one name")
 
 
+def check_scope(entry: Entry, slot: Slot) -> None:
+    """Checks that the objects on the way to a slot belong to the target's package.
+
+    Raises:
+        ScopeError: One belongs to another package, and the entry is not declared global.
+    """
+    if entry.scope == "global":
+        return
+    for name, thing in zip(entry.path, slot.path[1:], strict=False):
+        home = _home(thing)
+        if home.partition(".")[0] != entry.package:
+            raise walks_out(entry, name, home)
+
+
+def check_function(entry: Entry, function: types.FunctionType) -> None:
+    """Checks that the code to be rewritten belongs to the target's module, and so to its readers alone.
+
+    Raises:
+        ScopeError: It is another package's.
+        TargetError: It is another module's of the same package. The target should name that.
+    """
+    home = str(function.__globals__.get("__name__"))
+    if home == entry.module:
+        return
+    if home.partition(".")[0] != entry.package and entry.scope != "global":
+        raise walks_out(entry, function.__qualname__, home)
+    fact = f"{entry.target} is a function of {home}"
+    raise TargetError(entry.place, fact, f"Write {home}:{function.__qualname__}", patch=entry.id, target=entry.target)
+
+
+def _home(thing: Any) -> str:
+    """Returns the module that an object belongs to. An instance may be shared by whoever has its class."""
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__
+    owner = thing if isinstance(thing, (type, types.FunctionType)) else type(thing)
+    return str(owner.__module__)
+
+
 def _look(holder: Any, name: str) -> tuple[Any, bool]:
-    own = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
-    if name in own:
-        return own[name], True
+    names = getattr(holder, "__dict__", {}) if not isinstance(holder, type) else vars(holder)
+    if name in names:
+        return names[name], True
     classes = holder.__mro__[1:] if isinstance(holder, type) else type(holder).__mro__
     if isinstance(holder, types.ModuleType):
         return _ABSENT, False
@@ -100,7 +139,7 @@ def _missing(entry: Entry, holder: Any, depth: int) -> TargetError:
 
 
 def function_in(raw: Any) -> Any:
-    """Returns the function inside a static or class method, a property, or a cached property; else `raw`."""
+    """Returns the function inside a static or class method, a property, or a cached property. Otherwise `raw`."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     if isinstance(raw, property):
@@ -147,13 +186,13 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def written(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
-    """Returns the function that a `def` made, from under the decorators that it got; None if it is not there.
+def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionType | None:
+    """Returns the function that a `def` made, from under its decorators. None if it is not there.
 
     Args:
         raw: What stands in the slot.
         module: The module of the `def`.
-        node: The `def`; if the source shows none, the innermost function by `__wrapped__` is returned.
+        node: The `def`. If the source shows none, the innermost function by `__wrapped__` is returned.
     """
     functions = list(layers(raw))
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -180,7 +219,7 @@ def shaped_as(raw: Any, function: Any) -> Any:
 
 
 def held_elsewhere(slot: Slot) -> bool:
-    """Returns whether anybody but its namespace holds what stands in a slot; of a class nobody can say."""
+    """Returns whether anybody but its namespace holds what stands in a slot. Of a class nobody can say."""
     if isinstance(slot.raw, type):
         return True
     inner = function_in(slot.raw)

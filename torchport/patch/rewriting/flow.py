@@ -1,4 +1,4 @@
-"""Which names a run of statements binds and reads, and which of them are read after it."""
+"""Says which names a run of statements binds and reads, and which of them are read after it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def blocks(function: Function) -> Iterator[tuple[list[ast.stmt], Chain]]:
 
 def inner_blocks(statement: ast.AST) -> list[list[ast.stmt]]:
     """Returns the blocks directly inside a statement."""
-    found = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
-    result = [block for block in found if isinstance(block, list) and block]
+    candidates = [getattr(statement, field, None) for field in ("body", "orelse", "finalbody")]
+    result = [block for block in candidates if isinstance(block, list) and block]
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
         result.append(part.body)
     return result
 
 
 def in_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yields the nodes that are evaluated in the same scope; of a nested scope only its own node."""
+    """Yields the nodes that are evaluated in the same scope. Of a nested scope it is its own node alone."""
     for node in nodes:
         yield node
         if isinstance(node, _SCOPES):
@@ -64,7 +64,7 @@ def binds(node: ast.AST) -> set[str]:
     return set()
 
 
-def bound(nodes: Iterable[ast.AST]) -> set[str]:
+def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the names that statements bind in their own scope."""
     return _union(map(binds, in_scope(nodes)))
 
@@ -86,9 +86,9 @@ def reads(node: ast.AST) -> set[str]:
     if isinstance(node, _FUNCTIONS):
         body = node.body if isinstance(node.body, list) else [node.body]
         outside = _union(reads(part) for part in _evaluated_outside(node))
-        return outside | (_union(map(reads, body)) - arguments(node) - bound(body))
+        return outside | (_union(map(reads, body)) - arguments(node) - names_bound(body))
     if isinstance(node, _COMPREHENSIONS):
-        return inner - bound(generator.target for generator in node.generators)
+        return inner - names_bound(generator.target for generator in node.generators)
     return inner
 
 
@@ -117,20 +117,20 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
     if isinstance(statement, ast.If):
         body, orelse = exposed(statement.body), exposed(statement.orelse)
         sure = body[1] & orelse[1]
-        return reads(statement.test) | ((body[0] | orelse[0]) - bound([statement.test])), sure
+        return reads(statement.test) | ((body[0] | orelse[0]) - names_bound([statement.test])), sure
     if isinstance(statement, (ast.For, ast.AsyncFor)):
-        inside = exposed(statement.body)[0] - bound([statement.target])
+        inside = exposed(statement.body)[0] - names_bound([statement.target])
         return reads(statement.iter) | inside | exposed(statement.orelse)[0], set()
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         first = _union(reads(item) for item in statement.items)
-        names = bound(statement.items)
+        names = names_bound(statement.items)
         inside, written = exposed(statement.body)
         return first | (inside - names), names | written
     if isinstance(statement, ast.Delete):
         return reads(statement), set()
     if inner_blocks(statement) and not isinstance(statement, _SCOPES):
         return reads(statement), set()
-    return reads(statement), bound([statement])
+    return reads(statement), names_bound([statement])
 
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:

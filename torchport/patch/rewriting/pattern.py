@@ -37,7 +37,7 @@ class Run:
         return self.block[self.start : self.end]
 
 
-def parsed(text: str) -> list[ast.stmt]:
+def statements(text: str) -> list[ast.stmt]:
     """Returns the statements of a pattern.
 
     Raises:
@@ -79,7 +79,7 @@ def _many(node: ast.AST) -> str | None:
 
 
 def _match_run(pattern: Sequence[ast.stmt], statements: Sequence[ast.stmt], captured: Captured) -> int | None:
-    """Returns how many of the first statements a pattern takes, as few as possible; None if it does not match."""
+    """Returns how many of the first statements a pattern takes, as few as possible. None if it does not match."""
     if not pattern:
         return 0
     if _many(pattern[0]):
@@ -111,7 +111,7 @@ def _match(pattern: object, node: object, captured: Captured) -> bool:
     if isinstance(pattern, list):
         return isinstance(node, list) and _match_list(pattern, node, captured)
     if isinstance(pattern, str):
-        return _unmarked(pattern) == node
+        return _without_marks(pattern) == node
     return type(pattern) is type(node) and pattern == node
 
 
@@ -134,7 +134,7 @@ def _match_whole(pattern: Sequence[ast.AST], nodes: Sequence[ast.AST], captured:
     return False
 
 
-def _unmarked(text: str) -> str:
+def _without_marks(text: str) -> str:
     """Returns a string of the pattern as it was written: inside strings a `$` is only a `$`."""
     return text.replace(_MANY, "$...").replace(_ONE, "$")
 

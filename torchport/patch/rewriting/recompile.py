@@ -27,7 +27,7 @@ def first_line(node: Scope) -> int:
 
 
 def source_text(entry: Entry, function: types.FunctionType) -> str:
-    """Returns the text that a live function was compiled from; of a rewritten one, what really runs.
+    """Returns the text that a live function was compiled from. Of a rewritten one it is what really runs.
 
     Raises:
         RewriteError: Its source cannot be had.
@@ -39,32 +39,32 @@ def source_text(entry: Entry, function: types.FunctionType) -> str:
     return "".join(lines)
 
 
-def finder(entry: Entry, code: types.CodeType) -> Callable[[ast.Module], Function]:
+def finder(entry: Entry, old: types.CodeType) -> Callable[[ast.Module], Function]:
     """Returns a function that finds a code object's definition in a tree, by its name and first line."""
 
     def find(tree: ast.Module) -> Function:
-        return _chain(entry, tree, code)[-1]  # type: ignore[return-value]
+        return _chain(entry, tree, old)[-1]  # type: ignore[return-value]
 
     return find
 
 
-def _chain(entry: Entry, tree: ast.Module, code: types.CodeType) -> list[Scope]:
+def _chain(entry: Entry, tree: ast.Module, old: types.CodeType) -> list[Scope]:
     """Returns the definitions that lead to a code object's, outermost first."""
     pending: list[tuple[ast.AST, list[Scope]]] = [(tree, [])]
     while pending:
         node, chain = pending.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             chain = [*chain, node]
-            same = (node.name, first_line(node)) == (code.co_name, code.co_firstlineno)
+            same = (node.name, first_line(node)) == (old.co_name, old.co_firstlineno)
             if same and not isinstance(node, ast.ClassDef):
                 return chain
         pending += [(child, chain) for child in ast.iter_child_nodes(node)]
-    fact = f"{entry.target} has no definition of its own in {code.co_filename}"
+    fact = f"{entry.target} has no definition of its own in {old.co_filename}"
     remedy = "Only a function written with def can be rewritten; use replace or wrap"
     raise RewriteError(entry.place, fact, remedy, patch=entry.id)
 
 
-def compiled(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
+def code(entry: Entry, text: str, old: types.CodeType, filename: str) -> types.CodeType:
     """Returns the code of the edited function, fit to take the place of the old one.
 
     Raises:
@@ -73,18 +73,18 @@ def compiled(entry: Entry, text: str, old: types.CodeType, filename: str) -> typ
     chain = _chain(entry, ast.parse(text), old)
     names = [scope.name for scope in chain]
     cells = [name for name in old.co_freevars if name != "__class__"]
-    tree = ast.Module([_pruned(chain, cells)], [])
+    tree = ast.Module([_alone(chain, cells)], [])
     flags = old.co_flags & _FUTURE
     outer = compile(ast.fix_missing_locations(tree), filename, "exec", flags=flags, dont_inherit=True)
-    code = _inner(outer, names)
-    if code.co_freevars != old.co_freevars:
-        changed = sorted(set(code.co_freevars) ^ set(old.co_freevars))
+    new = _inner(outer, names)
+    if new.co_freevars != old.co_freevars:
+        changed = sorted(set(new.co_freevars) ^ set(old.co_freevars))
         fact = f"'{entry.id}' drops or adds the use of '{changed[0]}', a variable of an enclosing scope"
         raise RewriteError(entry.place, fact, "Match less, or take it as a parameter of 'put'", patch=entry.id)
-    return code
+    return new
 
 
-def _pruned(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
+def _alone(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
     """Returns the definition inside bare copies of its enclosing ones, which bind the variables it closes over."""
     inner: Scope = chain[-1]
     if inner.decorator_list:  # never run; it stays because a code object's first line is its first decorator's
@@ -100,10 +100,10 @@ def _pruned(chain: Sequence[Scope], cells: Sequence[str]) -> Scope:
     return inner
 
 
-def _inner(code: types.CodeType, names: Sequence[str]) -> types.CodeType:
+def _inner(outer: types.CodeType, names: Sequence[str]) -> types.CodeType:
     for name in names:
-        code = next(c for c in code.co_consts if inspect.iscode(c) and c.co_name == name)
-    return code
+        outer = next(c for c in outer.co_consts if inspect.iscode(c) and c.co_name == name)
+    return outer
 
 
 def remember(filename: str, text: str) -> None:

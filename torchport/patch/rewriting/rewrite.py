@@ -1,4 +1,4 @@
-"""Rewrites a run of statements of one function into one call, as text; nothing is imported or executed.
+"""Rewrites a run of statements of one function into one call, as text. Nothing is imported or executed.
 
 The text keeps its number of lines: the call stands on the first line of what it replaces and the rest is blank,
 so that every other line of a traceback is upstream's own.
@@ -15,8 +15,8 @@ from typing import Any
 
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared.entry import Entry, Rewrite
-from torchport.patch.rewriting.flow import Function, arguments, binds, bound, in_scope, read_after, reads
-from torchport.patch.rewriting.pattern import PatternError, Run, parsed, runs
+from torchport.patch.rewriting.flow import Function, arguments, binds, in_scope, names_bound, read_after, reads
+from torchport.patch.rewriting.pattern import PatternError, Run, runs, statements
 
 _RESERVED = "__torchport_"
 
@@ -39,32 +39,32 @@ class Edit:
 
 
 def reserved_name(entry: Entry) -> str:
-    """Returns the global name under which the function is called; dunders are never mangled inside a class."""
+    """Returns the global name under which the function is called. Dunders are never mangled inside a class."""
     return _RESERVED + re.sub(r"[^a-z0-9]", "_", entry.id) + "__"
 
 
-def parameters(entry: Entry, function: Callable[..., Any]) -> list[str]:
-    """Returns the names that a `put` function takes, all of which are passed by keyword.
+def parameters(entry: Entry, put: Callable[..., Any]) -> list[str]:
+    """Returns the names of a `put` function's parameters. All of them are passed by keyword.
 
     Raises:
         SignatureError: It takes `*args`, `**kwargs` or positional-only parameters.
     """
-    taken = inspect.signature(function).parameters.values()
-    for parameter in taken:
+    every = inspect.signature(put).parameters.values()
+    for parameter in every:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             fact = f"'{entry.reference}' takes '{parameter}' for '{entry.id}'"
             raise SignatureError(entry.place, fact, "Name each value it needs as a parameter", patch=entry.id)
-    return [parameter.name for parameter in taken]
+    return [parameter.name for parameter in every]
 
 
-def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], taken: Sequence[str]) -> Edit:
+def edit(entry: Entry, text: str, find: Callable[[ast.Module], Function], parameters: Sequence[str]) -> Edit:
     """Returns the text of a file with one function's run of statements replaced.
 
     Args:
         entry: The rewrite.
         text: The file.
         find: Finds the function in its syntax tree.
-        taken: The parameters of the `put` function.
+        parameters: Those of the `put` function.
 
     Raises:
         RewriteError: The run is not there exactly `times` times, or cannot be replaced safely.
@@ -72,17 +72,17 @@ def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], take
     """
     rewrite, tree = _rewrite(entry), ast.parse(text)
     function = find(tree)
-    found = _found(entry, rewrite, function)
-    call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in taken)})"
-    edits = [(run, _statement(entry, rewrite, function, run, call)) for run in found]
-    for run in found:
-        _check_visible(entry, function, run, taken)
+    matches = _matches(entry, rewrite, function)
+    call = f"{reserved_name(entry)}({', '.join(f'{name}={name}' for name in parameters)})"
+    edits = [(run, _statement(entry, rewrite, function, run, call)) for run in matches]
+    for run in matches:
+        _check_visible(entry, function, run, parameters)
     lines = text.encode().splitlines(keepends=True)
-    for run, statement in sorted(edits, key=lambda edit: edit[0].statements[0].lineno, reverse=True):
+    for run, statement in sorted(edits, key=lambda pair: pair[0].statements[0].lineno, reverse=True):
         _replace(lines, run, statement)
-    local = arguments(function) | bound(function.body)
-    outer = frozenset(name for name in taken if name not in local)
-    first = found[0].statements[0].lineno
+    local = arguments(function) | names_bound(function.body)
+    outer = frozenset(name for name in parameters if name not in local)
+    first = matches[0].statements[0].lineno
     result = b"".join(lines).decode()
     _check_meaning(entry, tree, edits, result)
     return Edit(result, reserved_name(entry), outer, first)
@@ -90,7 +90,7 @@ def edited(entry: Entry, text: str, find: Callable[[ast.Module], Function], take
 
 def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, str]], result: str) -> None:
     """Refuses a text that does not say what the tree says with its runs replaced: a statement in another block."""
-    for run, statement in sorted(edits, key=lambda edit: edit[0].start, reverse=True):
+    for run, statement in sorted(edits, key=lambda pair: pair[0].start, reverse=True):
         run.block[run.start : run.end] = ast.parse(statement).body
     try:
         same = ast.dump(ast.parse(result)) == ast.dump(tree)
@@ -98,7 +98,7 @@ def _check_meaning(entry: Entry, tree: ast.Module, edits: Sequence[tuple[Run, st
         same = False
     if not same:
         fact = f"'{entry.id}' cannot be put into {entry.target} without changing what stands around it"
-        raise _refused(entry, fact, "Match whole lines, or more of them")
+        raise _refusal(entry, fact, "Match whole lines, or more of them")
 
 
 def _rewrite(entry: Entry) -> Rewrite:
@@ -107,26 +107,27 @@ def _rewrite(entry: Entry) -> Rewrite:
     return entry.rewrite
 
 
-def _refused(entry: Entry, fact: str, remedy: str) -> RewriteError:
+def _refusal(entry: Entry, fact: str, remedy: str) -> RewriteError:
     return RewriteError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-def _found(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
+def _matches(entry: Entry, rewrite: Rewrite, function: Function) -> list[Run]:
+    """Returns the runs that match, as many as there have to be."""
     try:
-        pattern = parsed(rewrite.match)
+        pattern = statements(rewrite.match)
     except PatternError as error:
-        raise _refused(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
-    found = list(runs(function, pattern))
-    for run in found:
+        raise _refusal(entry, f"'match' of '{entry.id}' {error}", "Write whole statements") from error
+    matches = list(runs(function, pattern))
+    for run in matches:
         for node in (node for statement in run.statements for node in ast.walk(statement)):
             if isinstance(node, ast.Name) and node.id.startswith(_RESERVED):
                 fact = f"'{entry.id}' matches what another patch put in {entry.target} ({node.id})"
                 raise ConflictError(entry.place, fact, "Let one of the two match less", patches=[entry.id])
-    if len(found) != rewrite.times:
-        lines = ", ".join(str(run.statements[0].lineno) for run in found) or "no line"
-        fact = f"'{entry.id}' matches {len(found)} times in {entry.target} (at {lines}), not {rewrite.times}"
-        raise _refused(entry, fact, "Read the upstream that is installed and mend 'match'")
-    return found
+    if len(matches) != rewrite.times:
+        lines = ", ".join(str(run.statements[0].lineno) for run in matches) or "no line"
+        fact = f"'{entry.id}' matches {len(matches)} times in {entry.target} (at {lines}), not {rewrite.times}"
+        raise _refusal(entry, fact, "Read the upstream that is installed and mend 'match'")
+    return matches
 
 
 def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, call: str) -> str:
@@ -136,7 +137,7 @@ def _statement(entry: Entry, rewrite: Rewrite, function: Function, run: Run, cal
     _check_jumps(entry, run.statements[:-1] if returns else run.statements)
     if returns:
         if rewrite.gives:
-            raise _refused(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
+            raise _refusal(entry, f"'{entry.id}' has 'gives', and its run returns", "Remove 'gives'")
         return f"return {call}"
     gives = _gives(entry, rewrite, function, run)
     return f"{', '.join(gives)} = {call}" if gives else call
@@ -151,7 +152,7 @@ def _check_jumps(entry: Entry, statements: Sequence[ast.stmt]) -> None:
     if jumps:
         word = type(jumps[0]).__name__.lower()
         fact = f"The run of '{entry.id}' has a {word} on line {getattr(jumps[0], 'lineno', '?')}"
-        raise _refused(entry, fact, "Match less: a call cannot do that for the function")
+        raise _refusal(entry, fact, "Match less: a call cannot do that for the function")
 
 
 def _outward(statement: ast.AST) -> list[ast.AST]:
@@ -166,28 +167,28 @@ def _outward(statement: ast.AST) -> list[ast.AST]:
 
 
 def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list[str]:
-    inside = bound(run.statements)
+    inside = names_bound(run.statements)
     if rewrite.gives is None and len(inside) > 1:
         fact = f"The run of '{entry.id}' binds {', '.join(sorted(inside))}"
-        raise _refused(entry, fact, "Say in 'gives' which of them the function returns, in its order")
+        raise _refusal(entry, fact, "Say in 'gives' which of them the function returns, in its order")
     gives = sorted(inside) if rewrite.gives is None else rewrite.gives
     needed = read_after(function, run.chain, run.block, run.end) & inside
     lost = sorted(needed - set(gives))
     if lost:
         fact = f"'{lost[0]}' is bound in the run of '{entry.id}' and read after it"
-        raise _refused(entry, fact, f"Add '{lost[0]}' to 'gives'")
+        raise _refusal(entry, fact, f"Add '{lost[0]}' to 'gives'")
     for name in gives:
         if name not in inside and name in arguments(function) | _names(function):
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
-            raise _refused(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
+            raise _refusal(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
     return gives
 
 
 def _names(function: Function) -> set[str]:
-    return bound(function.body) | set().union(*(reads(statement) for statement in function.body))
+    return names_bound(function.body) | set().union(*(reads(statement) for statement in function.body))
 
 
-def _check_visible(entry: Entry, function: Function, run: Run, taken: Sequence[str]) -> None:
+def _check_visible(entry: Entry, function: Function, run: Run, parameters: Sequence[str]) -> None:
     """Refuses parameters that the function binds only inside or after the run."""
     first = run.statements[0]
     inside = {id(node) for statement in run.statements for node in in_scope([statement])}
@@ -198,16 +199,16 @@ def _check_visible(entry: Entry, function: Function, run: Run, taken: Sequence[s
         if id(node) not in inside and getattr(node, "lineno", 0) <= first.lineno
     ]
     names = arguments(function) | set().union(*map(binds, before))
-    names |= bound([loop]) - bound(run.statements) if loop is not None else set()
-    local = arguments(function) | bound(function.body)
-    for name in taken:
+    names |= names_bound([loop]) - names_bound(run.statements) if loop is not None else set()
+    local = arguments(function) | names_bound(function.body)
+    for name in parameters:
         if name in local and name not in names:
             fact = f"'{entry.reference}' takes '{name}', which {entry.target} binds only in or after the run"
-            raise _refused(entry, fact, "Take names that are bound before the run")
+            raise _refusal(entry, fact, "Take names that are bound before the run")
 
 
 def _replace(lines: list[bytes], run: Run, statement: str) -> None:
-    """Puts a statement in a run's place; what follows on the run's last line comes up to its first."""
+    """Puts a statement in a run's place. What follows on the run's last line comes up to its first."""
     first, last = run.statements[0], run.statements[-1]
     start, end = first.lineno - 1, (last.end_lineno or last.lineno) - 1
     decorators = getattr(first, "decorator_list", ())

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import Source, at_import, binding, read_source
+from torchport.patch.source.source import SourceFile, at_import, binding, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
@@ -38,7 +38,7 @@ class Callee:
         through: The `module:path` of the definition that uses it.
     """
 
-    source: Source
+    source: SourceFile
     node: ast.stmt
     through: str
 
@@ -70,23 +70,23 @@ def callees(targets: Sequence[str]) -> dict[str, Callee]:
     pending = list(map(home_of, targets))
     while pending:
         user = pending.pop(0)
-        for home in dict.fromkeys(home for _, home in _used(user)):
-            name, found = name_of(home), definition(home)
-            if found and name not in result and name not in targets:
-                result[name] = Callee(*found, name_of(user))
+        for home in dict.fromkeys(home for _, home in _homes_used(user)):
+            name, place = name_of(home), definition(home)
+            if place and name not in result and name not in targets:
+                result[name] = Callee(*place, name_of(user))
                 pending.append(home)
     return result
 
 
-def _source(module: str) -> Source | None:
+def _source(module: str) -> SourceFile | None:
     try:
         return read_source(module)
     except ModuleNotFoundError:
         return None
 
 
-def definition(home: Home) -> tuple[Source, ast.stmt] | None:
-    """Returns the source and statement of a definition; None if the source does not show it.
+def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
+    """Returns the source and statement of a definition. None if the source does not show it.
 
     Raises:
         TargetError: The source is not Python.
@@ -103,14 +103,14 @@ def uses(home: Home) -> list[str]:
     source = _source(home[0])
     if source is None:
         return []
-    chains, own = _names(source, home[1])
+    chains, local = _names(source, home[1])
     firsts = {chain[0] for chain in chains}
-    statements = {first: own.get(first, source.all_names.get(first, [])) for first in firsts}
+    statements = {first: local.get(first, source.all_names.get(first, [])) for first in firsts}
     led = {f"{first}={name}" for first in firsts for name in _imported_as(first, statements[first], source)}
-    return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _used(home)})
+    return sorted(led | {f"{'.'.join(chain)}={name_of(to)}" for chain, to in _homes_used(home)})
 
 
-def _imported_as(name: str, statements: Sequence[ast.stmt], source: Source) -> Iterator[str]:
+def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) -> Iterator[str]:
     """Yields what imports bind a name to, in full."""
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
@@ -120,42 +120,42 @@ def _imported_as(name: str, statements: Sequence[ast.stmt], source: Source) -> I
                 yield alias.name if alias.asname else name
 
 
-def _used(user: Home) -> Iterator[tuple[Chain, Home]]:
+def _homes_used(user: Home) -> Iterator[tuple[Chain, Home]]:
     """Yields the definitions of its package that a definition names, each with the names that lead to it."""
     source = _source(user[0])
     if source is None:
         return
-    chains, own = _names(source, user[1])
+    chains, local = _names(source, user[1])
     owner = user[1] if isinstance(source.where(user[1]).node, ast.ClassDef) else user[1][:-1]
     for chain in chains:
         if chain[0] == _SUPER and not owner:  # of a class inside a function
             continue
         lookup = _Lookup(user[0].partition(".")[0])
         if chain[0] in (_SELF, _SUPER):
-            found = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
-        elif chain[0] in own:
-            found = (home for statement in own[chain[0]] for home in lookup.imported(statement, source, chain))
+            homes = lookup.method((user[0], owner), chain[1], inherited=chain[0] == _SUPER)
+        elif chain[0] in local:
+            homes = (home for statement in local[chain[0]] for home in lookup.from_import(statement, source, chain))
         else:
-            found = lookup.names(user[0], chain)
-        yield from ((chain, home) for home in found)
+            homes = lookup.names(user[0], chain)
+        yield from ((chain, home) for home in homes)
 
 
 @functools.cache
-def _names(source: Source, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
-    """Returns what a definition reads, and what it binds itself; a source never changes."""
+def _names(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict[str, list[Imports]]]:
+    """Returns what a definition reads, and what it binds itself. A source never changes."""
     chains: set[Chain] = set()
-    own: dict[str, list[Imports]] = {}
+    local: dict[str, list[Imports]] = {}
     for node in bindings(source, path):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         first = _first_argument(node) if len(path) > 1 else None
         chains |= set(_chains(node if isinstance(node, _DEFINITIONS) else _head(node), first))
-        own |= {name: own.get(name, []) + found for name, found in _bound_inside(node).items()}
-    return sorted(chains), own
+        local |= {name: local.get(name, []) + imports for name, imports in _bound_inside(node).items()}
+    return sorted(chains), local
 
 
-def bindings(source: Source, path: tuple[str, ...]) -> list[ast.stmt]:
-    """Returns all statements that make a global what it is; of a name in a class those that count."""
+def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
+    """Returns all statements that make a global what it is. Of a name in a class, those that count."""
     node, touching = source.where(path).node, source.all_names.get(path[0], [])
     if len(path) == 1:
         return touching
@@ -173,12 +173,12 @@ def _head(node: ast.stmt) -> ast.AST:
 
 def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
     """Returns the names that a function binds itself, with the imports in it that bind them."""
-    own: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
-    for inner in _walked(node) if own or isinstance(node, _FUNCTIONS) else ():
+    local: dict[str, list[Imports]] = {name: [] for name in _local(node)} if isinstance(node, _FUNCTIONS) else {}
+    for inner in _nodes_in(node) if local or isinstance(node, _FUNCTIONS) else ():
         if isinstance(inner, (ast.Import, ast.ImportFrom)):
             for alias in inner.names:
-                own.setdefault((alias.asname or alias.name).partition(".")[0], []).append(inner)
-    return own
+                local.setdefault((alias.asname or alias.name).partition(".")[0], []).append(inner)
+    return local
 
 
 def _local(scope: ast.AST) -> set[str]:
@@ -210,14 +210,14 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield from (child for child in children if isinstance(child, ast.AST) and field not in _ANNOTATIONS)
 
 
-def _walked(node: ast.AST) -> Iterator[ast.AST]:
+def _nodes_in(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in _children(node):
-        yield from _walked(child)
+        yield from _nodes_in(child)
 
 
 def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
-    """Yields what a definition reads: `a.b.c` as its names; the first argument of a method as `_SELF`."""
+    """Yields what a definition reads: `a.b.c` as its names, a method's first argument as `_SELF`."""
     steps: list[str] = []
     base = node
     while isinstance(base, ast.Attribute):
@@ -239,22 +239,22 @@ def _chains(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 
 
 def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
-    """Yields what the parts of a node read; a scope's own names are not read from outside it."""
+    """Yields what the parts of a node read. A scope's own names are not read from outside it."""
     hidden = _local(node) - {self_name} if isinstance(node, _SCOPES) else set()
     for child in _children(node):
         outside = isinstance(child, ast.arguments) or child in getattr(node, "decorator_list", ())
-        names = set() if outside else hidden - _imported(node)
+        names = set() if outside else hidden - _import_names(node)
         yield from (chain for chain in _chains(child, self_name) if chain[0] not in names)
 
 
-def _imported(scope: ast.AST) -> set[str]:
+def _import_names(scope: ast.AST) -> set[str]:
     """Returns the names that imports in a scope bind, which lead out of it."""
-    found = (inner for inner in _walked(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
-    return {(alias.asname or alias.name).partition(".")[0] for inner in found for alias in inner.names}
+    imports = (inner for inner in _nodes_in(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+    return {(alias.asname or alias.name).partition(".")[0] for inner in imports for alias in inner.names}
 
 
 class _Lookup:
-    """One look-up of a chain of names, inside one package; nothing is asked twice, so that a circle ends.
+    """One look-up of a chain of names, inside one package. Nothing is asked twice, so that a circle ends.
 
     Args:
         package: The top-level package.
@@ -282,13 +282,13 @@ class _Lookup:
         others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                yield from self.imported(node, source, chain)
+                yield from self.from_import(node, source, chain)
         if others and isinstance(source.names.get(chain[0]), ast.ClassDef):
             yield from self._in_class((module, (chain[0],)), chain[1:])
         elif others and not (chain[0].startswith("__") and chain[0].endswith("__")):  # `__version__` differs by version
             yield module, (chain[0],)
 
-    def imported(self, node: Imports, source: Source, chain: Chain) -> Iterator[Home]:
+    def from_import(self, node: Imports, source: SourceFile, chain: Chain) -> Iterator[Home]:
         """Yields the definition to which names lead of which the first is bound by an import."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
@@ -314,7 +314,7 @@ class _Lookup:
         return deeper or (list(self._in(module, chain)) if chain else [])
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:
-        """Yields the method that a class is asked for; of a class alone what makes an instance, or else all of it."""
+        """Yields the method that names lead to in a class. Without a name: what makes an instance, or all of it."""
         if chain:
             yield from self.method(home, chain[0], inherited=False)
             return
@@ -342,7 +342,7 @@ class _Lookup:
         if isinstance(node, ast.ClassDef) and len(chain) == 1:
             yield module, (node.name,)
         elif isinstance(node, (ast.Import, ast.ImportFrom)) and source is not None:
-            yield from _Classes(self._package).imported(node, source, chain)
+            yield from _Classes(self._package).from_import(node, source, chain)
 
 
 class _Classes(_Lookup):

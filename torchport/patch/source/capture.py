@@ -1,4 +1,4 @@
-"""Says in which file and line a name was captured, or a module imported; read from sources, only for messages."""
+"""Says in which file and line a name was captured, or a module imported. Only messages need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import TargetError
-from torchport.patch.source.source import Source, read_source, shown
+from torchport.patch.source.source import SourceFile, read_source, shown
 
 
 def line_of(module: str, name: str | None, original: str) -> str | None:
@@ -60,8 +60,8 @@ def local_variable(thing: Any) -> str | None:
     return None
 
 
-def source_of_module(module: str, needle: str | None = None) -> Source | None:
-    """Returns a loaded module's source; with a needle only if the text matches it, before it is parsed."""
+def source_of_module(module: str, needle: str | None = None) -> SourceFile | None:
+    """Returns a loaded module's source. With a needle, only if the text matches that before it is parsed."""
     live = sys.modules.get(module)
     file = vars(live).get("__file__") if isinstance(live, types.ModuleType) else None
     if not isinstance(file, str) or not file.endswith(".py"):
@@ -70,7 +70,7 @@ def source_of_module(module: str, needle: str | None = None) -> Source | None:
         text = Path(file).read_text(encoding="utf-8", errors="replace") if needle or module == "__main__" else ""
         if needle is not None and not re.search(needle, text, re.MULTILINE):
             return None
-        source = Source(module, file, text) if module == "__main__" else read_source(module)
+        source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
         return source if source is None or source.tree else None
     except (OSError, ImportError, TargetError):
         return None  # only a message is poorer for it
@@ -90,7 +90,7 @@ def _names_in(node: ast.stmt) -> list[str]:
     return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
 
 
-def _imports(node: ast.Import | ast.ImportFrom, name: str, source: Source | None) -> set[str]:
+def _imports(node: ast.Import | ast.ImportFrom, name: str, source: SourceFile | None) -> set[str]:
     """Returns the modules that a statement may import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
@@ -98,7 +98,7 @@ def _imports(node: ast.Import | ast.ImportFrom, name: str, source: Source | None
     return {home, *(f"{home}.{alias.name}" for alias in node.names)}
 
 
-def imported_from(node: ast.ImportFrom, name: str, source: Source | None) -> str:
+def imported_from(node: ast.ImportFrom, name: str, source: SourceFile | None) -> str:
     """Returns the module that a statement of a module imports from, a relative one resolved."""
     home = node.module or ""
     if not node.level:

@@ -1,4 +1,4 @@
-"""What can be known about an entry from upstream's source, before anything of upstream is imported."""
+"""Checks an entry against upstream's source, before anything of upstream is imported."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
 from torchport.patch.declared.entry import Entry
-from torchport.patch.live import scope
 from torchport.patch.rewriting import rewrite
 from torchport.patch.rewriting.flow import Function
 from torchport.patch.source import signature
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import Found, Source, at_import, shown, source_of
+from torchport.patch.source.source import Binding, SourceFile, at_import, shown, source_of
 
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
@@ -33,31 +32,52 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
 
 
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
-    """Checks one entry; `texts` holds what earlier rewrites have made of each file, by module."""
+    """Checks one entry. `texts` holds what earlier rewrites have made of each file, by module."""
     source = source_of(entry)
     if source is None:
         return
-    where = source.where(entry.path)
-    if where.node is None and not where.open:
-        raise _no_such_name(entry, source, where)
-    scope.check_written(entry, where)
-    if where.node is None or where.depth < len(entry.path):
+    binding = source.where(entry.path)
+    if binding.node is None and not binding.open:
+        raise _no_such_name(entry, source, binding)
+    _check_scope(entry, binding)
+    if binding.node is None or binding.depth < len(entry.path):
         return
     if entry.rewrite:
-        _check_rewrite(entry, source, where.node, loaded, {} if texts is None else texts)
+        _check_rewrite(entry, source, binding.node, loaded, {} if texts is None else texts)
     else:
-        _check_defined(entry, source, where.node)
-        _check_shape(entry, source, where.node, loaded)
+        _check_home(entry, source, binding.node)
+        _check_shape(entry, source, binding.node, loaded)
 
 
-def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
+def _check_scope(entry: Entry, binding: Binding) -> None:
+    """Refuses a path that walks out of its package: `module:nn.LayerNorm` is a name of torch if `nn` is imported."""
+    if binding.depth == len(entry.path) or entry.scope == "global":
+        return
+    name = entry.path[binding.depth - 1]
+    home = None
+    if isinstance(binding.node, ast.ImportFrom) and binding.node.level == 0:
+        home = binding.node.module
+    elif isinstance(binding.node, ast.Import):
+        home = next(a.name for a in binding.node.names if name in (a.asname, a.name.partition(".")[0]))
+    if home is not None and home.partition(".")[0] != entry.package:
+        raise walks_out(entry, name, home)
+
+
+def walks_out(entry: Entry, name: str, home: str) -> ScopeError:
+    """Returns the refusal of a target of which a name belongs to another package: its patch would reach strangers."""
+    fact = f"{entry.target} walks out of {entry.package}: '{name}' belongs to {home}"
+    remedy = "Patch the name that its module looks up, or declare 'scope: global' with 'scope_reason'"
+    return ScopeError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+
+
+def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetError:
     body: Sequence[ast.stmt] = source.tree.body
-    if where.depth:
-        holder = source.where(entry.path[: where.depth]).node
+    if binding.depth:
+        holder = source.where(entry.path[: binding.depth]).node
         body = getattr(holder, "body", [])
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     known = [node.name for node in at_import(body) if isinstance(node, kinds)]
-    name = entry.path[where.depth]
+    name = entry.path[binding.depth]
     fact = f"'{entry.id}' finds no '{name}' in {shown(source.file)}"
     remedy = nearest(name, known)
     if len(remedy) > 300:
@@ -65,25 +85,24 @@ def _no_such_name(entry: Entry, source: Source, where: Found) -> TargetError:
     return TargetError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-def _check_defined(entry: Entry, source: Source, node: ast.stmt) -> None:
+def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     """Refuses a function that its module only passes on from another one of its package, where others take it.
 
     A name from another package is the importer's alone to change: its home would be out of scope.
     """
-    if not isinstance(node, ast.ImportFrom) or entry.aliases == "report" or entry.scope == "global":
+    if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
     home, name = imported_from(node, entry.module, source), entry.path[0]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    own = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
-    if own or len(entry.path) > 1 or home.partition(".")[0] != entry.module.partition(".")[0]:
+    is_defined = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
+    if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
     original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), name)
     fact = f"{entry.target} is imported from {home} ({shown(source.file)}:{node.lineno})"
-    remedy = f"Write {home}:{original}, or 'aliases: report' to change this name alone"
-    raise AliasError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
+    raise AliasError(entry.place, fact, f"Write {home}:{original}", patch=entry.id, target=entry.target)
 
 
-def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> None:
+def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) -> None:
     """Checks that a function takes a function's place, and a class a class's."""
     if isinstance(node, ast.ClassDef):
         if entry.kind == "replace" and not isinstance(loaded, type):
@@ -100,7 +119,7 @@ def _check_shape(entry: Entry, source: Source, node: ast.stmt, loaded: Any) -> N
     signature.check(entry, signature.written_signature(node), loaded, method)
 
 
-def _check_rewrite(entry: Entry, source: Source, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
+def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         fact = f"{entry.target} is imported ({shown(source.file)}:{node.lineno})"
         raise ScopeError(entry.place, fact, "Name the module that defines it", patch=entry.id, target=entry.target)
@@ -110,8 +129,8 @@ def _check_rewrite(entry: Entry, source: Source, node: ast.stmt, loaded: Any, te
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     text = texts.get(entry.module, source.text)
-    edit = rewrite.edited(entry, text, _finder(node), rewrite.parameters(entry, loaded))
-    texts[entry.module] = edit.text
+    parameters = rewrite.parameters(entry, loaded)
+    texts[entry.module] = rewrite.edit(entry, text, _finder(node), parameters).text
 
 
 def _finder(node: Function) -> Callable[[ast.Module], Function]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from torchport.patch.declared.versions import installed
 from torchport.patch.source.callees import bindings, callees, definition, home_of, uses
 from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.patch.source.signature import written_signature
-from torchport.patch.source.source import Source, shown, source_of
+from torchport.patch.source.source import SourceFile, shown, source_of
 
 
-class Row(Frozen):
+class LockRow(Frozen):
     """One known-good source of a target.
 
     Attributes:
@@ -44,15 +45,14 @@ class Locked(Frozen):
     """The known-good sources of one target."""
 
     target: TargetName
-    rows: list[Row] = pydantic.Field(min_length=1)
+    rows: list[LockRow] = pydantic.Field(min_length=1)
 
 
 _GONE = "gone"
-_read: dict[tuple[str, int, int], dict[str, Locked]] = {}
 
 
 def read_lock(folder: Path) -> dict[str, Locked]:
-    """Returns the lock of one upstream's folder, by target; empty if there is no lock file."""
+    """Returns the lock of one upstream's folder, by target. It is empty if there is no lock file."""
     file = inside(folder.parent, folder / LOCK)
     shown = f"{folder.parent.name}/{folder.name}/{LOCK}"
     if not file.is_file():
@@ -60,21 +60,24 @@ def read_lock(folder: Path) -> dict[str, Locked]:
             read_document(file, shown)  # which refuses what is no file
         return {}
     stat = file.stat()
-    key = (str(file), stat.st_mtime_ns, stat.st_size)
-    if key not in _read:
-        document = read_document(file, shown)
-        if not isinstance(document.data, list):
-            raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
-        parts = [
-            Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
-            for index, data in enumerate(document.data)
-        ]
-        locked = [_completed(validated(Locked, part)) for part in parts]
-        _read[key] = {one.target: one for one in locked}
-    return _read[key]
+    return _lock(file, shown, stat.st_mtime_ns, stat.st_size)
 
 
-def _completed(locked: Locked) -> Locked:
+@functools.cache
+def _lock(file: Path, shown: str, mtime_ns: int, size: int) -> dict[str, Locked]:
+    """Returns a lock, read once for each version of its file."""
+    document = read_document(file, shown)
+    if not isinstance(document.data, list):
+        raise WrongTypeError(document.place(), "The lock is no list", "Write it with: torchport patches lock")
+    parts = [
+        Document(document.file, data, {p[1:]: n for p, n in document.lines.items() if p[:1] == (index,)})
+        for index, data in enumerate(document.data)
+    ]
+    targets = [_with_statements(validated(Locked, part)) for part in parts]
+    return {locked.target: locked for locked in targets}
+
+
+def _with_statements(locked: Locked) -> Locked:
     """Returns a target with the statements that `_yaml` writes once where several rows differ in callees alone."""
     known = {row.tree: row.statements for row in reversed(locked.rows) if row.statements}
     rows = [row.model_copy(update={"statements": known.get(row.tree, "")}) for row in locked.rows]
@@ -82,18 +85,18 @@ def _completed(locked: Locked) -> Locked:
 
 
 def under(entry: Entry) -> ast.stmt | None:
-    """Returns the statement under an entry's target; None if it is in C, or made where its module does not show it."""
+    """Returns the statement under an entry's target. None if it is in C, or its module's source does not show it."""
     source = source_of(entry)
     return source.where(entry.path).node if source else None
 
 
-def seen(entry: Entry) -> Row | None:
-    """Returns what upstream's source is now under an entry's target; None if it has no source there."""
+def current_row(entry: Entry) -> LockRow | None:
+    """Returns what upstream's source is now under an entry's target. None if it has no source there."""
     node = under(entry)
     if node is None:
         return None
     versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
-    return Row(
+    return LockRow(
         versions=versions,
         signature=_signature(node),
         tree=tree_hash(node),
@@ -111,7 +114,7 @@ def _by_module(keys: dict[str, str]) -> dict[str, str]:
     return result
 
 
-def _flat(row: Row) -> dict[str, str]:
+def _flat(row: LockRow) -> dict[str, str]:
     """Returns a row's hashes by `module:path`."""
     parts = ((module, part.rpartition(":")) for module, text in row.relies_on.items() for part in text.split())
     return {f"{module}:{path}": key for module, (path, _, key) in parts}
@@ -132,13 +135,15 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """
     result = {}
     for target in sorted(entry.relies_on):
-        found = definition(home_of(target))
-        result[target] = _described(target, *found, "which it relies on") if found else (_GONE, ", which it relies on,")
-    own = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
-    for name, callee in callees([*own, *sorted(entry.relies_on)]).items():
-        result[name] = _described(name, callee.source, callee.node, f"which {callee.through} uses")
+        place = definition(home_of(target))
+        result[target] = (
+            _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
+        )
+    itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
+        result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
     result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
-    used = uses(home_of(entry.target)) if own else []
+    used = uses(home_of(entry.target)) if itself else []
     source, node = source_of(entry), under(entry)
     if used and source is not None and node is not None:
         where = f" ({shown(source.file)}:{node.lineno}), by what its names lead to,"
@@ -146,14 +151,14 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     return result
 
 
-def _described(name: str, source: Source, node: ast.stmt, why: str) -> tuple[str, str]:
+def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> tuple[str, str]:
     home = home_of(name)
     key = bound_hash(bindings(source, home[1]), uses(home))
     return key[:8], f" ({shown(source.file)}:{node.lineno}), {why},"
 
 
 def check(entry: Entry) -> str:
-    """Returns "locked"; "unlocked" where no lock has the target; "no source" where there is nothing to lock.
+    """Returns "locked", "unlocked" where no lock has the target, or "no source" where there is nothing to lock.
 
     Raises:
         DriftError: The source is none that the lock knows; it says what changed.
@@ -161,39 +166,40 @@ def check(entry: Entry) -> str:
     locked = read_lock(entry.folder).get(entry.target)
     if locked is None:
         return "unlocked" if under(entry) else "no source"
-    now = seen(entry)
+    now = current_row(entry)
     if now is None:
-        raise _drifted(entry, locked, "the source is gone")
+        raise _refusal(entry, locked, "the source is gone")
     if any(_same(row, now) for row in locked.rows):
         return "locked"
     row = max(locked.rows, key=lambda row: _likeness(row, now))
-    raise _drifted(entry, locked, "; ".join(_told(entry, row, now)))
+    raise _refusal(entry, locked, "; ".join(_differences(entry, row, now)))
 
 
-def _same(row: Row, now: Row) -> bool:
-    """Returns whether a row is what is there now; it may have callees of other patches of the target."""
+def _same(row: LockRow, now: LockRow) -> bool:
+    """Returns whether a row is what is there now. It may have the callees of other patches of the target."""
     relied = _flat(now).items() <= _flat(row).items()
     return relied and (row.signature, row.tree) == (now.signature, now.tree)
 
 
-def _likeness(row: Row, now: Row) -> tuple[float, int]:
+def _likeness(row: LockRow, now: LockRow) -> tuple[float, int]:
     same = _flat(row).items() & _flat(now).items()
     return difflib.SequenceMatcher(None, row.statements.split(), now.statements.split()).ratio(), len(same)
 
 
-def _told(entry: Entry, row: Row, now: Row) -> list[str]:
-    told = []
+def _differences(entry: Entry, row: LockRow, now: LockRow) -> list[str]:
+    """Returns in words how a target differs from a row."""
+    lines = []
     if row.signature != now.signature:
-        told.append(f"its signature was {row.signature}, is {now.signature}")
-    told += _shortened(_changed_callees(entry, _flat(row), row.tree == now.tree))
+        lines.append(f"its signature was {row.signature}, is {now.signature}")
+    lines += _first_four(_changed_callees(entry, _flat(row), row.tree == now.tree))
     source = source_of(entry)
-    if row.tree != now.tree and isinstance(source, Source):
+    if row.tree != now.tree and isinstance(source, SourceFile):
         node = source.where(entry.path).node
-        told += _shortened(changes(row.statements.split(), node, source.text) if node is not None else [])
-    return told
+        lines += _first_four(changes(row.statements.split(), node, source.text) if node is not None else [])
+    return lines
 
 
-def _shortened(lines: list[str]) -> list[str]:
+def _first_four(lines: list[str]) -> list[str]:
     return lines[:4] + ([f"and {len(lines) - 4} more"] if len(lines) > 4 else [])
 
 
@@ -216,7 +222,7 @@ def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[
     return changed + new
 
 
-def _drifted(entry: Entry, locked: Locked, what: str) -> DriftError:
+def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
     versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
     remedy = (
@@ -231,7 +237,7 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
 
     Args:
         folder: The folder of patches.
-        entries: The entries to lock; those of one upstream must all be given, what is left out is dropped.
+        entries: The entries to lock. Those of one upstream must all be there: what is left out is dropped.
         write: False to only tell what would change.
 
     Returns:
@@ -240,7 +246,7 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
     Raises:
         TargetError: An entry relies on what its upstream's source does not show: its change would never be seen.
     """
-    told: list[str] = []
+    changed: list[str] = []
     for entry, target in ((one, target) for one in entries for target in one.relies_on):
         if definition(home_of(target)) is None:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
@@ -250,11 +256,11 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
         if not any(entry.upstream == name for entry in entries):
             continue
         before = read_lock(Path(folder) / name)
-        after, lines = _relocked(before, chosen)
-        told += lines
+        after, lines = _new_lock(before, chosen)
+        changed += lines
         if write and lines:
             _write(Path(folder) / name / LOCK, _yaml(after.values()))
-    return told
+    return changed
 
 
 def _write(file: Path, text: str) -> None:
@@ -265,11 +271,11 @@ def _write(file: Path, text: str) -> None:
         raise OutputError(str(file), f"It cannot be written: {error.strerror}", remedy) from error
 
 
-def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
     after: dict[str, Locked] = {}
-    told: list[str] = []
+    changed: list[str] = []
     for entry in entries:
-        now = seen(entry)
+        now = current_row(entry)
         if now is None:
             continue
         now = _with_callees_of(now, after.get(entry.target))
@@ -281,11 +287,11 @@ def _relocked(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
-            told.append(f"{target}: {word}")
-    return after, told
+            changed.append(f"{target}: {word}")
+    return after, changed
 
 
-def _with_callees_of(now: Row, earlier: Locked | None) -> Row:
+def _with_callees_of(now: LockRow, earlier: Locked | None) -> LockRow:
     """Returns a row that has the callees of all the entries of one target."""
     relied = {**(_flat(earlier.rows[-1]) if earlier else {}), **_flat(now)}
     return now.model_copy(update={"relies_on": _by_module(relied)})

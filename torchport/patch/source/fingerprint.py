@@ -1,4 +1,4 @@
-"""What a piece of source is, apart from its formatting, comments, docstrings and annotations.
+"""Hashes a piece of source without its formatting, comments, docstrings and annotations.
 
 The hashes do not depend on the interpreter: empty fields, which Python versions add and drop, are left out.
 """
@@ -19,7 +19,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def tree_hash(node: ast.AST) -> str:
     """Returns the hash of a definition, 16 hexadecimal digits."""
-    return hashlib.sha256("".join(_written(node)).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(_plain_text(node)).encode()).hexdigest()[:16]
 
 
 def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
@@ -29,13 +29,13 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
         statements: Those that bind it; of loops and conditions the first line alone counts.
         uses: What each name in them leads to.
     """
-    texts = ["".join(_written(one, blocks=isinstance(one, _DEFINITIONS))) for one in statements]
+    texts = ["".join(_plain_text(one, blocks=isinstance(one, _DEFINITIONS))) for one in statements]
     return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A statement without the blocks in it; or a decorator, argument or base of a definition.
+    """A statement without its blocks, or a decorator, argument or base of a definition.
 
     Attributes:
         key: Its short hash.
@@ -49,7 +49,7 @@ class Part:
     last: Any
     mark: str = ""
 
-    def shown(self, text: str) -> str:
+    def source_line(self, text: str) -> str:
         """Returns it on one line, as it stands in its file's text."""
         line, column = self.last.end_lineno, self.last.end_col_offset
         if isinstance(self.last, ast.stmt) and getattr(self.last, "body", None):
@@ -69,18 +69,18 @@ def parts(node: ast.stmt) -> list[Part]:
 def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, _DEFINITIONS):
         for decorator in node.decorator_list:
-            yield f"@{''.join(_written(decorator))}", decorator, decorator, "@"
+            yield f"@{''.join(_plain_text(decorator))}", decorator, decorator, "@"
         yield f"{type(node).__name__} {node.name}", node, node
         yield from _header(node)
     else:
-        yield "".join(_written(node, blocks=False)), node, node
+        yield "".join(_plain_text(node, blocks=False)), node, node
     for statement in _inner(node):
         yield from _parts(statement)
 
 
 def _header(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, ast.ClassDef):
-        yield from (("".join(_written(base)), base, base) for base in (*node.bases, *node.keywords))
+        yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
         return
     spec = node.args
     positional = [*spec.posonlyargs, *spec.args]
@@ -91,7 +91,7 @@ def _header(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iter
     arguments += [("*,", *pair) for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
     arguments += [("**", spec.kwarg, None)] if spec.kwarg else []
     for mark, argument, default in arguments:
-        yield f"{mark}{argument.arg}={''.join(_written(default))}", argument, default or argument
+        yield f"{mark}{argument.arg}={''.join(_plain_text(default))}", argument, default or argument
 
 
 def _inner(node: ast.AST) -> Iterator[ast.stmt]:
@@ -109,7 +109,7 @@ def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
     return block[1:] if is_text and isinstance(first.value.value, str) else block  # type: ignore[union-attr]
 
 
-def _written(node: object, blocks: bool = True) -> Iterator[str]:
+def _plain_text(node: object, blocks: bool = True) -> Iterator[str]:
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for field, value in ast.iter_fields(node):
@@ -121,12 +121,12 @@ def _written(node: object, blocks: bool = True) -> Iterator[str]:
             if value == [] or (is_block and not blocks):
                 continue
             yield f" {field}="
-            yield from _written(_without_docstring(node, value) if field == "body" and is_block else value, blocks)
+            yield from _plain_text(_without_docstring(node, value) if field == "body" and is_block else value, blocks)
         yield ")"
     elif isinstance(node, list):
         yield "["
         for item in node:
-            yield from _written(item, blocks)
+            yield from _plain_text(item, blocks)
             yield ","
         yield "]"
     else:
@@ -143,7 +143,7 @@ def changes(old: list[str], node: ast.stmt, text: str) -> list[str]:
         if tag == "equal":
             continue
         gone = old_to - old_from
-        result += [f"line {part.first.lineno} is new: {part.shown(text)}" for part in new[new_from:new_to]]
+        result += [f"line {part.first.lineno} is new: {part.source_line(text)}" for part in new[new_from:new_to]]
         if gone and new_to == new_from:
             at = new[new_from].first.lineno if new_from < len(new) else (node.end_lineno or node.lineno)
             result.append(f"{gone} {'parts' if gone > 1 else 'part'} before line {at} gone")

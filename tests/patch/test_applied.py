@@ -21,6 +21,7 @@ from torchport.errors import (
     ThreadError,
     UnknownNameError,
 )
+from torchport.patch.live.registry import registry
 
 
 @pytest.fixture
@@ -119,6 +120,19 @@ def test_a_set_that_is_left_before_a_later_one_is_refused_and_both_are_undone(wo
         inner.__exit__(None, None, None)
     with patch.applied(entries):
         assert (up.m.f(1), up.m.g(1)) == ("new", "newer")
+
+
+def test_nothing_of_a_set_stays_in_the_registry(world):
+    entries = _two(world)
+    with patch.applied(entries):
+        import up.m  # noqa: F401
+
+        assert (list(registry.digests), len(registry.sets)) == (["up.one", "up.two"], 1)
+        assert registry.owner == threading.get_ident() and not registry.is_idle()
+    assert (registry.digests, registry.sets) == ({}, []) and registry.is_idle()
+    with pytest.raises(RewriteError):
+        patch.applied(_two(world, second="rewrite: {match: x = 1, put: p.py:new}")).__enter__()
+    assert (registry.digests, registry.sets) == ({}, []) and registry.is_idle()
 
 
 def test_two_patches_on_one_target_conflict(world):

@@ -14,7 +14,7 @@ from torchport.patch.declared import entry
 from torchport.patch.live import holders
 from torchport.patch.rewriting import flow
 from torchport.patch.source import source
-from torchport.patch.source.slice import definition
+from torchport.patch.source.source import definition_alone
 
 TEXT = '''\
 """A module."""
@@ -60,7 +60,7 @@ def last():
 
 @pytest.mark.parametrize("name", ["Plain", "after", "called", "last"])
 def test_a_definition_that_is_cut_out_is_the_one_of_the_whole_file(name):
-    cut = definition(TEXT, name)
+    cut = definition_alone(TEXT, name)
     (whole,) = [node for node in ast.parse(TEXT).body if getattr(node, "name", None) == name]
     assert cut is not None
     assert ast.dump(cut.body[0], include_attributes=True) == ast.dump(whole, include_attributes=True)
@@ -70,7 +70,7 @@ def test_a_definition_that_is_cut_out_is_the_one_of_the_whole_file(name):
     "name", ["imported", "first", "assigned", "twice", "inside", "looped", "left", "right", "absent", "decorated"]
 )
 def test_where_it_is_not_sure_nothing_is_cut_out(name):
-    assert definition(TEXT, name) is None
+    assert definition_alone(TEXT, name) is None
 
 
 @pytest.mark.parametrize("module", [ast, inspect, entry, flow, holders, source, sys.modules[World.__module__]])
@@ -78,10 +78,10 @@ def test_real_files_are_cut_as_they_are_parsed(module):
     text = inspect.getsource(module)
     tree = ast.parse(text)
     names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    cuts = {name: cut for name in names if (cut := definition(text, name)) is not None}
+    cuts = {name: cut for name in names if (cut := definition_alone(text, name)) is not None}
     assert len(cuts) > len(names) / 2
     for name, cut in cuts.items():
-        whole = source.found(tree, [name]).node
+        whole = source.binding_at(tree, [name]).node
         assert ast.dump(cut.body[0], include_attributes=True) == ast.dump(whole, include_attributes=True)
 
 

@@ -231,27 +231,21 @@ def _installed(monkeypatch, found):
     monkeypatch.setattr(versions.importlib.metadata, "version", version)
 
 
-def _with_fits(world, fits, **fields):
+def _with_fits(world, fits):
     file = world.patches / "up" / "p.yaml"
-    world.one("replace: p.py:new", "up.m:f", "\n".join(f"{name}: {value}" for name, value in fields.items()))
+    world.one("replace: p.py:new", "up.m:f")
     file.write_text(file.read_text().replace('{up: "*"}', fits))
     return patch.read(world.patches, ["up"])
 
 
-def test_an_upstream_outside_fits_is_refused_unless_the_entry_is_optional(world, monkeypatch):
+def test_an_upstream_outside_fits_is_refused(world, monkeypatch):
     _installed(monkeypatch, {"up": "3.1"})
     with pytest.raises(UnsupportedError) as caught:
         _apply(_with_fits(world, '{up: ">=1,<3"}'))
     assert str(caught.value) == (
         "patches/up/p.yaml:1: 'up.one' does not fit: up is 3.1, not >=1,<3. "
-        "Review it against that version and widen 'fits', or give the reason in 'optional'."
+        "Review it against that version and widen 'fits'."
     )
-    with patch.applied(_with_fits(world, '{up: ">=1,<3"}', optional="only faster")) as ledger:
-        import up.m
-
-        assert up.m.f(1) == 2
-        row = ledger.rows()[0]
-    assert (row["state"], row["detail"]) == ("unsupported", "up is 3.1, not >=1,<3; optional: only faster")
     _installed(monkeypatch, {})
     with pytest.raises(UnsupportedError, match="up >=1 is asked for, and no version of it is known"):
         _apply(_with_fits(world, '{up: ">=1"}'))
