@@ -136,7 +136,7 @@ def test_the_port_agrees_after_the_first_step(request_small, tmp_path):
         stages = []
         keep = _keep_partials(stages)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torchport.save.artefact.write", keep)
+            patch.setattr("torchport.save.write", keep)
             run(dataclasses.replace(changed, stage="encode"))
             run(dataclasses.replace(changed, stage="denoise", prompt=None, negative_prompt=None))
         first[backend] = stages[0]

@@ -283,6 +283,8 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
     from torchport.config.checkout import existing
     from torchport.config.pack import find_pack
 
+    if sys.stderr.isatty():  # bars; where nobody waits, the findings are all that is written
+        terminal.log_to_stderr()
     pack, called = find_pack(path), None
     if model is not None:
         card, _ = pack.card(model)

@@ -252,6 +252,8 @@ LISTENING = """if True:
     import ctypes, fcntl, pathlib, signal, sys, termios, time
     from torchport.processes.stopping import Stopping
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a child of nohup, as a CI may start one, would ignore it
+
     class Swallowing:
         def __del__(self):
             time.sleep(60)

@@ -10,6 +10,7 @@ from fakes.patch_world import World
 from torchport.commands import check, patches
 from torchport.commands.check import Finding
 from torchport.errors import UnknownNameError, UnsupportedError
+from torchport.processes.child import Ended
 
 
 @pytest.fixture
@@ -109,6 +110,52 @@ def test_an_upstream_that_ends_the_process_is_a_finding(world):
     assert [finding.text for finding in findings] == [
         "The process that checks 'up' ended with exit code 7 and said: nothing. Mend what ends it while it is imported."
     ]
+
+
+def test_an_upstreams_patches_share_a_process_and_all_that_come_late_share_another(world, monkeypatch):
+    """Where that one ends, each upstream has its own; an upstream that ends under its patches is not tried late."""
+    calls = []
+
+    def call(function, folder, groups, mode, *, ended, **options):
+        calls.append((mode, groups))
+        if groups == [["ends"]] or len(groups) > 1:
+            raise ended(Ended(7, ""))
+        return [Finding("TP201", "a", "b", "", "apply")]
+
+    monkeypatch.setattr(check.child, "call", call)
+    for name in ("up", "other", "ends"):
+        (world.patches / name).mkdir(exist_ok=True)
+    findings = check.check(world.patches, ["up/p", "other", "up/q", "ends", "up/p"])
+    up, other = ["up/p", "up/q"], ["other"]
+    assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [["ends"]])]
+    assert calls[3:] == [("late", [up, other]), ("late", [up]), ("late", [other])]
+    assert [finding.text.partition(" and")[0] for finding in findings] == [
+        "b",
+        "The process that checks 'ends' ended with exit code 7",
+    ]
+
+
+def test_two_upstreams_that_come_late_in_one_process_are_each_checked(world):
+    world.write("other/m.py", "def f(a):\n    return 1\n\nPENDING = map(f, [])\n")
+    world.python("def new(a): return 'new'\n", upstream="other")
+    world.yaml("id: other.f\n  target: other.m:f\n  replace: p.py:new", upstream="other")
+    _entries(world, "f", "absent")
+    findings = check.check(world.patches, ["up", "other"], upstream_path=world.site)
+    assert {(finding.id, finding.patch) for finding in findings} == {
+        ("TP201", "up.absent"),
+        ("TP203", "other.f"),
+        ("TP204", "other.f"),
+        ("TP207", "other.f"),
+        ("TP207", "up.f"),
+    }
+
+
+def test_where_nobody_waits_the_findings_are_all_that_is_written(world, torchport, capsys):
+    _entries(world, "f")
+    patches.locked(world.patches)
+    (world.patches.parent / "configs" / "models").mkdir(parents=True)
+    command = ("check", "--path", world.patches.parent, "--upstream-path", world.site)
+    assert torchport(*command, capsys=capsys) == (0, ["clean"], [])
 
 
 def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import textwrap
@@ -20,7 +21,11 @@ TAIL = """\
 
 
 class World:
-    """Two folders: `site`, on the search path, and `patches`."""
+    """Two folders: `site`, on the search path, and `patches`.
+
+    While it lasts, the collector passes over nothing older: no holder of what a test imports can be among the million
+    objects of torch and JAX, and each of the engine's passes would visit all of them.
+    """
 
     def __init__(self, tmp_path: Path, monkeypatch: Any) -> None:
         self.site = tmp_path / "site"
@@ -30,9 +35,11 @@ class World:
         monkeypatch.syspath_prepend(str(self.site))
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         self._modules = set(sys.modules)
+        gc.freeze()
 
     def close(self) -> None:
         """Forgets the modules that the test imported; nothing of the engine may be left in the import system."""
+        gc.unfreeze()
         for name in set(sys.modules) - self._modules:
             if name.partition(".")[0] in ("up", "other", "torchport_patches"):
                 del sys.modules[name]

@@ -1,6 +1,10 @@
 """`torchport check`: every patch tried against the upstreams that are installed, in fresh processes.
 
 It needs no accelerator and no weights, goes on after a finding, and gathers all of them.
+
+The patches of one upstream share a process in which its modules are imported under them. Two upstreams cannot: what
+the first imports, the second would find imported before its patches. Patches that come late to modules can, so all of
+them share one more process, which imports everything once.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport import patch
+from torchport import patch, progress
 from torchport.config.card import Card
 from torchport.config.pack import Pack
 from torchport.errors import (
@@ -72,16 +76,41 @@ def check(
         upstream_path: Where the upstream stands, if it is not installed.
         called: Runs a model's tiny weights and returns `not_called` of its manifests.
     """
-    findings: list[Finding] = []
     known = patch.upstreams(folder)
     for name in names:
         if name.partition("/")[0] not in known:
             raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
-    for name in names or known:
-        for mode in ("armed", "late"):
-            found = _in_fresh_process(folder, name, mode, upstream_path)
-            findings += [finding for finding in found if finding not in findings]
-    return findings + list(called() if called else ())
+    groups = _by_upstream(names or known)
+    findings: list[Finding] = []
+    alive = []  # an upstream that ends the process under its patches would end that of all the others
+    for group in progress.track(groups, "check", "upstream"):
+        found, ended = _in_fresh_process(folder, [group], "armed", upstream_path)
+        findings += found
+        alive += [] if ended else [group]
+    with progress.waiting("check patches after their modules"):
+        findings += _late(folder, alive, upstream_path)
+    return [*dict.fromkeys(findings), *(called() if called else ())]
+
+
+def _by_upstream(names: Iterable[str]) -> list[list[str]]:
+    """Returns the names in groups, one for each upstream."""
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    return list(groups.values())
+
+
+def _late(folder: Path, groups: list[list[str]], upstream_path: Path | None) -> list[Finding]:
+    """Returns the findings of patches whose modules were imported before them; all groups share one process.
+
+    Where that ends without an answer, each group has a process of its own, which says whose modules end it.
+    """
+    if not groups:
+        return []
+    found, ended = _in_fresh_process(folder, groups, "late", upstream_path)
+    if not ended or len(groups) == 1:
+        return found
+    return [one for group in groups for one in _late(folder, [group], upstream_path)]
 
 
 def require_applied(folder: Path, names: Sequence[str], upstream_path: Path | None = None) -> None:
@@ -143,7 +172,8 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
         options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
         request = Request(model, card.demo, out=out, path=str(pack.root), upstream_path=place, **options)
         try:
-            child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
+            with progress.waiting(f"run {model}'s demo"):
+                child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
         except TorchportError as error:
             return [_finding(error, "called")]
         findings = []
@@ -162,18 +192,27 @@ def _ended(name: str, end: child.Ended) -> PatchError:
     return PatchError(name, f"The process that checks '{name}' {end}", "Mend what ends it while it is imported")
 
 
-def _in_fresh_process(folder: Path, name: str, mode: str, upstream_path: Path | None) -> list[Finding]:
+def _in_fresh_process(
+    folder: Path, groups: list[list[str]], mode: str, upstream_path: Path | None
+) -> tuple[list[Finding], bool]:
+    """Returns the findings of some groups of names in one process, and whether it ended without an answer."""
+    ends: list[child.Ended] = []
+
+    def refusal(end: child.Ended) -> PatchError:
+        ends.append(end)
+        return _ended(", ".join(name for group in groups for name in group), end)
+
     try:
         found: list[Finding] = child.call(
             "torchport.commands.check:walked",
-            *(folder, name, mode),
-            ended=lambda end: _ended(name, end),
+            *(folder, groups, mode),
+            ended=refusal,
             environment={"PYTHONWARNINGS": "ignore"},
             first=[] if upstream_path is None else [upstream_path],
         )
     except TorchportError as error:
-        return [_finding(error, "apply")]
-    return found
+        return [_finding(error, "apply")], bool(ends)
+    return found, False
 
 
 def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
@@ -181,19 +220,20 @@ def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
     return Finding(kind, error.place, f"{error.fact}. {error.remedy}.", key, step)
 
 
-def walked(folder: Path, name: str, mode: str) -> list[Finding]:
-    """Returns the findings of one upstream or file in this process, which has to be fresh.
+def walked(folder: Path, groups: Sequence[Sequence[str]], mode: str) -> list[Finding]:
+    """Returns the findings of groups of upstreams or files, one group after the other in this process, a fresh one.
 
     Args:
         folder: The folder of patches.
-        name: `upstream` or `upstream/file`.
+        groups: Names of one upstream each: `upstream` or `upstream/file`.
         mode: "armed" imports the targets under the patches, "late" before them.
     """
-    try:
-        entries = patch.read(folder, [name])
-    except TorchportError as error:
-        return [_finding(error, "schema")]
+    return [finding for names in groups for finding in _walked(folder, names, mode)]
+
+
+def _walked(folder: Path, names: Sequence[str], mode: str) -> list[Finding]:
     findings: list[Finding] = []
+    entries = _read(folder, names, findings)
     good = [entry for entry in entries if _is_sound(entry, findings)]
     while good:
         try:
@@ -208,6 +248,22 @@ def walked(folder: Path, name: str, mode: str) -> list[Finding]:
                 break
             good = rest
     return findings
+
+
+def _read(folder: Path, names: Sequence[str], findings: list[Finding]) -> list[patch.Entry]:
+    """Returns the entries of what can be read, each file once; the rest becomes findings."""
+    readable = []
+    for name in names:
+        try:
+            patch.read(folder, [name])
+            readable.append(name)
+        except TorchportError as error:
+            findings.append(_finding(error, "schema"))
+    try:
+        return patch.read(folder, readable)
+    except TorchportError as error:  # two files that contradict each other
+        findings.append(_finding(error, "schema"))
+        return []
 
 
 def _import_aids(folder: Path, entries: Sequence[patch.Entry]) -> list[patch.Entry]:

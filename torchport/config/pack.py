@@ -6,11 +6,14 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchport.config.card import Card, Job
 from torchport.config.document import Document, overridden, read_document, validated
 from torchport.errors import BadValueError, DataFolderError, UnknownNameError, nearest
 from torchport.files.folder import has_file, has_folder, inside
+
+if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
+    from torchport.config.card import Card, Job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Pack:
             UnknownNameError: No card has this name.
             ConfigError: The card has a mistake, by file and line.
         """
+        from torchport.config.card import Card
+
         if name not in self.models():
             fact = f"There is no model card '{name}' in {self.root / 'configs' / 'models'}"
             raise UnknownNameError(f"--model {name}", fact, nearest(name, self.models()), name=name)
@@ -68,6 +73,8 @@ class Pack:
             UnknownNameError: No such file.
             ConfigError: The file or an override has a mistake.
         """
+        from torchport.config.card import Job
+
         file = self._job_file(name)
         document = self.read(file)
         for override in overrides:
