@@ -543,5 +543,5 @@ def test_a_run_is_refused_whose_cache_others_can_write(task, monkeypatch, tmp_pa
 def test_a_tensor_that_a_module_keeps_beside_its_weights_is_known_by_its_values():
     kept = [key._as_plain(tensor) for tensor in (torch.ones(2), torch.zeros(2), torch.ones(2, dtype=torch.bfloat16))]
     assert len(set(kept)) == 3 and kept[0] == key._as_plain(torch.ones(2))
-    assert key._as_plain(torch.tensor(1.0)) != key._described(torch.tensor(2.0))
+    assert key._as_plain(torch.tensor(1.0)) != key._as_plain(torch.tensor(2.0))
     assert "meta" not in key._as_plain(torch.ones(2, device="meta"))
