@@ -358,7 +358,7 @@ def test_upstream_is_run_under_float32_whatever_the_callers_default_dtype_is(req
 def test_a_run_tells_of_its_patches_in_one_line_and_of_each_that_is_not_exact(caplog):
     from types import SimpleNamespace
 
-    from torchport.run import _log_patches
+    from torchport.bookkeeping.journey import log_patches
 
     rows = [
         {"id": "a", "equivalence": "bitwise", "state": "used", "calls": 3},
@@ -366,12 +366,12 @@ def test_a_run_tells_of_its_patches_in_one_line_and_of_each_that_is_not_exact(ca
         {"id": "c", "equivalence": {"algebraic": "why"}, "state": "displaced", "calls": None},
     ]
     caplog.set_level("INFO", "torchport")
-    _log_patches(SimpleNamespace(rows=lambda: rows), " while tracing")
+    log_patches(SimpleNamespace(rows=lambda: rows), " while tracing")
     assert [record.getMessage() for record in caplog.records] == [
         "patches: 2 in force, 2 called while tracing",
         "patch b (close): used, called 1 time while tracing",
         "patch c (algebraic): displaced",
     ]
     caplog.clear()
-    _log_patches(SimpleNamespace(rows=list), "")
+    log_patches(SimpleNamespace(rows=list), "")
     assert caplog.records == []

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchport import engine, load, patch, shard
-from torchport.bookkeeping.journey import Journey
+from torchport.bookkeeping.journey import Journey, log_patches
+from torchport.bookkeeping.output import output_folder
 from torchport.compile import kept, network, preflight
 from torchport.config import checkout
 from torchport.errors import BadValueError, OutputError
-from torchport.files import atomic
 from torchport.load import checkpoint, tiny
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
@@ -82,13 +81,13 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
         patch.applied(entries),
         checkout.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
-        _folder(task.folder),
+        output_folder(task.folder),
         kept.Programs.of_task(task) as programs,
     ):
         preflight.check(task)
         journey = Journey(task, _checkpoint(task), stopping, programs)
         hosts.check_same({"checkpoint": journey.weights.digests})
-        _check_parts(journey)
+        preflight.check_checkpoint(task, journey.weights.folder)
         try:
             for stage in journey.stages():
                 _travel(journey, stage)
@@ -127,7 +126,7 @@ def _outputs(
         outputs = stage.run(parts, call, task.settings, journey.steps_of(stage, ledger), **inputs)  # run
         journey.note_run(stage, call, lap)
     ledger.check_called()
-    _log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
+    log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
     return outputs
 
 
@@ -141,36 +140,8 @@ def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], le
     module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
     weights = network.placed(task, stage, parts, mesh, folder)  # shard
     programs_of = journey.programs_of(stage, mesh, ledger)
-    return network.compiled(
-        task, stage, module, weights, mesh, trace=ledger.trace(), programs_of=programs_of
-    )  # compile
-
-
-def _check_parts(journey: Journey) -> None:
-    """Refuses a checkpoint that lacks a part, or holds a part of another model, before any stage runs."""
-    task = journey.task
-    for stage in task.stages:
-        names = [stage.network] if stage.network is not None else []
-        for name in (*stage.parts, *stage.loads(task.settings), *names):
-            load.account_component(task.card.components[name], task.component_folder(journey.weights.folder, name))
-
-
-@contextlib.contextmanager
-def _folder(folder: Path) -> Iterator[None]:
-    """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
-    hosts.from_first(lambda: atomic.make_folder(folder))
-    lock = contextlib.ExitStack()
-    try:
-        with lock:
-            hosts.from_first(lambda: lock.enter_context(atomic.locked(folder)))
-            yield
-    except BaseException:
-        # A folder that cannot be removed stays: the first error matters more.
-        with contextlib.suppress(OSError):
-            for path in new:
-                path.rmdir()
-        raise
+    trace = ledger.trace()
+    return network.compiled(task, stage, module, weights, mesh, trace=trace, programs_of=programs_of)  # compile
 
 
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:
@@ -180,18 +151,3 @@ def _checkpoint(task: Task) -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(
         folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
     )
-
-
-def _log_patches(ledger: patch.Ledger, when: str) -> None:
-    """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
-    rows = ledger.rows()
-    standing = sum(row["state"] in ("applied", "used") for row in rows)
-    if rows:
-        log.info("patches: %d in force, %d called%s", standing, sum(bool(row["calls"]) for row in rows), when)
-    for row in rows:
-        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
-        matters = promise in ("close", "lossy") or row["state"] == "displaced"
-        calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
-        log.log(
-            logging.INFO if matters else logging.DEBUG, "patch %s (%s): %s%s", row["id"], promise, row["state"], calls
-        )

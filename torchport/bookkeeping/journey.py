@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -234,6 +235,26 @@ class Journey:
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""
         return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
+
+
+def log_patches(ledger: patch.Ledger, when: str) -> None:
+    """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
+    rows = ledger.rows()
+    standing = sum(row["state"] in ("applied", "used") for row in rows)
+    if rows:
+        log.info("patches: %d in force, %d called%s", standing, sum(bool(row["calls"]) for row in rows), when)
+    for row in rows:
+        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        matters = promise in ("close", "lossy") or row["state"] == "displaced"
+        calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
+        log.log(
+            logging.INFO if matters else logging.DEBUG,
+            "patch %s (%s): %s%s",
+            row["id"],
+            promise,
+            row["state"],
+            calls,
+        )
 
 
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:

@@ -13,6 +13,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -77,6 +78,18 @@ def check(task: Task) -> None:
             check_attention(task, rehearsal)
             activation_bytes[stage.network] = rehearsal.activations
     check_machine(task, activation_bytes)
+
+
+def check_checkpoint(task: Task, folder: Path) -> None:
+    """Refuses a checkpoint that lacks a part, or holds a part of another model, before any stage runs.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+    """
+    for stage in task.stages:
+        names = [stage.network] if stage.network is not None else []
+        for name in (*stage.parts, *stage.loads(task.settings), *names):
+            load.account_component(task.card.components[name], task.component_folder(folder, name))
 
 
 def check_machine(task: Task, activation_bytes: Mapping[str, int] = types.MappingProxyType({})) -> None:
