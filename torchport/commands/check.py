@@ -143,7 +143,7 @@ def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry]
     result = []
     for entry in entries:
         row = calls.get(entry.id)
-        skipped = row is not None and row["state"] in ("not needed", "unsupported")
+        skipped = row is not None and row["state"] == "not needed"
         if stage in entry.must_be_called and not skipped and not (row and row["calls"]):
             state = row["state"] if row else "not in the ledger"
             text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
