@@ -84,7 +84,7 @@ VIOLATIONS = {
         "lint-imports",
         "torchport.shard is not allowed",
     ),
-    "a circle": ("config/machine.py", "from torchport.config import card", "lint-imports", "No cycles are allowed"),
+    "a circle": ("config/document.py", "from torchport.config import card", "lint-imports", "No cycles are allowed"),
     "torch in a light module": (
         "config/card.py",
         "def f():\n    import torch",

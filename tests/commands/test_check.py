@@ -152,7 +152,7 @@ def test_two_upstreams_that_come_late_in_one_process_are_each_checked(world):
 
 def test_where_nobody_waits_the_findings_are_all_that_is_written(world, torchport, capsys):
     _entries(world, "f")
-    patches.locked(world.patches)
+    patches.lock(world.patches)
     (world.patches.parent / "configs" / "models").mkdir(parents=True)
     command = ("check", "--path", world.patches.parent, "--upstream-path", world.site)
     assert torchport(*command, capsys=capsys) == (0, ["clean"], [])

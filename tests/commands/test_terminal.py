@@ -273,6 +273,9 @@ INTERRUPTED = """if True:
     from torchport.commands import terminal
     from torchport.processes.stopping import Stopping
 
+    # A shell's job in the background has SIGINT ignored, and so have its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def collected(phase, info):
         gc.callbacks.clear()
         for _ in range(TIMES):

@@ -16,6 +16,7 @@ from torchport.errors import (
 )
 from torchport.plan import calibrate, calibration, outlines
 from torchport.plan.figures import JobPlan
+from torchport.plan.published import read
 
 KERNELS = """\
 kernels:
@@ -87,7 +88,7 @@ def refusal(call, kind):
 def test_the_shipped_steps_are_complete(pack):
     """Every kernel, outline and strategy that a step names is there, and of the outline's size."""
     folder = pack.root / "configs" / "published"
-    found, _ = calibrate.read(folder / "steps.yaml")
+    found, _ = read(folder / "steps.yaml")
     modelled = [one for one in found.steps if one.left_out is None]
     assert len(found.steps) >= 30 and len(modelled) >= 10
     assert all(not one.trusted for one in found.steps if one.name.startswith("hunyuan-v6e8-first"))
@@ -226,7 +227,7 @@ def test_a_calibration_reads_as_text(published, plans):
 def test_published_steps_with_a_mistake_are_refused_with_the_line(tmp_path, line, kind, said):
     file = tmp_path / "p.yaml"
     file.write_text(KERNELS + line)
-    assert said in refusal(lambda: calibrate.read(file, "p.yaml"), kind)
+    assert said in refusal(lambda: read(file, "p.yaml"), kind)
 
 
 def test_an_outline_that_is_not_there_or_has_another_size_is_refused(published):

@@ -1,55 +1,15 @@
 """A call in a process of its own: what comes back, what it may import, and what is said where nothing comes back."""
 
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from fakes.child_calls import Place
 
 from torchport.errors import TopologyError, VmemError
 from torchport.processes import child, path
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Something that is no JSON."""
-
-    where: tuple[int, ...]
-
-
-def moved(place, by=1):
-    sys.stdout.write("upstream prints\n")
-    sys.stdout.flush()
-    os.write(1, b"and so does C\n")
-    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
-    return Place(tuple(one + by for one in place.where))
-
-
-def refused():
-    raise VmemError("a kernel", "It takes 2 bytes", "Take 1", asked=2, limit=1, patch="up.one")
-
-
-def raised():
-    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
-    raise ValueError("two\nlines")
-
-
-def killed(number):
-    sys.stderr.write("the last words\nunexpected worker hostname 'WARNING'\n")
-    sys.stderr.flush()
-    os.kill(os.getpid(), number)
-
-
-def left(code):
-    os._exit(code)
-
-
-def imported():
-    import json
-
-    return sys.path, json.__file__, os.environ.get("PYTHONPATH"), os.environ.get("ONE")
 
 
 def stopped(end):
@@ -57,7 +17,7 @@ def stopped(end):
 
 
 def call(name, *arguments, **options):
-    return child.call(f"test_child:{name}", *arguments, ended=stopped, **options)
+    return child.call(f"fakes.child_calls:{name}", *arguments, ended=stopped, **options)
 
 
 def test_arguments_and_results_are_python_values_whatever_is_printed():
@@ -182,14 +142,14 @@ def hostile(tmp_path, root):
 MODULE = ("-m", "torchport")
 BAD_FLAG = ("LIBTPU_INIT_ARGS", "--no_such_flag=1")
 """With it, a process that compiles starts, imports all that it needs, and ends at once."""
-SKETCH = """
-from torchport import sketch
+OUTLINE = """
 from torchport.config.pack import find_pack
 from torchport.errors import TopologyError
-file = sorted((find_pack(None).root / 'benchmarks' / 'outlines').glob('*.yaml'))[0]
-strategy = next(iter(sketch.read(file).strategies))
+from torchport.plan import outlines
+file = sorted((find_pack(None).root / 'configs' / 'published' / 'outlines').glob('*.yaml'))[0]
+strategy = next(iter(outlines.read(file).strategies))
 try:
-    sketch.parts(sketch.Asked(str(file), 'v6e:2x4', {'dp': 2, 'sp': 4}, strategy, 'splash_transposed'))
+    outlines.step_parts(outlines.OutlineJob(str(file), 'v6e:2x4', {'dp': 2, 'sp': 4}, strategy, 'splash_transposed'))
 except TopologyError as error:
     print(error)
 """
@@ -226,7 +186,7 @@ def test_a_command_that_compiles_runs_no_file_of_the_current_folder(hostile, wor
     assert "ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in err
 
 
-def test_a_sketch_is_compiled_without_a_file_of_the_current_folder(hostile, monkeypatch):
+def test_an_outline_is_compiled_without_a_file_of_the_current_folder(hostile, monkeypatch):
     monkeypatch.setenv(*BAD_FLAG)
-    _, out, _ = hostile(start=("-P", "-c", SKETCH))
+    _, out, _ = hostile(start=("-P", "-c", OUTLINE))
     assert "The compiler ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in out

@@ -55,9 +55,9 @@ def test_a_machine_without_devices_is_told_what_the_job_needs_and_what_to_run_in
         ({"found": 4}, "this machine has 4 device(s) of kind 'TPU v6 lite'. "),
         ({"found": 8, "kind": "TPU v5 lite"}, "this machine has 8 devices of kind 'TPU v5 lite'. "),
         ({"found": 8, "memory": 8 * GIB - 1}, "this machine has 8.0 GiB on each device. "),
-        ({"found": 8, "memory": 2**20}, "this machine has 1 MiB on each device. "),
+        ({"found": 8, "memory": 2**20}, "this machine has 1.0 MiB on each device. "),
         ({"found": 8, "host": 13 * GIB}, "this machine has 13.0 GiB of free host memory. "),
-        ({"found": 1, "host": 0}, "has 1 device(s) of kind 'TPU v6 lite' and 0 MiB of free host memory. "),
+        ({"found": 1, "host": 0}, "has 1 device(s) of kind 'TPU v6 lite' and 0 B of free host memory. "),
     ],
 )
 def test_what_is_lacking_is_named(here, has, lack):

@@ -178,7 +178,8 @@ def test_internal_files_are_those_of_the_machinery():
     for file in ("/v/site-packages/jax/_src/api.py", "/v/site-packages/torchax/tensor.py", "/usr/lib/python3.11/a.py"):
         assert internal.search(file)
     assert internal.search("/a/patches/torch/autocast.py") and not internal.search("/a/patches/diffusers/vae.py")
-    assert internal.search(f"{package}/compile.py") and not internal.search(f"{package}/stages/a.py")
+    assert internal.search(f"{package}/run.py") and internal.search(f"{package}/stages/family.py")
+    assert not internal.search(f"{package.parent}/patches/diffusers/some_stages.py")
     for file in (
         "/v/lib/python3.11/site-packages/diffusers/a.py",
         "/v/site-packages/torchvision/a.py",

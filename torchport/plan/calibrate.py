@@ -12,13 +12,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import pydantic
+from typing import Any
 
 from torchport.attention import tiles
-from torchport.config import Document, Frozen, read_document, validated
-from torchport.config.card import Axis
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
 from torchport.files.folder import inside
@@ -26,6 +22,15 @@ from torchport.plan import calibration, outlines
 from torchport.plan.calibration import Calibration
 from torchport.plan.figures import KernelAttention, Parts
 from torchport.plan.plan import plan
+from torchport.plan.published import (
+    CardReference,
+    MeasuredKernel,
+    OutlineReference,
+    PublishedStep,
+    PublishedSteps,
+    chip_name,
+    read,
+)
 from torchport.processes import workers
 from torchport.progress import size_text
 from torchport.save.manifest import versions
@@ -35,80 +40,6 @@ APART = 1.15
 """Measured times that differ by more than this have to come out in their order."""
 DECIDING = ("torchport", "jax", "libtpu", "torchax", "diffusers")
 """Packages that modelled seconds depend on."""
-
-Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-Percent = Annotated[float, pydantic.Field(gt=0, le=100)]
-
-
-class MeasuredKernel(Frozen):
-    """An attention kernel that somebody ran, and what stands for it in a program."""
-
-    title: str
-    implementation: tiles.KernelName | None = None
-    """Whose call is traced in its place; none: no such kernel is modelled."""
-    bounded: bool = False
-    """Whether its softmax needs no maximum."""
-    steady_percent: dict[str, Percent] = {}
-    """Its share of peak by its instruction schedule, by chip; without it, that of the implementation is taken."""
-    source: str | None = None
-
-
-class CardReference(Frozen):
-    """A step that a model card's plan models."""
-
-    model: str
-    config: str
-    strategy: str
-
-
-class OutlineReference(Frozen):
-    """A step that an outline models."""
-
-    file: str
-    strategy: str
-
-
-class PublishedStep(Frozen):
-    """A published step time."""
-
-    name: str
-    model: str
-    height: pydantic.PositiveInt
-    width: pydantic.PositiveInt
-    frames: pydantic.PositiveInt
-    batch: pydantic.PositiveInt
-    """Conditions of guidance in one step."""
-    machine: str
-    kernel: str
-    mesh: dict[Axis, pydantic.PositiveInt] = {}
-    strategy: str
-    """In the words of the source."""
-    step_s: Seconds
-    source: str
-    date: str | None = None
-    trusted: bool = True
-    differs: str | None = None
-    """What its program does that the modelled one does not."""
-    card: CardReference | None = None
-    outline: OutlineReference | None = None
-    left_out: str | None = None
-    """Why it is not modelled."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_way(self) -> PublishedStep:
-        ways = [way for way in ("card", "outline", "left_out") if getattr(self, way) is not None]
-        if len(ways) != 1:
-            raise ValueError(f"It must have one of card, outline and left_out, and has {', '.join(ways) or 'none'}")
-        if not self.trusted and self.left_out is None:
-            raise ValueError("What is not trusted is not modelled: it must have left_out, with the reason")
-        return self
-
-
-class PublishedSteps(Frozen):
-    """`configs/published/steps.yaml`."""
-
-    kernels: dict[str, MeasuredKernel]
-    steps: Annotated[list[PublishedStep], pydantic.Field(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,32 +79,6 @@ class Outcome:
     failed: list[tuple[PublishedStep, TorchportError]]
     left_out: list[PublishedStep]
     calibration: Calibration | None
-
-
-def read(file: Path, shown: str | None = None) -> tuple[PublishedSteps, Document]:
-    """Returns the published step times, and the document they were read from.
-
-    Raises:
-        ConfigError: A mistake in the file, by its line; a kernel that it does not describe; two steps of one name.
-    """
-    document = read_document(file, shown)
-    published = validated(PublishedSteps, document)
-    for number, step in enumerate(published.steps):
-        place, kernel = document.place(["steps", number, "kernel"]), published.kernels.get(step.kernel)
-        if kernel is None:
-            fact = f"There is no kernel '{step.kernel}'"
-            raise UnknownNameError(place, fact, nearest(step.kernel, published.kernels))
-        if step.left_out is None and kernel.implementation is None:
-            fact = f"'{step.kernel}' has no implementation, and '{step.name}' is to be modelled"
-            raise BadValueError(place, fact, "Add left_out, with the reason")
-        chip, shares = _chip_name(step), kernel.steady_percent
-        if step.left_out is None and shares and chip not in shares:
-            fact = f"The kernel '{step.kernel}' has no steady_percent for {chip}"
-            raise BadValueError(place, fact, f"Add it, or use one of {', '.join(shares)}")
-        if step.name in [other.name for other in published.steps[:number]]:
-            place = document.place(["steps", number, "name"])
-            raise BadValueError(place, f"A second step is called '{step.name}'", "Give each its own name")
-    return published, document
 
 
 def calibrate(path: str | None, count: int | None = None) -> Outcome:
@@ -261,13 +166,9 @@ def parts(
     return _of_outline(step, step.outline, kernel.implementation, folder, path, place)
 
 
-def _chip_name(step: PublishedStep) -> str:
-    return step.machine.partition(":")[0]
-
-
 def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: outlines.StepParts) -> StepModel:
     """Returns a step's model with the share of peak of the kernel that was measured."""
-    share = kernel.steady_percent.get(_chip_name(step), model.peak_percent)
+    share = kernel.steady_percent.get(chip_name(step), model.peak_percent)
     attention_s = model.parts.attention_s * model.peak_percent / share
     return StepModel(step, model.parts.model_copy(update={"attention_s": attention_s}))
 

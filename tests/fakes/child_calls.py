@@ -1,0 +1,47 @@
+"""Functions that a test has a child process call; a child can import nothing of a file of tests."""
+
+import dataclasses
+import os
+import sys
+
+from torchport.errors import VmemError
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Something that is no JSON."""
+
+    where: tuple[int, ...]
+
+
+def moved(place, by=1):
+    sys.stdout.write("upstream prints\n")
+    sys.stdout.flush()
+    os.write(1, b"and so does C\n")
+    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
+    return Place(tuple(one + by for one in place.where))
+
+
+def refused():
+    raise VmemError("a kernel", "It takes 2 bytes", "Take 1", asked=2, limit=1, patch="up.one")
+
+
+def raised():
+    sys.stderr.write("unexpected worker hostname 'WARNING: could not determine TPU worker hostnames'\n")
+    raise ValueError("two\nlines")
+
+
+def killed(number):
+    sys.stderr.write("the last words\nunexpected worker hostname 'WARNING'\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+
+
+def left(code):
+    os._exit(code)
+
+
+def imported():
+    import json
+
+    return sys.path, json.__file__, os.environ.get("PYTHONPATH"), os.environ.get("ONE")
