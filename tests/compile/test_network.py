@@ -1,12 +1,14 @@
 """The one builder: what `plan` lowers is what `run` lowers, text for text."""
 
+import collections
 import dataclasses
 import os
 
 import jax
 import pytest
 
-from torchport.compile import network
+from torchport import load, patch
+from torchport.compile import network, preflight
 from torchport.compile.program import Compiled
 from torchport.plan import aot
 from torchport.run import run
@@ -70,9 +72,24 @@ def test_run_and_plan_lower_the_same_programs(model, changes, texts, root, tmp_p
     assert [name for name, text in texts.items() if text != ran[name]] == []
 
 
-def test_a_network_is_built_once_as_shapes_for_all_that_only_reads_it(request_for):
-    task = accept(request_for(backend="torchax"))
-    first = network.published(task, "transformer")
-    assert network.published(task, "transformer") is first
-    other = accept(request_for(backend="torchax"))
-    assert network.published(other, "transformer") is not first
+@pytest.mark.parametrize("stage", NETWORKS)
+def test_the_checks_before_a_run_build_each_network_once_as_shapes(stage, request_for, monkeypatch, tmp_path):
+    task = accept(request_for(backend="torchax", stage=stage, prompt=None, inputs=tmp_path))
+    built = collections.Counter()
+    honest = load.published
+
+    def counted(class_path, *rest):
+        built[class_path] += 1
+        return honest(class_path, *rest)
+
+    monkeypatch.setattr(load, "published", counted)
+    with patch.applied(task.patches(task.stages)):
+        preflight.check(task)
+    assert built == {task.card.components[name].class_: 1 for name in ("transformer", "vae")[stage == "decode" :]}
+
+
+def test_the_network_of_shapes_belongs_to_who_took_it(request_for):
+    task = accept(request_for(backend="torchax", stage="decode", prompt=None))
+    with patch.applied(task.patches(task.stages)):
+        first, second = (network.as_shapes(task, task.stages[0])["vae"] for _ in range(2))
+    assert first is not second

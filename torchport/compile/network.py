@@ -7,7 +7,6 @@ a plan of the program that runs.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,29 +65,31 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     """Returns the same parts as shapes alone, on meta: of the checkpoint if it is on this machine, else as published.
 
-    Encoders that only upstream's own code can load are not among them.
+    The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
+    the parts.
     """
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
         parts[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
     for name in (*stage.meta, str(stage.network)):
-        parts[name] = load.published(*_configuration(task, name), task.dtype(name))
+        parts[name] = published(task, name)
+    del task.shapes[str(stage.network)]
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
 
 
 def published(task: Task, component: str) -> Any:
-    """Returns a component as shapes: of the checkpoint if it is on this machine, else as its class has it by default.
+    """Returns a component as shapes, in the dtypes that a run loads it in: see `as_shapes`.
 
-    It is built once for a task, in PyTorch's own dtype. A caller that changes it must take `as_shapes`.
+    It is built once for all callers that only read it.
     """
-    class_path, config, place = _configuration(task, component)
-    key = json.dumps([class_path, config], sort_keys=True, default=str)
-    if key not in task.shapes:
-        task.shapes[key] = load.published(class_path, config, place)
-    return task.shapes[key]
+    if component not in task.shapes:
+        class_path, config, place = _configuration(task, component)
+        dtype = task.dtype(component) if component in task.settings.dtypes else None
+        task.shapes[component] = load.published(class_path, config, place, dtype)
+    return task.shapes[component]
 
 
 def _configuration(task: Task, component: str) -> tuple[str, dict[str, Any], str]:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,8 @@ def check(task: Task) -> None:
         AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
         MachineError: Too little memory for the activations that every compiler must hold.
     """
-    check_machine(task)
+    memory = _memory(task)
+    _require(task, memory, {})
     if task.original:
         return
     network.check_heads(task)
@@ -77,7 +77,7 @@ def check(task: Task) -> None:
             rehearsal = rehearse(task, stage)
             check_attention(task, rehearsal)
             activation_bytes[stage.network] = rehearsal.activations
-    check_machine(task, activation_bytes)
+    _require(task, memory, activation_bytes)
 
 
 def check_checkpoint(task: Task, folder: Path) -> None:
@@ -92,38 +92,62 @@ def check_checkpoint(task: Task, folder: Path) -> None:
             load.account_component(task.card.components[name], task.component_folder(folder, name))
 
 
-def check_machine(task: Task, activation_bytes: Mapping[str, int] = types.MappingProxyType({})) -> None:
+def check_machine(task: Task) -> None:
     """Refuses a task that does not fit this machine, from shapes alone; patches must be in place by now.
-
-    Args:
-        task: The task.
-        activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
-            rehearsal can take place only once latents and frames are known to fit.
 
     Raises:
         MachineError: Too few devices, devices of another kind, or too little memory.
     """
-    if not task.original:
-        devices.prepare(task.machine)
-    sizes: dict[str, int] = {}
-    host = [(0, 0)]
+    _require(task, _memory(task), {})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What a task's stages hold in memory.
+
+    Attributes:
+        device_bytes: Weights on each device, by network.
+        host_bytes: Of each stage: weights in the host's memory, latents or frames there, and the stage's network.
+    """
+
+    device_bytes: dict[str, int]
+    host_bytes: list[tuple[int, int, str]]
+
+
+def _memory(task: Task) -> _Memory:
+    device_bytes: dict[str, int] = {}
+    host_bytes = []
     for stage in task.stages:
         whole = [*stage.parts, *([stage.network] if stage.network and task.original else [])]
         if stage.load is not None:  # upstream's own loading: of the encoders, in dtypes of its own
             whole += [name for name, component in task.card.components.items() if component.dtype is None]
-        tensors = _tensor_bytes(task, stage)
-        if task.machine.platform == "cpu":  # virtual devices have the host's memory
-            tensors += activation_bytes.get(str(stage.network), 0) * task.job.devices
-        host.append((sum(_host_bytes(task, name) for name in whole), tensors))
+        weights = sum(_host_bytes(task, name) for name in whole)
+        host_bytes.append((weights, _tensor_bytes(task, stage), str(stage.network)))
         if stage.network and not task.original:
-            sizes[stage.network] = _device_bytes(task, stage, stage.network)
-    weights, tensors = max(host, key=sum)
+            device_bytes[stage.network] = _device_bytes(task, stage, stage.network)
+    return _Memory(device_bytes, host_bytes)
+
+
+def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -> None:
+    """Refuses a task that does not fit this machine.
+
+    Args:
+        task: The task.
+        memory: What its stages hold.
+        activation_bytes: What each device holds at least beside a network's weights, by component, from a rehearsal. A
+            rehearsal can take place only once latents and frames are known to fit.
+    """
+    if not task.original:
+        devices.prepare(task.machine)
+    # Virtual CPU devices have the host's memory.
+    shared = task.job.devices if task.machine.platform == "cpu" else 0
+    host = [(weights, tensors + shared * activation_bytes.get(name, 0)) for weights, tensors, name in memory.host_bytes]
+    weights, tensors = max([(0, 0), *host], key=sum)
+    count = task.job.devices if memory.device_bytes else 0
     path_flag = f" --upstream-path {task.request.upstream_path}" if task.request.upstream_path else ""
     devices.require(
-        task.machine if sizes else HOST,
-        devices.Need(
-            task.job.devices if sizes else 0, sizes, weights, task.checkpoint, tensors, dict(activation_bytes)
-        ),
+        task.machine if memory.device_bytes else HOST,
+        devices.Need(count, memory.device_bytes, weights, task.checkpoint, tensors, dict(activation_bytes)),
         f'torchport run --model {task.card.model}{path_flag} --config {task.card.demo} --prompt "..."',
     )
 
