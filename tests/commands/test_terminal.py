@@ -270,8 +270,10 @@ def _in_removed(torchport, capsys, prepare, words):
 INTERRUPTED = """if True:
     import gc, signal, sys, time
     import click
-    from torchport import terminal
+    from torchport.commands import terminal
     from torchport.processes.stopping import Stopping
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it with & has it ignored
 
     def collected(phase, info):
         gc.callbacks.clear()
