@@ -17,6 +17,7 @@ from torchport import shard
 from torchport.attention import dispatch, for_torch, joint
 from torchport.errors import AttentionError
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 HEADS, SIZE = 4, 128
 FEATURES = HEADS * SIZE
 INTERPRETED = dispatch.Context(interpret=True, bounds={"joint": 1.0})

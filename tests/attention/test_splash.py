@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torchport.attention import splash
 from torchport.errors import AttentionError
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 NAMES = (
     "scale", "causal", "window", "block_q", "block_kv", "block_kv_compute", "padding", "smooth_keys", "interpret"
 )  # fmt: skip

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from torchport.attention import bound, transposed
 from torchport.attention.tiles import Tile
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 NAMES = ("scale", "bounded", "tile", "vmem_bytes", "interpret")
 ATTENTION = jax.jit(transposed.attention, static_argnames=NAMES)
 SMALL = Tile(256, 256, 128)

@@ -228,15 +228,14 @@ def test_sigterm_asks_for_a_stop_as_ctrl_c_does(request_for):
 
 def test_a_hangup_asks_for_a_stop_however_often_it_comes(request_for):
     """A shell sends it on, beside the terminal's own."""
-    task = accept(request_for())
-    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which a CI may start this, ignores it
-    before = signal.getsignal(signal.SIGHUP)
+    outside = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    before, task = signal.getsignal(signal.SIGHUP), accept(request_for())
     with Stopping().listening() as stopping:
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)
         with pytest.raises(StoppedError, match=r"^SIGHUP: Stopped after step 2 of 3; what was finished is in "):
             stopping.check(task.folder, "after step 2 of 3")
-    assert signal.signal(signal.SIGHUP, ours) is before
+    assert signal.signal(signal.SIGHUP, outside) is before
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():
