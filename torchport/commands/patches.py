@@ -9,7 +9,7 @@ from typing import Any
 from torchport import patch
 from torchport.errors import UnknownNameError, nearest
 from torchport.patch.declared import versions
-from torchport.patch.source import drift
+from torchport.patch.declared.lock import read_lock
 
 
 def entries_of(folder: Path, names: Sequence[str] = ()) -> list[patch.Entry]:
@@ -30,7 +30,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
         "equivalence": entry.equivalence.written(),
         "plumbing": entry.plumbing,
         "must_be_called": list(entry.must_be_called),
-        "locked": entry.target in drift.read_lock(entry.folder),
+        "locked": entry.target in read_lock(entry.folder),
         "place": entry.place,
     }
 
@@ -48,7 +48,7 @@ def details(folder: Path, key: str) -> dict[str, Any]:
     entry = entries[key]
     fields = entry.model_dump(mode="json", exclude_defaults=True)
     installed = {name: versions.installed(name) for name in entry.fits}
-    lock = drift.read_lock(entry.folder).get(entry.target)
+    lock = read_lock(entry.folder).get(entry.target)
     rows = [row.versions for row in lock.rows] if lock else []
     extras = {"equivalence": entry.equivalence.written(), "installed": installed, "locked_at": rows}
     return {**fields, **extras, "place": entry.place}
@@ -72,6 +72,8 @@ def lock(
     Raises:
         TargetError: An upstream is not installed.
     """
+    from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
+
     versions.installed.cache_clear()  # read again: packages may have changed since this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
     entries = entries_of(folder, upstreams)

@@ -7,15 +7,34 @@
 
 The folders, from the first step to the last: `declared` (the entries), `rewriting` (the edit of a function), `source`
 (what upstream's source says), `live` (the objects of this process). Above them stand `ledger` (what became of each
-patch), `aliases` (who holds the original) and `applied`, where they meet. None of them imports torch, jax or an
+patch), `aliases` (who holds the original) and `patch_set`, where they meet. None of them imports torch, jax or an
 upstream.
 """
 
-from torchport.patch.applied import applied as applied
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from torchport.patch.declared.entry import Entry as Entry
 from torchport.patch.declared.entry import schema as schema
 from torchport.patch.declared.reading import read as read
 from torchport.patch.declared.reading import upstreams as upstreams
-from torchport.patch.ledger import Ledger as Ledger
-from torchport.patch.ledger import Op as Op
-from torchport.patch.ledger import Trace as Trace
+
+if TYPE_CHECKING:
+    from torchport.patch.ledger import Ledger as Ledger
+    from torchport.patch.ledger import Op as Op
+    from torchport.patch.ledger import Trace as Trace
+    from torchport.patch.patch_set import applied as applied
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what applies patches when it is first asked for: whoever only lists entries does not wait for it."""
+    if name == "applied":
+        from torchport.patch import patch_set
+
+        return patch_set.applied
+    if name in ("Ledger", "Op", "Trace"):
+        from torchport.patch import ledger
+
+        return getattr(ledger, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

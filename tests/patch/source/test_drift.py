@@ -10,6 +10,7 @@ from fakes.patch_world import World
 from torchport import patch
 from torchport.errors import DriftError, ReplacementError, UnsupportedError, WrongTypeError
 from torchport.patch.declared import versions
+from torchport.patch.declared.lock import read_lock
 from torchport.patch.source import drift
 
 UP = '''\
@@ -185,7 +186,7 @@ def test_several_known_good_rows_stand_beside_each_other(world, monkeypatch):
     world.write("up/m.py", UP.replace("range(b)", "range(b + 9)"))
     with pytest.raises(DriftError, match=r"\(up 1.0 or up 2.0\)"):
         _apply(entries)
-    rows = drift.read_lock(world.patches / "up")["up.m:f"].rows
+    rows = read_lock(world.patches / "up")["up.m:f"].rows
     assert [row.versions for row in rows] == [{"up": "1.0"}, {"up": "2.0"}]
 
 
