@@ -1,5 +1,6 @@
 """Families of models: found by name, as data that every stage of the path can be carried by."""
 
+import dataclasses
 import sys
 import types
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 from fakes.families import HUNYUAN, HYVIDEO, loaded
 
-from torchport.errors import BadValueError
+from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages import family as families
 from torchport.stages.family import Steps
 
@@ -187,3 +188,13 @@ def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
     made = HYVIDEO_STAGES.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
     assert vae.tiles is tiles
     assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 0.5))
+
+
+def test_embeddings_of_an_image_are_refused_where_videos_are_made_from_text_alone():
+    embeddings = dict.fromkeys((*HUNYUAN_STAGES.EMBEDDINGS, "image_embeds"), torch.zeros(1))
+    with pytest.raises(ArtefactForeignError) as caught:
+        HUNYUAN_STAGES._check_embeddings(dataclasses.replace(settings(), guidance_scale=1.0), embeddings)
+    assert str(caught.value) == (
+        "encode.safetensors: It holds 'image_embeds', and this model makes videos from text alone. "
+        "Run --stage encode with this model and checkpoint."
+    )

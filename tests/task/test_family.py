@@ -118,7 +118,8 @@ def test_a_link_out_of_the_pack_is_refused(world, tmp_path_factory):
 def test_a_family_that_does_not_load_says_why(world):
     world.write("import no_such_module\n")
     assert world.refusal(ReplacementError) == (
-        "configs/models/some.yaml:4: 'stages.py' does not load: ModuleNotFoundError: No module named 'no_such_module'. "
+        "configs/models/some.yaml:4: 'patches/up/stages.py' does not load: "
+        "ModuleNotFoundError: No module named 'no_such_module'. "
         "Mend the file."
     )
 
@@ -127,13 +128,13 @@ def test_a_family_that_does_not_load_says_why(world):
 def test_a_family_that_lacks_a_name_says_which_and_what_it_is(world, name):
     world.write(f"{GOOD}\ndel {name}\n")
     assert world.refusal(ReplacementError) == (
-        f"configs/models/some.yaml:4: 'stages.py' has no '{name}'. Add it: {NAMES[name]}."
+        f"configs/models/some.yaml:4: 'patches/up/stages.py' has no {name}. Add {name}, {NAMES[name]}."
     )
 
 
 def test_stages_that_are_none_are_refused(world):
     world.write(GOOD.replace("STAGES = (", "STAGES = ('decode', "))
-    assert "A member of STAGES in 'stages.py' is no Stage" in world.refusal(ReplacementError)
+    assert "A member of STAGES in 'patches/up/stages.py' is no Stage" in world.refusal(ReplacementError)
 
 
 def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypatch):
@@ -141,7 +142,7 @@ def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypa
     monkeypatch.delitem(sys.modules, "diffusers")  # and as it was, at the end
     world.write("import sys, types\nsys.modules['diffusers'] = types.ModuleType('diffusers')\n" + GOOD)
     assert world.refusal(ReplacementError) == (
-        "configs/models/some.yaml:4: 'stages.py' imports 'diffusers' when it is loaded, before its patches are "
-        "applied. "
+        "configs/models/some.yaml:4: 'patches/up/stages.py' imports 'diffusers' when it is loaded, before its "
+        "patches are applied. "
         "Import it inside the functions."
     )

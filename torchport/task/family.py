@@ -31,18 +31,19 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """
     place = document.place(["family"])
     file = pack.family_file(card, place)
+    shown = f"patches/{card.family}.py"
     before = set(sys.modules)
     module = replacement.module_of(file, file.parent.name, place)
     packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
     early = [name for name in packages if name in sys.modules and name not in before]
     if early:
-        fact = f"'{file.name}' imports '{early[0]}' when it is loaded, before its patches are applied"
+        fact = f"'{shown}' imports '{early[0]}' when it is loaded, before its patches are applied"
         raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
     missing = [name for name in NAMES if not hasattr(module, name)]
     if missing:
-        fact = f"'{file.name}' has no '{missing[0]}'"
-        raise ReplacementError(place, fact, f"Add it: {NAMES[missing[0]]}", family=card.family)
+        remedy = "; ".join(f"{name}, {NAMES[name]}" for name in missing)
+        raise ReplacementError(place, f"'{shown}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
     if not all(isinstance(stage, Stage) for stage in module.STAGES):
-        fact = f"A member of STAGES in '{file.name}' is no Stage"
+        fact = f"A member of STAGES in '{shown}' is no Stage"
         raise ReplacementError(place, fact, f"STAGES is {NAMES['STAGES']}", family=card.family)
     return module

@@ -75,7 +75,9 @@ def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
     """
 
     def error(cause: BaseException) -> ReplacementError:
-        return ReplacementError(place, f"'{path.name}' does not load: {_said(cause)}", "Mend the file")
+        return ReplacementError(
+            place, f"'patches/{upstream}/{path.name}' does not load: {_said(cause)}", "Mend the file"
+        )
 
     with Explained(error):
         return _module(path, f"torchport_patches.{upstream}.{path.stem}")
