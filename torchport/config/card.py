@@ -45,7 +45,8 @@ Word = Annotated[str, pydantic.Field(min_length=1)]
 def _beside_patches(text: str) -> str:
     if not re.fullmatch(r"\w+/\w+", text):
         raise ValueError(
-            "It must be 'folder/file', a Python file in patches/ without its ending; before, it was a module of torchport"
+            "It must be 'folder/file', a Python file in patches/ without its ending; "
+            "before, it was a module of torchport"
         )
     return text
 
