@@ -36,23 +36,6 @@ gc.set_threshold(20_000, 20, 20)
 ROOT = Path(__file__).resolve().parent.parent
 
 
-LONGEST = (
-    "test_run.py",
-    "test_transposed.py",
-    "test_plan.py",
-    "test_hosts.py",
-    "test_resume.py",
-    "test_hyvideo.py",
-    "test_kept.py",
-)
-"""Files that take minutes. They begin first, so that two workers end at about the same time."""
-
-
-def pytest_collection_modifyitems(items):
-    """Puts the tests of the longest files first; a file's own order stays."""
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-
-
 def pytest_unconfigure():
     """Removes the session's cache folder, with the tiny checkpoint in it."""
     shutil.rmtree(CACHE, ignore_errors=True)
