@@ -132,9 +132,13 @@ def test_a_family_that_lacks_a_name_says_which_and_what_it_is(world, name):
     )
 
 
-def test_stages_that_are_none_are_refused(world):
-    world.write(GOOD.replace("STAGES = (", "STAGES = ('decode', "))
-    assert "A member of STAGES in 'patches/up/stages.py' is no Stage" in world.refusal(ReplacementError)
+@pytest.mark.parametrize("stages", ["3", "()", "[*STAGES]", "('decode', *STAGES)", "None"])
+def test_stages_that_are_none_are_refused(world, stages):
+    world.write(f"{GOOD}\nSTAGES = {stages}\n")
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: STAGES in 'patches/up/stages.py' is no tuple of Stages. "
+        f"It must be {NAMES['STAGES']}."
+    )
 
 
 def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypatch):

@@ -31,19 +31,20 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """
     place = document.place(["family"])
     file = pack.family_file(card, place)
-    shown = f"patches/{card.family}.py"
+    path = f"patches/{card.family}.py"
     before = set(sys.modules)
     module = replacement.module_of(file, file.parent.name, place)
     packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
     early = [name for name in packages if name in sys.modules and name not in before]
     if early:
-        fact = f"'{shown}' imports '{early[0]}' when it is loaded, before its patches are applied"
+        fact = f"'{path}' imports '{early[0]}' when it is loaded, before its patches are applied"
         raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
     missing = [name for name in NAMES if not hasattr(module, name)]
     if missing:
         remedy = "; ".join(f"{name}, {NAMES[name]}" for name in missing)
-        raise ReplacementError(place, f"'{shown}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
-    if not all(isinstance(stage, Stage) for stage in module.STAGES):
-        fact = f"A member of STAGES in '{shown}' is no Stage"
-        raise ReplacementError(place, fact, f"STAGES is {NAMES['STAGES']}", family=card.family)
+        raise ReplacementError(place, f"'{path}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
+    stages = module.STAGES
+    if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
+        fact = f"STAGES in '{path}' is no tuple of Stages"
+        raise ReplacementError(place, fact, f"It must be {NAMES['STAGES']}", family=card.family)
     return module
