@@ -52,7 +52,7 @@ def pack():
     """torchport's own pack of patches and configs."""
     from torchport.config.pack import find_pack
 
-    return find_pack(str(ROOT))
+    return find_pack((str(ROOT),))
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +101,7 @@ def request_for(tmp_path):
         out=tmp_path / "out",
         backend="original",
         overrides=small,
-        path=str(ROOT),
+        paths=(str(ROOT),),
     )
 
 

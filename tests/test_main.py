@@ -138,8 +138,8 @@ def test_a_job_for_another_machine_is_refused_before_any_download(refused, monke
 def test_a_folder_without_a_pack_is_refused(torchport, capsys, tmp_path):
     code, _, err = torchport("models", "--path", tmp_path, capsys=capsys)
     assert code == 2 and err == [
-        f"error[TP108] --path {tmp_path}: There is no folder here with patches/ and configs/ in it. "
-        "Name the folder that holds both."
+        f"error[TP108] --path {tmp_path}: There is no folder here with patches/ or configs/ in it. "
+        "Name the folder that holds them."
     ]
 
 

@@ -57,5 +57,7 @@ def test_the_current_folder_is_never_taken_unasked(installed, tmp_path):
     """A folder with patches/ and configs/ may be anybody's: it takes --path to run code from it."""
     (tmp_path / "patches").mkdir()
     (tmp_path / "configs" / "models").mkdir(parents=True)
-    assert "hunyuan" in torchport(installed, tmp_path, "models").stdout
-    assert torchport(installed, tmp_path, "models", "--path", ".").stdout == ""
+    (tmp_path / "configs" / "models" / "mine.yaml").write_text("model: mine\n")
+    unasked, asked = torchport(installed, tmp_path, "models"), torchport(installed, tmp_path, "models", "--path", ".")
+    assert "hunyuan" in unasked.stdout and "mine" not in unasked.stdout + unasked.stderr
+    assert "hunyuan" in asked.stdout and "configs/models/mine.yaml:1: " in asked.stderr

@@ -50,7 +50,7 @@ def request_small(noise):
 @pytest.fixture(scope="module")
 def upstream(noise):
     """Upstream's own pipeline object: the tiny checkpoint, read and called as its documentation says."""
-    card, _ = find_pack(None).card("hunyuan")
+    card, _ = find_pack().card("hunyuan")
     return lambda **kwargs: _upstream(tiny.write(card, HUNYUAN), noise, **kwargs)
 
 
@@ -186,7 +186,7 @@ def test_in_bfloat16_the_port_is_as_close_as_upstream(request_small, runs, tmp_p
 
 def test_a_repository_in_the_cache_is_read_like_a_folder(request_small, runs, tmp_path, monkeypatch):
     """`repo@revision`, as the hub's cache keeps it; the network is not asked."""
-    card, _ = find_pack(None).card("hunyuan")
+    card, _ = find_pack().card("hunyuan")
     commit = "0123456789abcdef0123456789abcdef01234567"
     folder = tmp_path / "hub" / "models--someone--a-model"
     shutil.copytree(tiny.write(card, HUNYUAN), folder / "snapshots" / commit)

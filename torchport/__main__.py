@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from torchport.run import Summary
 
 path_option = click.option(
-    "--path", metavar="DIR", help="A folder with patches/ and configs/, whose Python runs [torchport's own]."
+    "--path",
+    "paths",
+    multiple=True,
+    metavar="DIR",
+    help="A folder with patches/ or configs/, on top of torchport's own; its Python runs. Repeatable.",
 )
 
 
@@ -85,28 +89,34 @@ def run(
 
 @cli.command()
 @path_option
-def models(path: str | None) -> None:
-    """Lists the model cards."""
+def models(paths: tuple[str, ...]) -> None:
+    """Lists the model cards. A card that cannot be read does not hide the others; the exit code is then 1."""
     from torchport.config.pack import find_pack
 
-    pack = find_pack(path)
-    for name in pack.models():
-        card, _ = pack.card(name)
+    pack, code = find_pack(paths), 0
+    for name, read in pack.cards():
+        if isinstance(read, errors.TorchportError):
+            terminal.complain(read)
+            code = 1
+            continue
+        card, document = read
         terminal.say(f"{name:12} {card.title}")
         terminal.say(f"{'':12} checkpoint {card.checkpoint}; strategies {', '.join(card.strategies)}")
+        terminal.say(f"{'':12} {document.file} ({pack.home(name).name})")
+    sys.exit(code)
 
 
 @cli.command()
 @path_option
-def doctor(path: str | None) -> None:
+def doctor(paths: tuple[str, ...]) -> None:
     """Checks devices, versions, disk, checkpoints, and settings that are known to fail."""
     from torchport.commands.doctor import advice, examine
 
-    findings = examine(path)
+    findings = examine(paths)
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         terminal.say(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
-    terminal.say(advice(findings, path))
+    terminal.say(advice(findings, paths))
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)
 
@@ -178,13 +188,13 @@ def show_rules(
     strategy: str | None,
     upstream_path: Path | None,
     overrides: tuple[str, ...],
-    path: str | None,
+    paths: tuple[str, ...],
 ) -> None:
     """Prints every rule: its spec, how many tensors it matches, and their bytes on each device."""
     from torchport.commands.shard import lines, request_of, rule_rows
 
     place = None if upstream_path is None else str(upstream_path)
-    request = request_of(model, config, strategy, path, upstream_path=place, overrides=overrides)
+    request = request_of(model, config, strategy, paths, upstream_path=place, overrides=overrides)
     terminal.say("\n".join(lines(rule_rows(request))))
 
 
@@ -196,29 +206,29 @@ def patches() -> None:
 @patches.command("list")
 @click.argument("names", nargs=-1)
 @path_option
-def list_patches(names: tuple[str, ...], path: str | None) -> None:
+def list_patches(names: tuple[str, ...], paths: tuple[str, ...]) -> None:
     """Lists the patches of the named upstreams or files, or all patches."""
     from torchport.commands.patches import rows
     from torchport.config.pack import find_pack
 
-    for row in rows(find_pack(path).patches, names):
+    for row in rows(find_pack(paths).folders, names):
         promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
         notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
         noted = f"  ({', '.join(notes)})" if notes else ""
-        terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}")
+        terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}  {row['place']}")
 
 
 @patches.command("show")
 @click.argument("id")
 @path_option
-def show_patch(id: str, path: str | None) -> None:
+def show_patch(id: str, paths: tuple[str, ...]) -> None:
     """Shows everything about one patch, as YAML."""
     import yaml
 
     from torchport.commands.patches import details
     from torchport.config.pack import find_pack
 
-    text = yaml.safe_dump(details(find_pack(path).patches, id), sort_keys=False)
+    text = yaml.safe_dump(details(find_pack(paths).folders, id), sort_keys=False)
     click.echo(text, nl=False)  # YAML escapes control characters itself
 
 
@@ -229,8 +239,11 @@ def show_patch(id: str, path: str | None) -> None:
 )
 @click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @path_option
-def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, path: str | None) -> None:
-    """Records the reviewed source of every target, of the named upstreams or of all."""
+def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, paths: tuple[str, ...]) -> None:
+    """Records the reviewed source of every target, of the named upstreams or of all.
+
+    The locks of the packs that --path names are written, or torchport's own if none is named.
+    """
     from torchport.commands.check import require_applied
     from torchport.commands.patches import lock
     from torchport.config.checkout import existing
@@ -239,9 +252,9 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     checkout = None if upstream_path is None else existing(upstream_path)
     if checkout is not None:
         sys.path.insert(0, str(checkout))
-    folder = find_pack(path).patches
-    check_apply = functools.partial(require_applied, folder, upstream_path=checkout)
-    lines = lock(folder, names, only_check, check_apply)
+    pack = find_pack(paths)
+    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout)
+    lines = lock(pack.folders, names, only_check, check_apply, [one.patches for one in pack.checked])
     for line in lines:
         terminal.say(line)
     terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")
@@ -272,20 +285,23 @@ def patch_schema() -> None:
     help="The format of the findings.",
 )
 @path_option
-def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, path: str | None) -> None:
-    """Tries every patch against the upstreams that are installed.
+def check(
+    names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, paths: tuple[str, ...]
+) -> None:
+    """Tries patches against the upstreams that are installed: those of --path, or all of torchport's own.
 
     The exit code is 0 if there is no finding. It is 3 for drift, 4 for a patch that comes too late or leaves an alias,
     5 for a patch that is not called, and 1 if there is nothing but other findings. If several apply, it is the lowest
     of 3, 4 and 5.
     """
+    from torchport import patch
     from torchport.commands import check as command
     from torchport.config.checkout import existing
     from torchport.config.pack import find_pack
 
     if sys.stderr.isatty():  # bars; where nobody waits, the findings are all that is written
         terminal.log_to_stderr()
-    pack, called = find_pack(path), None
+    pack, called = find_pack(paths), None
     if model is not None:
         card, _ = pack.card(model)
         names = (*names, *dict.fromkeys(["torchax", *(name for stage in card.patches.values() for name in stage)]))
@@ -294,7 +310,8 @@ def check(names: tuple[str, ...], model: str | None, upstream_path: Path | None,
             return command.demo_called(pack, model, upstream_path)
 
     folder = None if upstream_path is None else existing(upstream_path)
-    findings = command.check(pack.patches, names, folder, called)
+    names = names or tuple(patch.upstreams([one.patches for one in pack.checked]))
+    findings = command.check(pack.folders, names, folder, called)
     terminal.say(command.FORMATS[form](findings))
     sys.exit(command.exit_code(findings))
 

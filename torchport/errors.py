@@ -156,9 +156,15 @@ class BadValueError(ConfigError):
 
 
 class DataFolderError(ConfigError):
-    """The folder has no `patches/` and `configs/` in it."""
+    """The folder has neither `patches/` nor `configs/` in it."""
 
     id = "TP108"
+
+
+class TakenNameError(ConfigError):
+    """A card, a config or a patch has the name of one in a pack under it, and does not say `overrides: true`."""
+
+    id = "TP110"
 
 
 class UpstreamError(ConfigError):

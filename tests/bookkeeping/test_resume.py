@@ -53,7 +53,7 @@ def encoded(tmp_path_factory, root):
             stage="encode",
             backend="original",
             overrides=small,
-            path=str(root),
+            paths=(str(root),),
         )
     )
     return folder
@@ -92,7 +92,7 @@ def whole(tmp_path_factory, encoded, root):
         folder = tmp_path_factory.mktemp(backend)
         small = ("height=64", "width=64", "frames=5", "steps=3")
         request = Request("hunyuan", "configs/demo.yaml", out=folder, inputs=encoded, stage="denoise", backend=backend)
-        run(dataclasses.replace(request, overrides=small, path=str(root)))
+        run(dataclasses.replace(request, overrides=small, paths=(str(root),)))
         return bits(folder)
 
     made = {}
@@ -349,7 +349,7 @@ def stopped_once(tmp_path_factory, encoded, root):
     with pytest.MonkeyPatch.context() as context, pytest.raises(StoppedError):
         context.setattr(Stopping, "__init__", lambda self: setattr(self, "cause", True))
         context.setattr(Stopping, "check", checked_after_a_step(Stopping.check))
-        run(dataclasses.replace(request, overrides=small, path=str(root)))
+        run(dataclasses.replace(request, overrides=small, paths=(str(root),)))
     return folder
 
 

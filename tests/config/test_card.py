@@ -1,6 +1,7 @@
 """Model cards, jobs, packs: what is shipped reads, and every mistake in one is refused with its place."""
 
 import contextlib
+import os
 import shutil
 
 import pytest
@@ -19,6 +20,7 @@ from torchport.errors import (
     DuplicateKeyError,
     MissingKeyError,
     SyntaxYamlError,
+    TakenNameError,
     UnknownKeyError,
     UnknownNameError,
     WrongTypeError,
@@ -26,10 +28,11 @@ from torchport.errors import (
 
 
 @pytest.fixture
-def copied(tmp_path, root):
-    """A copy of the configs, with an empty folder of patches: a pack that a test may change."""
+def copied(tmp_path, root, monkeypatch):
+    """The current folder: a copy of the configs, with an empty folder of patches. A pack that a test may change."""
     shutil.copytree(root / "configs", tmp_path / "pack" / "configs")
     (tmp_path / "pack" / "patches").mkdir()
+    monkeypatch.chdir(tmp_path / "pack")
     return packs.Pack((tmp_path / "pack").resolve())
 
 
@@ -96,10 +99,12 @@ def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tm
     assert pack.job("mine.yaml")[1].place(["fps"]).startswith("mine.yaml:")
 
 
-def test_errors_call_a_file_by_its_path_in_the_pack(pack, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp_path, monkeypatch):
     line = line_of(pack, "demo", "frames:")
+    monkeypatch.chdir(pack.root)
     assert pack.job("demo")[1].place(["frames"]) == f"configs/demo.yaml:{line}"
+    monkeypatch.chdir(tmp_path)
+    assert pack.job("demo")[1].place(["frames"]) == f"{pack.root}/configs/demo.yaml:{line}"
 
 
 @pytest.mark.parametrize(
@@ -291,22 +296,122 @@ def test_a_dtype_for_a_component_without_weights_is_refused(pack, card):
     assert text.startswith("--set dtypes.scheduler=float32: 'scheduler' has no weights")
 
 
-def test_the_pack_is_the_flags_then_the_environments_then_the_checkouts(copied, root, monkeypatch, tmp_path):
-    monkeypatch.chdir(copied.root)
-    assert find_pack(None).root == root, "never the current folder unasked"
-    monkeypatch.setenv("TORCHPORT_PATH", str(copied.root))
-    assert find_pack(None) == copied
-    assert find_pack(str(root)).root == root
-    assert find_pack(".").root == copied.root
+def test_the_packs_are_the_flags_then_the_environments_then_the_shipped_one(copied, root, monkeypatch, tmp_path):
+    assert roots(find_pack()) == [root], "never the current folder unasked"
+    other, third = tmp_path / "other", tmp_path / "third"
+    (other / "patches").mkdir(parents=True)
+    (third / "configs").mkdir(parents=True)
+    monkeypatch.setenv("TORCHPORT_PATH", os.pathsep.join([str(other), str(copied.root)]))
+    assert roots(find_pack()) == [other, copied.root, root]
+    assert roots(find_pack([str(third), "."])) == [third, copied.root, other, root]
+    assert roots(find_pack([str(root), str(third)])) == [third, other, copied.root, root], "what is shipped lies lowest"
+    assert [layer.root for layer in find_pack([str(root)]).checked] == [other, copied.root, root]
+
+
+def roots(pack):
+    """The folders of a pack and of those under it."""
+    return [layer.root for layer in pack.layers()]
+
+
+def package(monkeypatch, tmp_path, value, folder="patches"):
+    """An installed package, which must not be imported, that says in its metadata where its pack is."""
+    site = tmp_path / "site"
+    (site / "portpack" / "data" / folder).mkdir(parents=True)
+    (site / "portpack" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    info = site / "portpack-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: portpack\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[torchport.packs]\nport = {value}\n")
+    monkeypatch.syspath_prepend(str(site))
+    return site / "portpack"
+
+
+def test_an_installed_package_brings_its_pack_without_being_imported(monkeypatch, tmp_path, root, copied):
+    folder = package(monkeypatch, tmp_path, "portpack.data")
+    assert roots(find_pack()) == [folder / "data", root]
+    assert roots(find_pack(["."])) == [copied.root, folder / "data", root]
+    assert find_pack().name == "package port" and find_pack().checked[0].root == root
+
+
+@pytest.mark.parametrize("value", ["portpack", "portpack.other", "nope.data", "portpack.data.patches"])
+def test_a_package_whose_entry_point_leads_nowhere_is_refused(monkeypatch, tmp_path, value):
+    package(monkeypatch, tmp_path, value)
+    assert refused(DataFolderError, find_pack) == (
+        f"package port: '{value}' is no folder with patches/ or configs/ in it. "
+        "Mend the entry point 'port' of the group torchport.packs, or uninstall its package."
+    )
+
+
+def test_a_card_or_config_that_takes_a_shipped_name_must_say_so(copied, root):
+    pack = find_pack(["."])
+    assert pack.card("hunyuan")[1].file == "configs/models/hunyuan.yaml", "a copy changes nothing"
+    edit(copied, "models/hunyuan", "title: ", "title: My ")
+    edit(copied, "demo", "fps: 8", "fps: 9")
+    for name, read in (("models/hunyuan", lambda: pack.card("hunyuan")), ("demo", lambda: pack.job("demo.yaml"))):
+        assert refused(TakenNameError, read) == (
+            f"configs/{name}.yaml:1: {root}/configs/{name}.yaml has the same name. "
+            "Rename this file, or write 'overrides: true' in it to take the other one's place."
+        )
+        file = copied.root / "configs" / f"{name}.yaml"
+        file.write_text(file.read_text() + "overrides: true\n")
+    assert pack.card("hunyuan")[0].title.startswith("My ") and pack.job("demo")[0].fps == 9
+    assert pack.home("hunyuan").root == copied.root and pack.home("hyvideo").root == copied.root
+
+
+def test_a_config_that_overrides_nothing_is_refused(copied):
+    file = copied.root / "configs" / "mine.yaml"
+    file.write_text((copied.root / "configs" / "demo.yaml").read_text() + "overrides: true\n")
+    for name in ("mine", "configs/mine.yaml", str(file)):
+        assert ": It overrides nothing: no pack under it has configs/mine.yaml. Remove 'overrides'." in refused(
+            BadValueError, lambda name=name: find_pack(["."]).job(name)
+        )
+
+
+def test_a_link_out_of_a_lower_pack_is_refused(copied, tmp_path):
+    (tmp_path / "outside.yaml").write_text((copied.root / "configs" / "demo.yaml").read_text())
+    (copied.root / "configs" / "linked.yaml").symlink_to(tmp_path / "outside.yaml")
+    (tmp_path / "top" / "configs").mkdir(parents=True)
+    pack = find_pack([str(tmp_path / "top"), "."])
+    text = "configs/linked.yaml: 'linked.yaml' is a link out of 'pack'. Put the file itself there."
+    assert refused(BadValueError, lambda: pack.job("linked")) == text
+
+
+def test_a_card_that_overrides_nothing_is_refused(copied):
+    file = copied.root / "configs" / "models" / "mine.yaml"
+    text = (copied.root / "configs" / "models" / "hunyuan.yaml").read_text()
+    file.write_text(text.replace("model: hunyuan", "model: mine", 1) + "overrides: true\n")
+    line = len(file.read_text().splitlines())
+    assert refused(BadValueError, lambda: find_pack(["."]).card("mine")) == (
+        f"configs/models/mine.yaml:{line}: It overrides nothing: no pack under it has configs/models/mine.yaml. "
+        "Remove 'overrides'."
+    )
+
+
+def test_a_file_that_no_pack_has_is_refused(copied):
+    assert copied.file("configs/demo.yaml") == copied.root / "configs" / "demo.yaml"
+    assert refused(DataFolderError, lambda: copied.file("configs/none.yaml")) == (
+        ".: There is no configs/none.yaml. Name a folder that has it with --path."
+    )
+
+
+def test_one_bad_card_does_not_hide_the_others(copied):
+    edit(copied, "models/hunyuan", "title: ", "titel: ")
+    cards = dict(find_pack(["."]).cards())
+    assert isinstance(cards["hunyuan"], TakenNameError) and cards["hyvideo"][0].model == "hyvideo"
+
+
+def test_the_demo_of_a_card_is_its_own_packs_and_not_the_current_folders(copied, root):
+    pack = find_pack()
+    assert pack.demo(pack.card("hunyuan")[0]) == str(root / "configs" / "demo.yaml")
 
 
 @pytest.mark.parametrize("source", ["--path", "TORCHPORT_PATH"])
 def test_a_folder_without_a_pack_is_refused(source, monkeypatch, tmp_path):
     if source == "TORCHPORT_PATH":
         monkeypatch.setenv(source, str(tmp_path))
-    assert refused(DataFolderError, lambda: find_pack(str(tmp_path) if source == "--path" else None)) == (
-        f"{source} {tmp_path}: There is no folder here with patches/ and configs/ in it. "
-        "Name the folder that holds both."
+    assert refused(DataFolderError, lambda: find_pack([str(tmp_path)] if source == "--path" else [])) == (
+        f"{source} {tmp_path}: There is no folder here with patches/ or configs/ in it. "
+        "Name the folder that holds them."
     )
 
 
@@ -314,13 +419,12 @@ def test_the_wheels_own_copy_is_found_where_there_is_no_checkout(monkeypatch, tm
     package = tmp_path / "site-packages" / "torchport"
     package.mkdir(parents=True)
     monkeypatch.setattr(packs, "__file__", str(package / "config" / "pack.py"))
-    text = refused(DataFolderError, lambda: find_pack(None))
+    text = refused(DataFolderError, lambda: find_pack())
     assert text == (
-        f"{package}: Neither a checkout nor the wheel's copy of patches/ and configs/ is here. "
-        "Reinstall torchport, or name a folder with --path."
+        f"{package}: Neither a checkout nor the wheel's copy of patches/ and configs/ is here. Reinstall torchport."
     )
     copied.root.rename(package / "_data")
-    assert find_pack(None).root == package / "_data"
+    assert find_pack().root == package / "_data"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Outcome:
 def job(folder, root):
     """The demo at its smallest size."""
     return Request(
-        "hunyuan", "configs/demo.yaml", "A cat", out=folder, backend="original", overrides=SMALL, path=str(root)
+        "hunyuan", "configs/demo.yaml", "A cat", out=folder, backend="original", overrides=SMALL, paths=(str(root),)
     )
 
 

@@ -21,7 +21,7 @@ TAIL = """\
 
 
 class World:
-    """Two folders: `site`, on the search path, and `patches`.
+    """Two folders in the current one: `site`, on the search path, and `patches`.
 
     While it lasts, the collector passes over nothing older: no holder of what a test imports can be among the million
     objects of torch and JAX, and each of the engine's passes would visit all of them.
@@ -32,6 +32,7 @@ class World:
         self.patches = tmp_path / "patches"
         self.site.mkdir()
         self.patches.mkdir()
+        monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(str(self.site))
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         self._modules = set(sys.modules)

@@ -219,4 +219,4 @@ def test_cuda_calls_are_answered_where_there_is_no_cuda():
 def test_every_shipped_patch_is_locked_and_no_lock_is_stale():
     from torchport.patch.source import drift
 
-    assert drift.lock(PATCHES, patch.read(PATCHES, SHIPPED), write=False) == []
+    assert drift.lock(patch.read(PATCHES, SHIPPED), write=False) == []

@@ -146,7 +146,7 @@ OUTLINE = """
 from torchport.config.pack import find_pack
 from torchport.errors import TopologyError
 from torchport.plan import outlines
-file = sorted((find_pack(None).root / 'configs' / 'published' / 'outlines').glob('*.yaml'))[0]
+file = sorted((find_pack().root / 'configs' / 'published' / 'outlines').glob('*.yaml'))[0]
 strategy = next(iter(outlines.read(file).strategies))
 try:
     outlines.step_parts(outlines.OutlineJob(str(file), 'v6e:2x4', {'dp': 2, 'sp': 4}, strategy, 'splash_transposed'))

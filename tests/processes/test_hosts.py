@@ -73,7 +73,7 @@ def job(*flags, overrides=SMALL):
 def alone(tmp_path_factory, root):
     """The folder of a run in one process of eight devices."""
     folder = tmp_path_factory.mktemp("alone")
-    run(Request("hunyuan", "configs/demo.yaml", PROMPT, out=folder, overrides=SMALL, path=str(root)))
+    run(Request("hunyuan", "configs/demo.yaml", PROMPT, out=folder, overrides=SMALL, paths=(str(root),)))
     return folder
 
 

@@ -90,7 +90,13 @@ def runs(tmp_path_factory, root):
     folder = tmp_path_factory.mktemp("runs")
     small = ("height=64", "width=64", "frames=5", "steps=3")
     request = Request(
-        "hunyuan", "configs/demo.yaml", "A cat", out=folder / "a", backend="original", overrides=small, path=str(root)
+        "hunyuan",
+        "configs/demo.yaml",
+        "A cat",
+        out=folder / "a",
+        backend="original",
+        overrides=small,
+        paths=(str(root),),
     )
     run(request)
     task = accept(request)

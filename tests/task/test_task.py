@@ -191,7 +191,7 @@ def test_an_empty_output_folder_is_refused(asked):
 
 
 def test_a_remedys_command_repeats_what_was_asked_for(asked, tmp_path):
-    found = asked(["steps=3"], prompt='A "cat"', checkpoint="tiny", backend="original", path=None)
+    found = asked(["steps=3"], prompt='A "cat"', checkpoint="tiny", backend="original", paths=())
     sizes = "--set height=64 --set width=64 --set frames=5"
     assert found.command("encode", tmp_path) == (
         "torchport run --model hunyuan --config configs/demo.yaml --stage encode --prompt 'A \"cat\"' "

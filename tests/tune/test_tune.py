@@ -151,10 +151,12 @@ def test_a_result_without_a_tile_is_not_written(schedules, tmp_path):
 
 
 def test_a_models_attention_is_read_from_its_configurations(root):
-    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root))
+    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", paths=(str(root),))
     assert found.work == Work(111_600, 111_600, heads=4, head_size=128) and found.chip.name == "v6e"
     assert found.note == "of the pictures; those of the text come on top"
-    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", path=str(root), tokens=112_856, heads=2)
+    found = of_flags(
+        "v6e:2x4", model="hunyuan", config="configs/720p.yaml", paths=(str(root),), tokens=112_856, heads=2
+    )
     assert found.work == Work(112_856, 112_856, heads=2, head_size=128) and found.note == ""
 
 

@@ -66,7 +66,7 @@ class Finding:
 
 
 def check(
-    folder: Path,
+    folders: patch.Folders,
     names: Sequence[str] = (),
     upstream_path: Path | None = None,
     called: Callable[[], Iterable[Finding]] | None = None,
@@ -74,12 +74,12 @@ def check(
     """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
 
     Args:
-        folder: The folder of patches.
+        folders: The folders of patches, from the top.
         names: `upstream` or `upstream/file`.
         upstream_path: Where the upstream stands, if it is not installed.
         called: Runs a model's tiny weights and returns `not_called` of its manifests.
     """
-    known = patch.upstreams(folder)
+    known = patch.upstreams(folders)
     for name in names:
         if name.partition("/")[0] not in known:
             raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
@@ -87,11 +87,11 @@ def check(
     findings: list[Finding] = []
     alive = []  # an upstream that ends the process under its patches would end that of all the others
     for group in progress.track(groups, "check", "upstream"):
-        found, ended = _in_fresh_process(folder, [group], "armed", upstream_path)
+        found, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
         findings += found
         alive += [] if ended else [group]
     with progress.waiting("check patches after their modules"):
-        findings += _late(folder, alive, upstream_path)
+        findings += _late(folders, alive, upstream_path)
     return [*dict.fromkeys(findings), *(called() if called else ())]
 
 
@@ -103,31 +103,31 @@ def _by_upstream(names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _late(folder: Path, groups: list[list[str]], upstream_path: Path | None) -> list[Finding]:
+def _late(folders: patch.Folders, groups: list[list[str]], upstream_path: Path | None) -> list[Finding]:
     """Returns the findings of patches whose modules were imported before them; all groups share one process.
 
     Where that ends without an answer, each group has a process of its own, which says whose modules end it.
     """
     if not groups:
         return []
-    found, ended = _in_fresh_process(folder, groups, "late", upstream_path)
+    found, ended = _in_fresh_process(folders, groups, "late", upstream_path)
     if not ended or len(groups) == 1:
         return found
-    return [one for group in groups for one in _late(folder, [group], upstream_path)]
+    return [one for group in groups for one in _late(folders, [group], upstream_path)]
 
 
-def require_applied(folder: Path, names: Sequence[str], upstream_path: Path | None = None) -> None:
+def require_applied(folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None) -> None:
     """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
 
     Args:
-        folder: The folder of patches.
+        folders: The folders of patches, from the top.
         names: The upstreams.
         upstream_path: Where the upstream stands, if it is not installed.
 
     Raises:
         UnsupportedError: The first patch that cannot be applied, and why.
     """
-    for finding in check(folder, names, upstream_path):
+    for finding in check(folders, names, upstream_path):
         if finding.step != "drift":
             fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
             remedy = f"See all findings with: torchport check {' '.join(names)}"
@@ -170,10 +170,11 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
 
     card, _ = pack.card(model)
     place = None if upstream_path is None else str(upstream_path)
+    paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
-        request = Request(model, card.demo, out=out, path=str(pack.root), upstream_path=place, **options)
+        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
         try:
             with progress.waiting(f"run {model}'s demo"):
                 child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
@@ -182,7 +183,7 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
         findings = []
         for stage, names in card.patches.items():
             rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
-            findings += not_called(rows, patch.read(pack.patches, names), stage)
+            findings += not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage)
         return findings
 
 
@@ -196,7 +197,7 @@ def _ended(name: str, end: child.Ended) -> PatchError:
 
 
 def _in_fresh_process(
-    folder: Path, groups: list[list[str]], mode: str, upstream_path: Path | None
+    folders: patch.Folders, groups: list[list[str]], mode: str, upstream_path: Path | None
 ) -> tuple[list[Finding], bool]:
     """Returns the findings of some groups of names in one process, and whether it ended without an answer."""
     ends: list[child.Ended] = []
@@ -208,7 +209,7 @@ def _in_fresh_process(
     try:
         found: list[Finding] = child.call(
             "torchport.commands.check:walked",
-            *(folder, groups, mode),
+            *(folders, groups, mode),
             ended=refusal,
             environment={"PYTHONWARNINGS": "ignore"},
             first=[] if upstream_path is None else [upstream_path],
@@ -223,24 +224,24 @@ def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
     return Finding(kind, error.place, f"{error.fact}. {error.remedy}.", key, step)
 
 
-def walked(folder: Path, groups: Sequence[Sequence[str]], mode: str) -> list[Finding]:
+def walked(folders: patch.Folders, groups: Sequence[Sequence[str]], mode: str) -> list[Finding]:
     """Returns the findings of groups of upstreams or files, one group after the other in this process, a fresh one.
 
     Args:
-        folder: The folder of patches.
+        folders: The folders of patches, from the top.
         groups: Names of one upstream each: `upstream` or `upstream/file`.
         mode: "armed" imports the targets under the patches, "late" before them.
     """
-    return [finding for names in groups for finding in _walked(folder, names, mode)]
+    return [finding for names in groups for finding in _walked(folders, names, mode)]
 
 
-def _walked(folder: Path, names: Sequence[str], mode: str) -> list[Finding]:
+def _walked(folders: patch.Folders, names: Sequence[str], mode: str) -> list[Finding]:
     findings: list[Finding] = []
-    entries = _read(folder, names, findings)
+    entries = _read(folders, names, findings)
     good = [entry for entry in entries if _is_sound(entry, findings)]
     while good:
         try:
-            with patch.applied(_import_aids(folder, good)):
+            with patch.applied(_import_aids(folders, good)):
                 _tried(good, mode, findings)
             break
         except PatchError as error:
@@ -253,27 +254,27 @@ def _walked(folder: Path, names: Sequence[str], mode: str) -> list[Finding]:
     return findings
 
 
-def _read(folder: Path, names: Sequence[str], findings: list[Finding]) -> list[patch.Entry]:
+def _read(folders: patch.Folders, names: Sequence[str], findings: list[Finding]) -> list[patch.Entry]:
     """Returns the entries of what can be read, each file once; the rest becomes findings."""
     readable = []
     for name in names:
         try:
-            patch.read(folder, [name])
+            patch.read(folders, [name])
             readable.append(name)
         except TorchportError as error:
             findings.append(_finding(error, "schema"))
     try:
-        return patch.read(folder, readable)
+        return patch.read(folders, readable)
     except TorchportError as error:  # two files that contradict each other
         findings.append(_finding(error, "schema"))
         return []
 
 
-def _import_aids(folder: Path, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
+def _import_aids(folders: patch.Folders, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
     """Returns the shipped entries without which the targets' packages would not import at all."""
     packages = {entry.module.partition(".")[0] for entry in entries}
     chosen = {entry.id for entry in entries}
-    every = patch.read(folder, patch.upstreams(folder))
+    every = patch.read(folders, patch.upstreams(folders))
     return [e for e in every if e.lifetime.while_importing in packages and e.id not in chosen]
 
 

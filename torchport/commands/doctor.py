@@ -8,12 +8,13 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from torchport.config import card, machine
 from torchport.config.pack import Pack, find_pack
-from torchport.errors import BadValueError
+from torchport.errors import BadValueError, TorchportError
 from torchport.files import cache
 from torchport.load import tiny
 from torchport.progress import size_text
@@ -38,13 +39,13 @@ class Diagnosis:
     fact: str
 
 
-def examine(path: str | None) -> list[Diagnosis]:
+def examine(paths: Sequence[str]) -> list[Diagnosis]:
     """Returns a diagnosis of each thing; it changes nothing, and uses no network.
 
     Args:
-        path: The pack, as `--path` names it.
+        paths: The packs, as `--path` names them.
     """
-    pack = find_pack(path)
+    pack = find_pack(paths)
     return [
         Diagnosis("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         *_versions(),
@@ -130,8 +131,11 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     findings = []
-    for name in pack.models():
-        model, document = pack.card(name)
+    for name, read in pack.cards():
+        if isinstance(read, TorchportError):
+            findings.append(Diagnosis("bad", f"model card {name}", str(read)))
+            continue
+        model, document = read
         repo = model.checkpoint.partition("@")[0]
         folder = Path(HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
         in_cache = folder.is_dir() and any(folder.iterdir())
@@ -173,15 +177,15 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
     return findings
 
 
-def advice(findings: list[Diagnosis], path: str | None) -> str:
+def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
     """Returns the one line that ends the report.
 
     Args:
         findings: The result of `examine`.
-        path: The pack, as `--path` names it: its first model is the one to try.
+        paths: The packs, as `--path` names them: their first model is the one to try.
     """
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    model = next(iter(find_pack(path).models()), "NAME")
+    model = next(iter(find_pack(paths).models()), "NAME")
     return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'

@@ -12,14 +12,14 @@ from torchport.patch.declared import versions
 from torchport.patch.declared.lock import read_lock
 
 
-def entries_of(folder: Path, names: Sequence[str] = ()) -> list[patch.Entry]:
+def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.Entry]:
     """Returns the entries of the upstreams or files that are named; of all upstreams if none is."""
-    return patch.read(folder, list(names) or patch.upstreams(folder))
+    return patch.read(folders, list(names) or patch.upstreams(folders))
 
 
-def rows(folder: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+def rows(folders: patch.Folders, names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Returns one row per entry: what it changes, what it promises, and whether it would be applied here."""
-    return [_row(entry) for entry in entries_of(folder, names)]
+    return [_row(entry) for entry in entries_of(folders, names)]
 
 
 def _row(entry: patch.Entry) -> dict[str, Any]:
@@ -35,16 +35,16 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
     }
 
 
-def details(folder: Path, key: str) -> dict[str, Any]:
+def details(folders: patch.Folders, key: str) -> dict[str, Any]:
     """Returns everything about one entry.
 
     Raises:
         UnknownNameError: No entry has that id.
     """
     versions.installed.cache_clear()
-    entries = {entry.id: entry for entry in entries_of(folder)}
+    entries = {entry.id: entry for entry in entries_of(folders)}
     if key not in entries:
-        raise UnknownNameError(str(folder), f"No patch '{key}'", nearest(key, entries))
+        raise UnknownNameError("torchport patches show", f"No patch '{key}'", nearest(key, entries))
     entry = entries[key]
     fields = entry.model_dump(mode="json", exclude_defaults=True)
     installed = {name: versions.installed(name) for name in entry.fits}
@@ -55,19 +55,21 @@ def details(folder: Path, key: str) -> dict[str, Any]:
 
 
 def lock(
-    folder: Path,
+    folders: patch.Folders,
     names: Sequence[str] = (),
     check: bool = False,
     check_apply: Callable[[Sequence[str]], None] | None = None,
+    chosen: Sequence[Path] | None = None,
 ) -> list[str]:
     """Locks the targets of whole upstreams as reviewed; returns one line per target that is new, changed or dropped.
 
     Args:
-        folder: The folder of patches.
+        folders: The folders of patches, from the top.
         names: Upstreams; all of them if none is named. Part of one cannot be locked alone.
         check: Only return what would change.
         check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
             written.
+        chosen: The folders whose locks are written; all of them if None.
 
     Raises:
         TargetError: An upstream is not installed.
@@ -76,12 +78,17 @@ def lock(
 
     versions.installed.cache_clear()  # read again: packages may have changed since this process began
     upstreams = sorted({name.partition("/")[0] for name in names})
-    entries = entries_of(folder, upstreams)
-    lines = drift.lock(folder, entries, write=False)
+    upstreams = upstreams or patch.upstreams(folders if chosen is None else chosen)
+    entries = [
+        entry
+        for entry in (patch.read(folders, upstreams) if upstreams else [])
+        if chosen is None or entry.folder.parent in chosen
+    ]
+    lines = drift.lock(entries, write=False)
     if lines and not check:
         if check_apply is not None:
-            check_apply(upstreams or patch.upstreams(folder))
-        drift.lock(folder, entries)
+            check_apply(upstreams)
+        drift.lock(entries)
     return lines
 
 

@@ -30,12 +30,12 @@ class Flags:
     stage: str | None = None
     report: Path | None = None
     keep: Path | None = None
-    path: str | None = None
+    paths: tuple[str, ...] = ()
 
 
 NAMES = {"overrides": "set", "upstream_path": "upstream-path"}
 """What flags are called where their fields are called otherwise."""
-OF_CALIBRATION = ("calibrate", "write", "jobs", "path")
+OF_CALIBRATION = ("calibrate", "write", "jobs", "paths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +65,14 @@ def answer(flags: Flags, command: str) -> Answer:
     if flags.calibrate:
         if flags.write is not None:
             folder.check_writable("--write", flags.write)
-        outcome = calibrate.calibrate(flags.path, flags.jobs)
+        outcome = calibrate.calibrate(flags.paths, flags.jobs)
         if flags.write is not None:
             calibrate.write(flags.write, outcome)
         return Answer(calibrate.data(outcome), calibrate.lines(outcome))
     assert flags.model is not None and flags.config is not None
     overrides = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
     place = None if flags.upstream_path is None else str(flags.upstream_path)
-    request = Request(flags.model, flags.config, path=flags.path, upstream_path=place, overrides=overrides)
+    request = Request(flags.model, flags.config, paths=flags.paths, upstream_path=place, overrides=overrides)
     bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)

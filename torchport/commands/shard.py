@@ -42,7 +42,7 @@ class RuleRow:
     notes: tuple[str, ...] = ()
 
 
-def request_of(model: str, config: str | None, strategy: str | None, path: str | None, **fields: Any) -> Request:
+def request_of(model: str, config: str | None, strategy: str | None, paths: tuple[str, ...], **fields: Any) -> Request:
     """Returns the request whose rules are shown: without a config, the published network on the strategy's own mesh.
 
     Raises:
@@ -50,11 +50,12 @@ def request_of(model: str, config: str | None, strategy: str | None, path: str |
     """
     overrides = tuple(fields.pop("overrides", ()))
     if config is None:
-        card, _ = find_pack(path).card(model)
-        config, overrides = card.demo, (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
+        pack = find_pack(paths)
+        card, _ = pack.card(model)
+        config, overrides = pack.demo(card), (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
     if strategy is not None:
         overrides = (*overrides, f"strategy={strategy}")
-    return Request(model, config, path=path, overrides=overrides, **fields)
+    return Request(model, config, paths=paths, overrides=overrides, **fields)
 
 
 def rule_rows(request: Request) -> list[RuleRow]:

@@ -110,7 +110,7 @@ def run(command: click.Command) -> int:
     try:
         return _run(command)
     except TorchportError as error:
-        _complain(f"error[{error.id}] {error}")
+        complain(error)
         return error.exit_code
     except click.ClickException as error:
         usage = io.StringIO()
@@ -129,6 +129,11 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
     again = threading.Timer(AGAIN, _thread.interrupt_main)
     again.daemon = True
     again.start()
+
+
+def complain(error: TorchportError) -> None:
+    """Prints an error to standard error."""
+    _complain(f"error[{error.id}] {error}")
 
 
 def _complain(text: str) -> None:

@@ -234,6 +234,8 @@ class Card(Frozen):
     size_multiple_of: pydantic.PositiveInt
     strategies: dict[str, Strategy]
     tiny: Tiny
+    overrides: bool = False
+    """Whether it takes the place of the card with the same name in a pack under its own."""
 
     def folder(self, component: str, variant: str | None) -> str:
         """Returns where a component lies in a checkpoint, relative to its root."""
@@ -268,6 +270,8 @@ class Job(Frozen):
     """Whether the VAE decodes in overlapping tiles; by default, as upstream does."""
     save_every: pydantic.PositiveInt = 5
     """Denoising steps between two savings of the unfinished latents."""
+    overrides: bool = False
+    """Whether it takes the place of the config with the same name in a pack under its own."""
 
     @property
     def devices(self) -> int:

@@ -1,35 +1,124 @@
-"""The folder that patches, model cards and jobs lie in."""
+"""Folders of patches, model cards and jobs, one on top of the other."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchport.config.document import Document, overridden, read_document, validated
-from torchport.errors import BadValueError, DataFolderError, UnknownNameError, nearest
-from torchport.files.folder import has_file, has_folder, inside
+from torchport.errors import (
+    BadValueError,
+    DataFolderError,
+    TakenNameError,
+    TorchportError,
+    UnknownNameError,
+    nearest,
+)
+from torchport.files.folder import as_named, has_file, has_folder, inside
 
 if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
     from torchport.config.card import Card, Job
 
+SHIPPED = "torchport"
+"""What listings call the pack that torchport brings."""
+GROUP = "torchport.packs"
+"""The entry points by which an installed package says that it holds a pack."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """A folder with `patches/` and `configs/` in it."""
+    """A folder with `patches/` or `configs/` in it. It sees the packs under it, and adds its names to theirs.
+
+    Attributes:
+        root: The folder.
+        name: What listings call it: its path, `package NAME`, or `torchport` for the shipped one.
+        under: The pack that lies under this one.
+        chosen: Whether `--path` or `TORCHPORT_PATH` names it.
+    """
 
     root: Path
+    name: str = "--path"
+    under: Pack | None = None
+    chosen: bool = False
 
     @property
     def patches(self) -> Path:
-        """The folder of patch files, one folder per upstream package."""
+        """The folder of its own patch files, one folder per upstream package."""
         return self.root / "patches"
+
+    def layers(self) -> Iterator[Pack]:
+        """Yields this pack and those under it, from the top."""
+        pack: Pack | None = self
+        while pack is not None:
+            yield pack
+            pack = pack.under
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders of patch files of this pack and of those under it, from the top."""
+        return tuple(pack.patches for pack in self.layers())
+
+    @property
+    def checked(self) -> list[Pack]:
+        """The packs that somebody works on: those that are named, or the lowest one if none is."""
+        layers = list(self.layers())
+        return [pack for pack in layers if pack.chosen] or layers[-1:]
 
     def models(self) -> list[str]:
         """Returns the names of the model cards, sorted."""
-        return sorted(file.stem for file in (self.root / "configs" / "models").glob("*.yaml"))
+        return sorted({file.stem for pack in self.layers() for file in pack._configs("models/*.yaml")})
+
+    def _configs(self, pattern: str) -> list[Path]:
+        return list((self.root / "configs").glob(pattern))
+
+    def home(self, model: str) -> Pack:
+        """Returns the pack that a model card lies in: the highest that has it.
+
+        Raises:
+            UnknownNameError: No card has this name.
+            TakenNameError: A card has the name of another one under it, and does not say so.
+        """
+        name = f"configs/models/{model}.yaml"
+        if model not in self.models():
+            folders = ", ".join(as_named(pack.root / "configs" / "models") for pack in self.layers())
+            fact = f"There is no model card '{model}' in {folders}"
+            raise UnknownNameError(f"--model {model}", fact, nearest(model, self.models()), name=model)
+        return self._highest(name)
+
+    def _highest(self, name: str) -> Pack:
+        """Returns the highest pack with a file, which must say so if it takes the name of another one under it."""
+        home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
+        if lower:
+            document = home.read(home.root / name)
+            overrides = isinstance(document.data, dict) and document.data.get("overrides") is True
+            if not overrides and lower[0].read(lower[0].root / name).data != document.data:
+                fact = f"{as_named(lower[0].root / name)} has the same name"
+                remedy = "Rename this file, or write 'overrides: true' in it to take the other one's place"
+                raise TakenNameError(document.place(), fact, remedy)
+        return home
+
+    def _check_overridden(self, name: str, document: Document) -> None:
+        """Refuses a file that says that it takes a name which no pack under its own has."""
+        if sum(has_file(pack.root / name) for pack in self.layers()) < 2:
+            fact, remedy = f"It overrides nothing: no pack under it has {name}", "Remove 'overrides'"
+            raise BadValueError(document.place(["overrides"]), fact, remedy)
+
+    def file(self, name: str) -> Path:
+        """Returns a file of the highest pack that has it.
+
+        Raises:
+            DataFolderError: No pack has it.
+        """
+        for pack in self.layers():
+            if has_file(pack.root / name):
+                return inside(pack.root, pack.root / name)
+        folders = ", ".join(as_named(pack.root) for pack in self.layers())
+        raise DataFolderError(folders, f"There is no {name}", "Name a folder that has it with --path")
 
     def card(self, name: str) -> tuple[Card, Document]:
         """Returns a model card and the document it was read from.
@@ -37,20 +126,29 @@ class Pack:
         Raises:
             UnknownNameError: No card has this name.
             ConfigError: The card has a mistake, by file and line.
+            TakenNameError: It has the name of another one under it, and does not say so.
         """
         from torchport.config.card import Card
 
-        if name not in self.models():
-            fact = f"There is no model card '{name}' in {self.root / 'configs' / 'models'}"
-            raise UnknownNameError(f"--model {name}", fact, nearest(name, self.models()), name=name)
-        document = self.read(self.root / "configs" / "models" / f"{name}.yaml")
+        home = self.home(name)
+        document = home.read(home.root / "configs" / "models" / f"{name}.yaml")
         card = validated(Card, document)
         if card.model != name:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
+        if card.overrides:
+            home._check_overridden(f"configs/models/{name}.yaml", document)
         return card, document
 
+    def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
+        """Yields each model's name with its card, or with the mistake for which its card cannot be read."""
+        for name in self.models():
+            try:
+                yield name, self.card(name)
+            except TorchportError as error:
+                yield name, error
+
     def family_file(self, card: Card, place: str) -> Path:
-        """Returns the Python file of a card's family, beside its patches.
+        """Returns the Python file of a card's family: beside the patches of its own pack, or of one under that.
 
         Args:
             card: The model card.
@@ -59,19 +157,29 @@ class Pack:
         Raises:
             UnknownNameError: There is no such file.
         """
-        file = self.patches / f"{card.family}.py"
-        if not has_file(file):
-            known = [f"{other.parent.name}/{other.stem}" for other in self.patches.glob("*/*stages.py")]
-            fact = f"'family' is '{card.family}', and there is no {file.relative_to(self.root)} in {self.root}"
-            raise UnknownNameError(place, fact, nearest(card.family, known), name=card.family)
-        return inside(self.root, file)
+        layers = list(self.home(card.model).layers())
+        for pack in layers:
+            file = pack.patches / f"{card.family}.py"
+            if has_file(file):
+                return inside(pack.root, file)
+        files = [file for pack in layers for file in pack.patches.glob("*/*.py")]
+        known = sorted({f"{file.parent.name}/{file.stem}" for file in files})
+        folders = ", ".join(as_named(pack.root) for pack in layers)
+        fact = f"'family' is '{card.family}', and there is no patches/{card.family}.py in {folders}"
+        raise UnknownNameError(place, fact, nearest(card.family, known), name=card.family)
+
+    def demo(self, card: Card) -> str:
+        """Returns the path of the config that runs a card's tiny checkpoint: of its own pack, or of one under that."""
+        homes = [pack for pack in self.home(card.model).layers() if has_file(pack.root / card.demo)]
+        return str(homes[0].root / card.demo) if homes else card.demo
 
     def job(self, name: str, overrides: Sequence[str] = ()) -> tuple[Job, Document]:
-        """Returns a config, from a path or from this pack's `configs/`, with `a.b=c` overrides applied.
+        """Returns a config, from a path or from a pack's `configs/`, with `a.b=c` overrides applied.
 
         Raises:
             UnknownNameError: No such file.
             ConfigError: The file or an override has a mistake.
+            TakenNameError: It has the name of another one under it, and does not say so.
         """
         from torchport.config.card import Job
 
@@ -79,54 +187,95 @@ class Pack:
         document = self.read(file)
         for override in overrides:
             document = overridden(document, override)
-        return validated(Job, document), document
+        job, owner = validated(Job, document), self._owner(file)
+        if job.overrides and owner is not None:
+            owner._check_overridden(str(file.absolute().relative_to(owner.root)), document)
+        return job, document
 
     def _job_file(self, name: str) -> Path:
         here = Path(name)
-        # A bare name means one of the pack's configs; a path means that file alone.
-        candidates = [self.root / "configs" / file for file in (name, f"{name}.yaml") if here.name == name]
-        for file in (here, self.root / here, *candidates):
-            if has_file(file):
-                return file
-        configs = [f"configs/{file.name}" for file in (self.root / "configs").glob("*.yaml")]
-        raise UnknownNameError(
-            f"--config {name}", f"There is no file '{name}', here or in {self.root}", nearest(name, configs), name=name
-        )
+        if has_file(here):
+            return here
+        # A bare name means one of the packs' configs; a path means that file of a pack alone.
+        names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if here.name == name)]
+        for relative in names:
+            if not here.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
+                return self._highest(relative).root / relative
+        configs = sorted({f"configs/{file.name}" for pack in self.layers() for file in pack._configs("*.yaml")})
+        folders = ", ".join(as_named(pack.root) for pack in self.layers())
+        fact = f"There is no file '{name}', here or in {folders}"
+        raise UnknownNameError(f"--config {name}", fact, nearest(name, configs), name=name)
 
     def read(self, file: Path) -> Document:
-        """Returns a YAML document; errors name it by its path from the pack or from the current folder."""
-        file = inside(self.root, file) if file.is_relative_to(self.root) else file
-        bases = [base for base in (Path.cwd(), self.root) if file.is_absolute() and file.is_relative_to(base)]
-        return read_document(file, str(file.relative_to(bases[0])) if bases else None)
+        """Returns a YAML document; errors name it by its path from the current folder."""
+        owner = self._owner(file)
+        return read_document(file if owner is None else inside(owner.root, file), as_named(file))
+
+    def _owner(self, file: Path) -> Pack | None:
+        """Returns the pack that a file lies in."""
+        return next((pack for pack in self.layers() if file.absolute().is_relative_to(pack.root)), None)
 
 
-def find_pack(path: str | None) -> Pack:
-    """Returns the pack: `--path`, then `TORCHPORT_PATH`, then the checkout, then the wheel's own copy.
+def find_pack(paths: Sequence[str] = ()) -> Pack:
+    """Returns the packs: `--path` on top, then `TORCHPORT_PATH`, then installed packages, and the shipped one lowest.
 
-    The current folder is never used by default: its content may be somebody else's.
+    The current folder is never used by default: its content may be somebody else's. Python of a pack does not run.
+
+    Args:
+        paths: The folders that `--path` names, the highest first.
 
     Raises:
-        DataFolderError: The folder that was named has no `patches/` and `configs/`, or none was found.
+        DataFolderError: A folder has neither `patches/` nor `configs/`, or the shipped one is not there.
     """
+    shipped = _shipped()
+    packs = [*_named("--path", paths)]
+    packs += _named("TORCHPORT_PATH", [path for path in os.environ.get("TORCHPORT_PATH", "").split(os.pathsep) if path])
+    packs += _installed()
+    lowest = Pack(shipped, SHIPPED, chosen=any(pack.chosen and pack.root == shipped for pack in packs))
+    roots = dict.fromkeys(pack.root for pack in packs if pack.root != shipped)
+    for root in reversed(roots):
+        first = next(pack for pack in packs if pack.root == root)
+        lowest = dataclasses.replace(first, under=lowest)
+    return lowest
+
+
+def _named(source: str, paths: Sequence[str]) -> Iterator[Pack]:
+    for path in paths:
+        if not path or not _is_pack(Path(path)):
+            fact, remedy = "There is no folder here with patches/ or configs/ in it", "Name the folder that holds them"
+            raise DataFolderError(f"{source} {path}", fact, remedy)
+        root = Path(path).resolve()
+        yield Pack(root, as_named(root), chosen=True)
+
+
+def _installed() -> Iterator[Pack]:
+    """Yields the packs of installed packages. A package is located without importing it."""
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        package, *inner = point.module.split(".")
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            root = Path(place, *inner)
+            if _is_pack(root):
+                yield Pack(root.resolve(), f"package {point.name}")
+                break
+        else:
+            fact = f"'{point.value}' is no folder with patches/ or configs/ in it"
+            remedy = f"Mend the entry point '{point.name}' of the group {GROUP}, or uninstall its package"
+            raise DataFolderError(f"package {point.name}", fact, remedy)
+
+
+def _shipped() -> Path:
+    """Returns the checkout beside the package, or the wheel's own copy."""
     package = Path(__file__).resolve().parent.parent
-    for source, value in (("--path", path), ("TORCHPORT_PATH", os.environ.get("TORCHPORT_PATH") or None)):
-        if value is not None:
-            if not value or not _is_pack(Path(value)):
-                raise DataFolderError(
-                    f"{source} {value}",
-                    "There is no folder here with patches/ and configs/ in it",
-                    "Name the folder that holds both",
-                )
-            return Pack(Path(value).resolve())
     for folder in (package.parent, package / "_data"):
-        if _is_pack(folder):
-            return Pack(folder)
+        if has_folder(folder / "patches") and has_folder(folder / "configs" / "models"):
+            return folder
     raise DataFolderError(
         str(package),
         "Neither a checkout nor the wheel's copy of patches/ and configs/ is here",
-        "Reinstall torchport, or name a folder with --path",
+        "Reinstall torchport",
     )
 
 
 def _is_pack(folder: Path) -> bool:
-    return has_folder(folder / "patches") and has_folder(folder / "configs" / "models")
+    return has_folder(folder / "patches") or has_folder(folder / "configs")

@@ -17,9 +17,17 @@ def inside(root: Path, path: Path) -> Path:
     """
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        name = f"{root.name}/{path.relative_to(root)}"
-        raise BadValueError(name, f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there")
+        raise BadValueError(
+            as_named(path), f"'{path.name}' is a link out of '{root.name}'", "Put the file itself there"
+        )
     return path
+
+
+def as_named(path: Path) -> str:
+    """Returns a path as it can be opened from the current folder: relative to that folder if it lies in it."""
+    here = Path.cwd()
+    absolute = here / path
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 def has_file(path: Path) -> bool:

@@ -76,7 +76,7 @@ class Op:
 
 def digest(entry: Entry) -> str:
     """Returns the hash of an entry and of the file that its function stands in."""
-    text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until"}), sort_keys=True)
+    text = json.dumps(entry.model_dump(mode="json", exclude={"why", "reported", "until", "overrides"}), sort_keys=True)
     return hashlib.sha256((text + file_digest(entry)).encode()).hexdigest()[:16]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torchport.attention import tiles
 from torchport.config.pack import find_pack
-from torchport.errors import BadValueError, DataFolderError, TorchportError, UnknownNameError, nearest
-from torchport.files.folder import inside
+from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
+from torchport.files.folder import as_named, inside
 from torchport.plan import calibration, outlines
 from torchport.plan.calibration import Calibration
 from torchport.plan.figures import KernelAttention, Parts
@@ -81,30 +81,24 @@ class Outcome:
     calibration: Calibration | None
 
 
-def calibrate(path: str | None, count: int | None = None) -> Outcome:
+def calibrate(paths: tuple[str, ...], count: int | None = None) -> Outcome:
     """Returns models of the published step times, and the factor that fits them.
 
     Args:
-        path: The pack, in which `configs/published/steps.yaml` lies; by default torchport's own.
+        paths: The packs, in which `configs/published/steps.yaml` lies; by default torchport's own.
         count: How many compilations at once; by default as many as there is room for.
 
     Raises:
-        DataFolderError: The pack has no published step times.
+        DataFolderError: No pack has published step times.
         ConfigError: A mistake in them.
     """
-    folder = find_pack(path).root / "configs" / "published"
-    file = inside(folder.parent.parent, folder / "steps.yaml")
-    if not file.is_file():
-        raise DataFolderError(
-            str(folder.parent.parent),
-            "There is no configs/published/steps.yaml",
-            "Name a folder that has it with --path",
-        )
-    published, document = read(file, "configs/published/steps.yaml")
+    file = find_pack(paths).file("configs/published/steps.yaml")
+    published, document = read(file, as_named(file))
+    folder = file.parent
 
     def work(number: int) -> outlines.StepParts:
         step = published.steps[number]
-        return parts(step, published.kernels[step.kernel], folder, path, document.place(["steps", number]))
+        return parts(step, published.kernels[step.kernel], folder, paths, document.place(["steps", number]))
 
     numbers = [number for number, step in enumerate(published.steps) if step.left_out is None]
     programs = {number: _program(published, number) for number in numbers}
@@ -146,7 +140,7 @@ def fit(models: Sequence[StepModel]) -> Calibration | None:
 
 
 def parts(
-    step: PublishedStep, kernel: MeasuredKernel, folder: Path, path: str | None, place: str
+    step: PublishedStep, kernel: MeasuredKernel, folder: Path, paths: tuple[str, ...], place: str
 ) -> outlines.StepParts:
     """Returns the parts of a step's model: its program is compiled for its slice.
 
@@ -154,16 +148,16 @@ def parts(
         step: One with a card or an outline.
         kernel: Its kernel.
         folder: In which `outlines` lies.
-        path: The pack.
+        paths: The packs.
         place: Where the step is written.
 
     Raises:
         TorchportError: Whatever the plan is refused for; a job that does not fit.
     """
     if step.card:
-        return _of_card(step, step.card, kernel, path, place)
+        return _of_card(step, step.card, kernel, paths, place)
     assert step.outline is not None and kernel.implementation is not None  # see `read`
-    return _of_outline(step, step.outline, kernel.implementation, folder, path, place)
+    return _of_outline(step, step.outline, kernel.implementation, folder, paths, place)
 
 
 def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: outlines.StepParts) -> StepModel:
@@ -174,7 +168,7 @@ def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: outline
 
 
 def _of_card(
-    step: PublishedStep, card: CardReference, kernel: MeasuredKernel, path: str | None, place: str
+    step: PublishedStep, card: CardReference, kernel: MeasuredKernel, paths: tuple[str, ...], place: str
 ) -> outlines.StepParts:
     mesh = ", ".join(f"{axis}: {size}" for axis, size in step.mesh.items())
     fields = {
@@ -187,7 +181,7 @@ def _of_card(
         "attention": kernel.implementation,
     } | ({"guidance_scale": 1.0} if step.batch == 1 else {})
     overrides = tuple(f"{name}={value}" for name, value in fields.items())
-    request = Request(card.model, card.config, path=path, overrides=overrides)
+    request = Request(card.model, card.config, paths=paths, overrides=overrides)
     stage = plan(request, None, bounded=kernel.bounded).stage("denoise")
     time, attention = stage.step.known, stage.attention
     if not stage.fits or time is None:
@@ -203,7 +197,7 @@ def _of_outline(
     reference: OutlineReference,
     implementation: tiles.KernelName,
     folder: Path,
-    path: str | None,
+    paths: tuple[str, ...],
     place: str,
 ) -> outlines.StepParts:
     file = inside(folder.parent.parent, folder / "outlines" / f"{reference.file}.yaml")
@@ -213,7 +207,7 @@ def _of_outline(
     size = {name: getattr(step, name) for name in ("height", "width", "frames", "batch")}
     outlines.check_size(outlines.read(file, f"configs/published/outlines/{file.name}"), size, place)
     return outlines.step_parts(
-        outlines.OutlineJob(str(file), step.machine, dict(step.mesh), reference.strategy, implementation, path)
+        outlines.OutlineJob(str(file), step.machine, dict(step.mesh), reference.strategy, implementation, paths)
     )
 
 

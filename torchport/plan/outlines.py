@@ -88,7 +88,7 @@ class OutlineJob:
         mesh: Axes and their sizes.
         strategy: One of its own.
         attention: The kernel.
-        path: The pack whose patches it needs; None: torchport's own.
+        paths: The packs whose patches it needs, on top of the shipped one.
     """
 
     file: str
@@ -96,7 +96,7 @@ class OutlineJob:
     mesh: dict[Axis, int]
     strategy: str
     attention: tiles.KernelName
-    path: str | None = None
+    paths: tuple[str, ...] = ()
 
 
 def read(file: Path, shown: str | None = None) -> Outline:
@@ -173,7 +173,7 @@ def compiled(job: OutlineJob) -> tuple[list[dispatch.Traced], list[grid.Spot]]:
     machine = parse_machine(job.machine, job.file)
     shard.check_mesh(job.mesh, machine.devices, machine.name, job.file)
     mesh = shard.make_mesh(job.mesh, absent.describe(machine).devices)
-    entries = patch.read(find_pack(job.path).patches, ["torchax", *outline.patches])
+    entries = patch.read(find_pack(job.paths).folders, ["torchax", *outline.patches])
     strategy, calls = outline.strategies[job.strategy], list[dispatch.Traced]()
     with patch.applied(entries, stage="denoise") as ledger:
         operators = {op.target: _around(op.target, op.function, strategy, mesh) for op in ledger.ops()}

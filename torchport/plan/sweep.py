@@ -105,7 +105,7 @@ def sweep(
     if swept:
         raise BadValueError(f"--set {swept[0]}", "A sweep takes every strategy and mesh in turn", "Leave it out")
     job_request = on_slice(request, topology_name)
-    pack = find_pack(request.path)
+    pack = find_pack(request.paths)
     card, _ = pack.card(request.model)
     job, document = pack.job(request.config, job_request.overrides)
     machine = parse_machine(job.machine, document.place(["machine"]))

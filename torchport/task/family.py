@@ -9,6 +9,7 @@ from torchport.config import Document
 from torchport.config.card import Card
 from torchport.config.pack import Pack
 from torchport.errors import ReplacementError
+from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
 from torchport.stages.family import Stage
 
@@ -31,7 +32,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """
     place = document.place(["family"])
     file = pack.family_file(card, place)
-    path = f"patches/{card.family}.py"
+    path = as_named(file)
     before = set(sys.modules)
     module = replacement.module_of(file, file.parent.name, place)
     packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]

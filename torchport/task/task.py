@@ -42,7 +42,7 @@ class Request:
         stage: One stage, or `all`.
         backend: `torchax`, or `original`: upstream, eager, in PyTorch.
         overrides: `path.to.field=value`, into the config.
-        path: The pack; by default the checkout's or the wheel's own.
+        paths: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
         noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
         image: A file with the first frame, for image-to-video.
         upstream_path: The checkout of an upstream that is no installed package.
@@ -60,7 +60,7 @@ class Request:
     stage: str = "all"
     backend: Backend = "torchax"
     overrides: tuple[str, ...] = ()
-    path: str | None = None
+    paths: tuple[str, ...] = ()
     noise: torch.Tensor | None = None
     image: Path | None = None
     upstream_path: str | None = None
@@ -73,7 +73,7 @@ class Task:
 
     Attributes:
         request: The request.
-        pack: Where its data lies.
+        pack: The packs that its data lies in.
         card: The model card.
         job: The config, overrides applied.
         card_document: The card's lines, for errors.
@@ -129,10 +129,11 @@ class Task:
         for stage in stages:
             through_torchax = stage.network is not None and not self.original
             names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *self.card.patches.get(stage.name, [])])
-        entries = patch.read(self.pack.patches, list(names))
+        home = self.pack.home(self.card.model).patches
+        entries = patch.read(self.pack.folders, list(names), home)
         if not self.original:
             return entries
-        needed = {entry.id for entry in patch.read(self.pack.patches, self.card.original)}
+        needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
         return [entry for entry in entries if entry.plumbing or entry.id in needed]
 
     def component_folder(self, weights: Path, component: str) -> Path:
@@ -196,8 +197,8 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
-        flags = {"--checkpoint": request.checkpoint, "--path": request.path, "--upstream-path": request.upstream_path}
-        for flag, value in flags.items():
+        flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
+        for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
             words += [flag, value] if value is not None else []
         words += ["--backend", "original"] if self.original else []
         for override in request.overrides:
@@ -231,7 +232,7 @@ def accept(request: Request) -> Task:
         ConfigError: A mistake in a file, by its line, or in a flag.
         MeshError: The mesh does not fit the machine or the batch.
     """
-    pack = find_pack(request.path)
+    pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
     job, job_document = pack.job(request.config, request.overrides)
     _check_request(request)

@@ -66,7 +66,7 @@ def of_flags(
     head_size: int | None = None,
     upstream_path: str | None = None,
     overrides: tuple[str, ...] = (),
-    path: str | None = None,
+    paths: tuple[str, ...] = (),
 ) -> Workload:
     """Returns the job of the command line: of a model and a config, or of sizes alone; beside a model, sizes override.
 
@@ -76,7 +76,7 @@ def of_flags(
     """
     machine = parse_machine(topology, f"--topology {topology}")
     if model is not None and config is not None:
-        request = Request(model, config, path=path, upstream_path=upstream_path, overrides=overrides)
+        request = Request(model, config, paths=paths, upstream_path=upstream_path, overrides=overrides)
         return of_model(request, machine, tokens, heads, head_size)
     unread = {"model": model, "config": config, "upstream-path": upstream_path, "set": overrides or None}
     if tokens is None or heads is None or head_size is None or any(unread.values()):

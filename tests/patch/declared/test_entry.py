@@ -19,6 +19,7 @@ from torchport.errors import (
     MissingKeyError,
     ReplacementError,
     SyntaxYamlError,
+    TakenNameError,
     TorchportError,
     UnknownKeyError,
     UnknownNameError,
@@ -177,6 +178,76 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(world, name):
         patch.read(world.patches, [name])
 
 
+def _stack(tmp_path, *texts):
+    """Folders of patches on top of each other: `0/patches` is the highest. Each text is its `up/p.yaml`."""
+    folders = [tmp_path / str(number) / "patches" for number in range(len(texts))]
+    for folder, text in zip(folders, texts, strict=True):
+        (folder / "up").mkdir(parents=True)
+        (folder / "up" / "p.yaml").write_text(text)
+        (folder / "up" / "p.py").write_text("def new(x):\n    return x\n")
+    return folders
+
+
+def _places(entries):
+    return [f"{entry.id} {entry.folder.parent.parent.name}" for entry in entries]
+
+
+OVERRIDING = f"{GOOD}  overrides: true\n"
+
+
+def test_files_of_one_name_add_up_and_the_lower_folders_entries_come_first(world, tmp_path):
+    folders = _stack(tmp_path, GOOD.replace("up.one", "up.two"), GOOD)
+    for names in (["up"], ["up/p"], ["up", "up/p"]):
+        assert _places(patch.read(folders, names)) == ["up.one 1", "up.two 0"]
+    assert patch.upstreams(folders) == ["up"]
+    assert _places(patch.read(folders, ["up"], folders[1])) == ["up.one 1"], "a lower folder does not see what is above"
+    assert _places(patch.read([tmp_path / "absent", *folders], ["up"], tmp_path / "absent")) == ["up.one 1", "up.two 0"]
+
+
+def test_an_entry_that_takes_an_id_from_a_lower_folder_must_say_so(world, tmp_path):
+    folders = _stack(tmp_path, GOOD.replace("why: ", "why: Mine. "), GOOD)
+    with pytest.raises(TakenNameError) as caught:
+        patch.read(folders, ["up"])
+    assert str(caught.value) == (
+        "0/patches/up/p.yaml:1: The id 'up.one' is also at 1/patches/up/p.yaml:1. "
+        "Rename it, or write 'overrides: true' in it to take the other one's place."
+    )
+
+
+def test_a_copy_takes_nothing_and_an_edited_function_is_no_copy(world, tmp_path):
+    folders = _stack(tmp_path, GOOD, GOOD)
+    assert _places(patch.read(folders, ["up"])) == ["up.one 0"]
+    (folders[0] / "up" / "p.py").write_text("def new(x):\n    return -x\n")
+    with pytest.raises(TakenNameError, match=r"The id 'up.one' is also at 1/patches/up/p.yaml:1"):
+        patch.read(folders, ["up"])
+
+
+def test_an_override_holds_for_whoever_reads_the_lower_entry(world, tmp_path):
+    folders = _stack(tmp_path, OVERRIDING, GOOD.replace("up.one", "up.two"), GOOD)
+    (folders[0] / "up" / "p.yaml").rename(folders[0] / "up" / "other_name.yaml")
+    assert _places(patch.read(folders, ["up/p"])) == ["up.one 0", "up.two 1"]
+    assert _places(patch.read(folders, ["up"], folders[2])) == ["up.one 0"], "a shipped card gets it, too"
+    assert patch.read(folders, ["up/p"])[0].overrides
+
+
+def test_the_highest_override_wins(world, tmp_path):
+    folders = _stack(tmp_path, OVERRIDING, OVERRIDING.replace("why: ", "why: Second. "), GOOD)
+    assert _places(patch.read(folders, ["up"])) == ["up.one 0"]
+    assert _places(patch.read(folders, ["up"], folders[2])) == ["up.one 0"]
+    assert _places(patch.read(folders[1:], ["up"])) == ["up.one 1"]
+
+
+def test_an_entry_that_overrides_nothing_is_refused_with_the_nearest(world, tmp_path):
+    folders = _stack(tmp_path, OVERRIDING.replace("up.one", "up.onne"), GOOD)
+    for home in folders:
+        with pytest.raises(BadValueError) as caught:
+            patch.read(folders, ["up"], home)
+        assert str(caught.value) == (
+            "0/patches/up/p.yaml:1: 'up.onne' overrides nothing: no pack under it has a patch with this id. "
+            "Did you mean 'up.one'? Known: up.one."
+        )
+
+
 def test_links_that_lead_out_of_the_folder_are_refused(world, tmp_path):
     (tmp_path / "outside.yaml").write_text(GOOD)
     (tmp_path / "outside.py").write_text("raise SystemExit('ran')\n")
@@ -293,7 +364,7 @@ def _entry_or_project_error(folder, text):
     try:
         entries = patch.read(folder, ["up"])
     except TorchportError as error:
-        assert str(error).startswith("patches/up/p.yaml:")
+        assert str(error).startswith(f"{folder}/up/p.yaml:")
         return
     assert all(isinstance(entry, patch.Entry) for entry in entries)
 

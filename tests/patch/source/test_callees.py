@@ -146,7 +146,7 @@ def test_a_sign_turned_two_calls_below_what_a_patch_relies_on_is_drift_that_name
     world.write("up/m.py", ROTARY)
     entries = world.one("wrap: p.py:wrapped", "up.m:block", "relies_on: ['up.m:apply_rotary']")
     world.python("def wrapped(original, x): return x\n")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     lock = (world.patches / "up" / "lock.yaml").read_text()
     assert '        up.m: "apply_rotary:' in lock and " rotate_half:" in lock
     with patch.applied(entries) as ledger:
@@ -162,7 +162,7 @@ def test_a_sign_turned_two_calls_below_what_a_patch_relies_on_is_drift_that_name
 def test_a_replacement_relies_on_what_its_target_uses_unless_it_is_plumbing(world):
     world.write("up/m.py", ROTARY)
     entries = world.one("replace: p.py:new", "up.m:block")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     world.write("up/m.py", ROTARY.replace("return -x", "return x"))
     assert "up.m:rotate_half (up/m.py:1), which up.m:apply_rotary uses, changed. Review" in _drift(entries)
     plumbing = world.one("replace: p.py:new", "up.m:block", "plumbing: true")
@@ -176,7 +176,7 @@ def test_of_many_changed_callees_four_are_told(world):
     world.write("up/m.py", text)
     world.python("def new(): return 1\n")
     entries = world.one("replace: p.py:new", "up.m:g")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     world.write("up/m.py", text.replace("return 1", "return 2"))
     assert "up.m:d (up/m.py:4), which up.m:g uses, changed; and 2 more. Review" in _drift(entries)
 
@@ -221,7 +221,7 @@ def _edited(world, old, new):
         world.write(file, text)
     world.python("def new(self, x): return x\n")
     entries = world.one("replace: p.py:new", "up.m:K.block")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     file = old.partition(":")[0] if old.startswith("up/") else "up/m.py"
     text = {"up/m.py": EDITED, **OTHERS}[file]
     assert text.count(old.removeprefix(f"{file}:")) == 1
@@ -291,4 +291,4 @@ def test_what_a_patch_relies_on_must_be_there_to_be_locked(world, name):
     world.write("up/m.py", ROTARY)
     entries = world.one("replace: p.py:new", "up.m:block", f"relies_on: ['{name}']")
     with pytest.raises(TargetError, match=f"p.yaml:1: 'up.one' relies on {name}, which is not in the source. Name"):
-        drift.lock(world.patches, entries)
+        drift.lock(entries)

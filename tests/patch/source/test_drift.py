@@ -37,7 +37,7 @@ def world(tmp_path, monkeypatch):
 
 def _locked(world, more="relies_on: ['up.m:helper']"):
     entries = world.one("replace: p.py:new", "up.m:f", more)
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     return entries
 
 
@@ -49,11 +49,11 @@ def _apply(entries):
 def test_a_locked_target_passes_and_an_unlocked_one_says_so(world):
     entries = world.one("replace: p.py:new", "up.m:f")
     assert _apply(entries) == "unlocked"
-    assert drift.lock(world.patches, entries, write=False) == ["up.m:f: new"]
+    assert drift.lock(entries, write=False) == ["up.m:f: new"]
     assert _apply(entries) == "unlocked"
-    assert drift.lock(world.patches, entries) == ["up.m:f: new"]
+    assert drift.lock(entries) == ["up.m:f: new"]
     assert _apply(entries) == "locked"
-    assert drift.lock(world.patches, entries) == []
+    assert drift.lock(entries) == []
 
 
 def test_a_renamed_argument_is_named(world):
@@ -158,7 +158,7 @@ def test_a_class_that_gets_another_base_shows_it(world):
     world.write("up/m.py", "class C(dict):\n    def f(self):\n        return 1\n")
     world.python("class New:\n    pass\n")
     entries = world.one("replace: p.py:New", "up.m:C")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     world.write("up/m.py", "class C(list):\n    def f(self):\n        return 1\n")
     with pytest.raises(DriftError, match=r": line 1 is new: list\. Review"):
         _apply(entries)
@@ -179,7 +179,7 @@ def test_several_known_good_rows_stand_beside_each_other(world, monkeypatch):
     version["up"] = "2.0"
     with pytest.raises(DriftError, match=r"\(up 1.0\): line 7 is new: for i in range\(b \+ 0\):"):
         _apply(entries)
-    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert drift.lock(entries) == ["up.m:f: changed"]
     assert _apply(entries) == "locked"
     world.write("up/m.py", UP)
     assert _apply(entries) == "locked"
@@ -194,7 +194,7 @@ def test_a_target_that_nothing_patches_any_more_is_dropped_from_the_lock(world):
     _locked(world)
     world.python("def helped(x): return 1\n")
     entries = world.one("replace: p.py:helped", "up.m:helper")
-    assert drift.lock(world.patches, entries) == ["up.m:f: dropped", "up.m:helper: new"]
+    assert drift.lock(entries) == ["up.m:f: dropped", "up.m:helper: new"]
 
 
 def test_a_lock_that_is_no_lock_is_refused(world):
@@ -208,7 +208,7 @@ def test_classes_are_locked_too(world):
     world.write("up/m.py", "class C:\n    '''Doc.'''\n    def f(self):\n        return 1\n")
     world.python("class New:\n    pass\n")
     entries = world.one("replace: p.py:New", "up.m:C")
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     world.write("up/m.py", "class C:\n    def f(self):\n        return 2\n")
     with pytest.raises(DriftError, match=r"line 3 is new: return 2"):
         _apply(entries)

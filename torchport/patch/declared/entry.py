@@ -146,6 +146,7 @@ class Entry(Frozen):
         lifetime: `run`, or `{while_importing: package}`.
         relies_on: Callees, as targets, whose change is drift as well.
         counted: False for a replacement or wrapper so hot that counting its calls would show.
+        overrides: True if it takes the place of the patch with the same id in a pack under its own.
     """
 
     id: str = pydantic.Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$", max_length=120)
@@ -168,6 +169,7 @@ class Entry(Frozen):
     lifetime: Lifetime = Lifetime.model_validate("run")
     relies_on: list[TargetName] = []
     counted: bool = True
+    overrides: bool = False
 
     _place: str = "Python:1"
     _folder: Path = Path()

@@ -9,7 +9,7 @@ import pydantic
 
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.errors import WrongTypeError
-from torchport.files.folder import inside
+from torchport.files.folder import as_named, inside
 from torchport.patch.declared.entry import TargetName
 from torchport.patch.declared.reading import LOCK
 
@@ -43,7 +43,7 @@ class Locked(Frozen):
 def read_lock(folder: Path) -> dict[str, Locked]:
     """Returns the lock of one upstream's folder, by target. It is empty if there is no lock file."""
     file = inside(folder.parent, folder / LOCK)
-    shown = f"{folder.parent.name}/{folder.name}/{LOCK}"
+    shown = as_named(file)
     if not file.is_file():
         if file.is_symlink() or file.exists():
             read_document(file, shown)  # which refuses what is no file

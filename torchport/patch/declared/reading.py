@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from torchport.config import Document, read_document, validated
 from torchport.errors import (
     BadValueError,
     ConflictError,
+    TakenNameError,
     UnknownKeyError,
     UnknownNameError,
     WrongTypeError,
     nearest,
 )
-from torchport.files.folder import has_folder, inside
+from torchport.files.folder import as_named, has_file, has_folder, inside
 from torchport.patch.declared.entry import Entry, mistake
 
 LOCK = "lock.yaml"
@@ -31,44 +33,105 @@ _REMOVED = {
 }
 
 
-def read(folder: Path | str, names: Sequence[str]) -> list[Entry]:
+Folders = Path | str | Sequence[Path]
+"""A folder of patches, or several: those of packs on top of each other, from the top."""
+
+
+def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> list[Entry]:
     """Returns the entries of the files that are named, in their order.
 
     Args:
-        folder: A folder of patches, one folder per upstream in it.
+        folders: A folder of patches, one folder per upstream in it; or several, from the top.
         names: `upstream` for every file of that folder, `upstream/file` for one file.
+        home: Which of the folders the names are looked up in, with those under it; by default all of them. From a
+            folder above it comes only what overrides a patch.
 
     Raises:
         UnknownNameError: No such folder or file.
-        BadValueError: A name or link that leads out of the folder, a file that would never be read, or fields that
-            contradict each other.
-        ConflictError: Two entries with one id.
+        BadValueError: A name or link that leads out of the folder, a file that would never be read, fields that
+            contradict each other, or an entry that overrides nothing.
+        ConflictError: Two entries of one folder with one id.
+        TakenNameError: Two entries of two folders with one id, and the upper one does not say that it overrides.
         ConfigError: Anything else that is wrong in a file, with its line.
     """
-    root = Path(folder)
-    entries = [entry for file in _files(root, names) for entry in read_file(root, file)]
-    seen: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.id in seen:
-            fact = f"The id '{entry.id}' is also at {seen[entry.id].place}"
-            raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
-        seen[entry.id] = entry
-    return entries
+    stack = _stack(folders)
+    by_id: dict[str, Entry] = {}
+    for file in _files(stack if home is None else stack[stack.index(home) :], names):
+        for entry in read_file(file):
+            if entry.id in by_id:
+                _check_takes(entry, by_id[entry.id])
+            by_id[entry.id] = entry
+    for entry in _overriding(stack):
+        if entry.id in by_id and stack.index(_root(by_id[entry.id])) > stack.index(_root(entry)):
+            by_id[entry.id] = entry
+    return list(by_id.values())
 
 
-def upstreams(folder: Path | str) -> list[str]:
-    """Returns the names of the upstreams that a folder of patches has.
+def _stack(folders: Folders) -> list[Path]:
+    return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
+
+
+def _root(entry: Entry) -> Path:
+    return entry.folder.parent
+
+
+def _check_takes(entry: Entry, other: Entry) -> None:
+    """Refuses two entries with one id; an entry may take the place of one in a lower folder, if it says so."""
+    fact = f"The id '{entry.id}' is also at {other.place}"
+    if _root(entry) == _root(other):
+        raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
+    if not entry.overrides and not _is_copy(entry, other):
+        remedy = "Rename it, or write 'overrides: true' in it to take the other one's place"
+        raise TakenNameError(entry.place, fact, remedy, patch=entry.id)
+
+
+def _is_copy(entry: Entry, other: Entry) -> bool:
+    """Returns whether two entries say the same, and their functions stand in files with the same bytes."""
+    if entry.model_dump() != other.model_dump():
+        return False
+    files = [one.folder / one.reference.partition(":")[0] for one in (entry, other) if one.reference]
+    return not files or (all(map(has_file, files)) and filecmp.cmp(files[0], files[1], shallow=False))
+
+
+def _overriding(stack: Sequence[Path]) -> list[Entry]:
+    """Returns the entries that take the place of one in a lower folder, the highest last.
 
     Raises:
-        BadValueError: A folder of it could never be named.
+        BadValueError: There is no entry with this id in a lower folder.
     """
-    root = Path(folder)
+    overriding: list[Entry] = []
+    for level in reversed(range(len(stack) - 1)):
+        upper = [entry for entry in _every(stack[level]) if entry.overrides]
+        ids = {entry.id for root in stack[level + 1 :] for entry in _every(root)} if upper else set()
+        for entry in upper:
+            if entry.id not in ids:
+                fact = f"'{entry.id}' overrides nothing: no pack under it has a patch with this id"
+                raise BadValueError(entry.place, fact, nearest(entry.id, sorted(ids)), patch=entry.id)
+        overriding += upper
+    return overriding
+
+
+def _every(root: Path) -> list[Entry]:
+    names = _upstreams(root) if has_folder(root) else []
+    return [entry for name in names for file in _files_of(root, name) for entry in read_file(file)]
+
+
+def upstreams(folders: Folders) -> list[str]:
+    """Returns the names of the upstreams that folders of patches have, sorted.
+
+    Raises:
+        BadValueError: A folder could never be named.
+    """
+    return sorted({name for root in _stack(folders) if root.is_dir() for name in _upstreams(root)})
+
+
+def _upstreams(root: Path) -> list[str]:
     names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
     for name in names:
         if not _is_word(name):
             plain = re.sub(r"\W", "_", name, flags=re.ASCII)
             remedy = f"Rename the folder to {plain if plain[0].isalpha() else f'up_{plain}'}"
-            raise BadValueError(f"{root.name}/{name}", f"'{name}' is no name of an upstream", remedy)
+            raise BadValueError(as_named(root / name), f"'{name}' is no name of an upstream", remedy)
     return names
 
 
@@ -76,13 +139,32 @@ def _is_word(name: str) -> bool:
     return name.isidentifier() and name.isascii()
 
 
-def _files(root: Path, names: Sequence[str]) -> list[Path]:
-    if not root.is_dir():
-        raise UnknownNameError(str(root), "No such folder of patches", "Give the folder that holds them")
+def _files(stack: Sequence[Path], names: Sequence[str]) -> list[Path]:
+    """Returns each file of the names once: the lowest folder's first."""
+    roots = [root for root in stack if root.is_dir()]
+    if not roots:
+        shown = ", ".join(map(as_named, stack))
+        raise UnknownNameError(shown, "No such folder of patches", "Give the folder that holds them")
     files: dict[Path, None] = {}
     for name in names:
-        files.update(dict.fromkeys(_files_of(root, name)))
+        chosen = [file for root in reversed(roots) for file in _files_of(root, name)]
+        if not chosen and ("/" in name or not any(has_folder(root / name) for root in roots)):
+            raise _unknown(roots, name)
+        files.update(dict.fromkeys(chosen))
     return list(files)
+
+
+def _unknown(roots: Sequence[Path], name: str) -> UnknownNameError:
+    upstream, _, file = name.partition("/")
+    place = ", ".join(map(as_named, roots))
+    if not any(has_folder(root / upstream) for root in roots):
+        return UnknownNameError(place, f"No patches for '{upstream}'", nearest(upstream, upstreams(roots)))
+    known = sorted({path.stem for root in roots for path in _yaml_files(root / upstream)})
+    return UnknownNameError(place, f"No patches '{name}'", nearest(file, known))
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.yaml")) if path.name != LOCK]
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
@@ -91,16 +173,13 @@ def _files_of(root: Path, name: str) -> list[Path]:
     words = (upstream, file) if slash else (upstream,)
     if not all(map(_is_word, words)):
         if upstream in {f.name for f in root.iterdir()}:
-            upstreams(root)  # says what to rename it to
+            _upstreams(root)  # says what to rename it to
         raise BadValueError(name, f"'{name}' is no name of patches", "Write upstream or upstream/file")
     folder = root / upstream
     if not has_folder(folder):
-        raise UnknownNameError(str(root), f"No patches for '{upstream}'", nearest(upstream, upstreams(root)))
+        return []
     _check_all_read(root, inside(root, folder))
-    known = {path.stem: path for path in sorted(folder.glob("*.yaml")) if path.name != LOCK}
-    if slash and file not in known:
-        raise UnknownNameError(str(root), f"No patches '{name}'", nearest(file, known))
-    return [inside(root, path) for path in ([known[file]] if slash else known.values())]
+    return [inside(root, path) for path in _yaml_files(folder) if not slash or path.stem == file]
 
 
 def _check_all_read(root: Path, folder: Path) -> None:
@@ -112,17 +191,17 @@ def _check_all_read(root: Path, folder: Path) -> None:
         if path.is_dir():
             remedy = "It is a folder: rename it, or put a file in its place"
         elif len(steps) > 1:
-            remedy = f"Move it up into {root.name}/{folder.name}"
+            remedy = f"Move it up into {as_named(folder)}"
         elif path.suffix != ".yaml":
             remedy = f"Rename it to {path.stem}.yaml"
         else:
             continue
-        raise BadValueError(f"{root.name}/{path.relative_to(root)}", f"'{path.name}' would never be read", remedy)
+        raise BadValueError(as_named(path), f"'{path.name}' would never be read", remedy)
 
 
-def read_file(root: Path, file: Path) -> list[Entry]:
+def read_file(file: Path) -> list[Entry]:
     """Returns the entries of one file. See `read`."""
-    document = read_document(file, f"{root.name}/{file.relative_to(root)}")
+    document = read_document(file, as_named(file))
     if document.data is None:
         return []
     if not isinstance(document.data, list):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import ReplacementError, TorchportError, nearest
+from torchport.files.folder import as_named
 from torchport.patch.declared.entry import Entry
 
 
@@ -75,9 +76,7 @@ def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
     """
 
     def error(cause: BaseException) -> ReplacementError:
-        return ReplacementError(
-            place, f"'patches/{upstream}/{path.name}' does not load: {_said(cause)}", "Mend the file"
-        )
+        return ReplacementError(place, f"'{as_named(path)}' does not load: {_said(cause)}", "Mend the file")
 
     with Explained(error):
         return _module(path, f"torchport_patches.{upstream}.{path.stem}")

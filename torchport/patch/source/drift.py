@@ -10,7 +10,7 @@ from pathlib import Path
 from torchport.errors import DriftError, OutputError, TargetError
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.lock import Locked, LockRow, read_lock
-from torchport.patch.declared.reading import LOCK, upstreams
+from torchport.patch.declared.reading import LOCK
 from torchport.patch.declared.versions import installed
 from torchport.patch.source.callees import bindings, callees, definition, home_of, uses
 from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
@@ -168,12 +168,11 @@ def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
     return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
-def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> list[str]:
-    """Records upstream's source as reviewed.
+def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
+    """Records upstream's source as reviewed, in the folders that the entries lie in.
 
     Args:
-        folder: The folder of patches.
-        entries: The entries to lock. Those of one upstream must all be there: what is left out is dropped.
+        entries: The entries to lock. Those of one folder must all be there: what is left out is dropped.
         write: False to only tell what would change.
 
     Returns:
@@ -187,15 +186,12 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
         if definition(home_of(target)) is None:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
-    by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
-    for name, chosen in by_upstream.items():
-        if not any(entry.upstream == name for entry in entries):
-            continue
-        before = read_lock(Path(folder) / name)
-        after, lines = _new_lock(before, chosen)
+    for folder in dict.fromkeys(entry.folder for entry in entries):
+        chosen = [entry for entry in entries if entry.folder == folder and entry.edits]
+        after, lines = _new_lock(read_lock(folder), chosen)
         changed += lines
         if write and lines:
-            _write(Path(folder) / name / LOCK, _yaml(after.values()))
+            _write(folder / LOCK, _yaml(after.values()))
     return changed
 
 
