@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import engine
 from torchport.config.card import Stack
 from torchport.errors import StackError, nearest
+from torchport.stages.constants import Constants, converted
 
 BLOCK = "block"
 """The attribute under which the stacked block keeps its template: a part of every stacked weight's name."""
@@ -86,7 +87,8 @@ class Stacked(torch.nn.Module):
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
             arguments = _merge(fixed, static) | dict(zip(self.carries, carry, strict=True))
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            outputs = torch.func.functional_call(self.block, whole, (), arguments)
+            with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
+                outputs = torch.func.functional_call(self.block, whole, (), arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
                 outputs = self.after(index, outputs)
@@ -101,7 +103,8 @@ class Stacked(torch.nn.Module):
 
             return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count)))[0]
 
-        outputs = engine.call_jax(scan, tuple(bound.arguments[name] for name in self.carries), weights, tensors)
+        carry = tuple(bound.arguments[name] for name in self.carries)
+        outputs = engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant))
         self._check_state(before)
         return outputs if len(self.carries) > 1 else outputs[0]
 
