@@ -94,6 +94,11 @@ REFUSED = {
         "'add' writes values of the network into a tensor that is made on the host. "
         "Make that tensor with `device=x.device`, x a tensor of the network.",
     ),
+    "drawn": (
+        lambda x: x + torch.randn(4),
+        "'randn' draws numbers while the network is traced, and every call would have the same. "
+        "Draw them in the stage's verb, and pass them as an input.",
+    ),
     "64 bits": (
         lambda x: x * torch.arange(4, dtype=torch.float64),
         "A tensor of the host, float64 [4], meets the network's, and would be rounded: JAX has 32-bit numbers. "

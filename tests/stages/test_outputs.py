@@ -1,5 +1,7 @@
 """Networks with several outputs, and with caches that stay on the devices from one call to the next."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 import torch
@@ -7,8 +9,11 @@ from fakes.networks import Chunks
 from jax.sharding import PartitionSpec
 
 from torchport import compile, patch, shard
+from torchport.compile import preflight
 from torchport.config.card import Rule
-from torchport.errors import BadValueError, DeadRuleError, UnmatchedError
+from torchport.errors import BadValueError, DeadRuleError, MeshError, UnmatchedError
+from torchport.stages import recorder
+from torchport.stages.family import Stage
 
 WEIGHTS = [Rule(match=r".*\.weight", spec=["tp"]), Rule(match=r".*\.bias", spec="replicate")]
 INPUTS = [
@@ -169,3 +174,85 @@ def test_a_cache_needs_a_rule_and_a_rule_for_one_that_is_never_returned_is_refus
         compiled(module, mesh8, INPUTS[:1])(chunk=chunk, cache=None)
     with pytest.raises(DeadRuleError, match=r"Rule 4, 'cache\\.last', matches none of 3 tensors"):
         compiled(module, mesh8, [*INPUTS, Rule(match=r"cache\.last", spec="replicate")])(chunk=chunk, cache=None)
+
+
+def test_plans_and_checks_see_each_program_its_cache_and_the_rules_of_what_it_keeps(module, mesh8):
+    def verb(parts, call, settings, steps, video):
+        return {"frames": decode_shapes(call, video)}
+
+    def decode_shapes(call, video):
+        frames, cache = [], None
+        for chunk in video.split(2, dim=1):
+            some, cache, facts = call(chunk=chunk, cache=cache)
+            assert some.device.type == "cpu" and facts["norm"].shape == ()
+            frames.append(some)
+        return torch.cat(frames, 1)
+
+    stage = Stage(
+        "decode", verb, (), network="vae", like=lambda parts, settings: {"video": torch.zeros(4, 6, 8)}, **OUTPUTS
+    )
+    calls = recorder.network_calls(stage, {}, Chunks(), compile.plainly, None)
+    cache = {"cache.first": [4, 1, 8], "cache.later.0": [4, 1, 8]}
+    assert [call.times for call in calls] == [1, 2] and [call.flops for call in calls] == [
+        2 * 2 * 2 * 4 * 2 * 8 * 8
+    ] * 2
+    assert [{path: list(tensor.shape) for path, tensor in call.tensors.items()} for call in calls] == [
+        {"chunk": [4, 2, 8]},
+        {"chunk": [4, 2, 8], **cache},
+    ]
+    assert [{path: list(tensor.shape) for path, tensor in call.kept.items()} for call in calls] == [cache] * 2
+    planned, ran = compiled(module, mesh8), compiled(module, mesh8)
+    chunks = torch.randn(3, 4, 2, 8)
+    _, first, _ = ran(chunk=chunks[0], cache=None)
+    for call, arrays in zip(calls, ({"chunk": chunks[0]}, {"chunk": chunks[1], "cache": first}), strict=True):
+        text = planned.lowered(planned.shapes(call.inputs), call.static).as_text()
+        assert text == ran.lowered(ran.place(**arrays), call.static).as_text()
+        assert ("jax.buffer_donor" in text or "tf.aliasing_output" in text) == ("cache" in arrays)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind", "text"),
+    [
+        (INPUTS, None, ""),
+        (INPUTS[:2], UnmatchedError, "No rule matches the input 'cache.later.0' [4, 1, 8] of vae"),
+        ([*INPUTS, Rule(match="caches.*", spec="replicate")], DeadRuleError, "'caches.*', matches none of 3 tensors"),
+        (
+            [*INPUTS[:2], Rule(match=r"cache\.later\.0", spec=["dp", "tp"])],
+            MeshError,
+            "tp=4 does not divide dim 1 of 'cache.later.0' [4, 1, 8], an input of vae",
+        ),
+    ],
+)
+def test_a_check_before_a_run_of_one_chunk_knows_that_its_cache_needs_rules(rules, kind, text):
+    stage = Stage(
+        "decode",
+        lambda parts, call, settings, steps, chunk: call(chunk=chunk, cache=None),
+        (),
+        network="vae",
+        like=lambda parts, settings: {"chunk": torch.zeros(4, 2, 8)},
+        **OUTPUTS,
+    )
+    calls = recorder.network_calls(stage, {}, Chunks(), compile.plainly, None, count=False)
+    task = SimpleNamespace(
+        card=SimpleNamespace(strategies={"tp": SimpleNamespace(inputs={"vae": rules})}),
+        job=SimpleNamespace(strategy="tp", mesh={"dp": 2, "tp": 4}),
+        rules_place=lambda kind, component: "card.yaml:9",
+        rule_places=lambda kind, component: [f"card.yaml:{10 + n}" for n in range(len(rules))],
+        family=SimpleNamespace(batch=lambda scale: 4),
+        settings=SimpleNamespace(guidance_scale=1.0),
+    )
+    if kind is None:
+        [found] = preflight.input_rules(task, "vae", calls)
+        assert list(found) == ["chunk"]
+        return
+    with pytest.raises(kind) as caught:
+        preflight.input_rules(task, "vae", calls)
+    assert text in str(caught.value)
+
+
+def test_an_output_that_is_kept_must_have_a_name():
+    with pytest.raises(BadValueError) as caught:
+        Stage("decode", dict, (), outputs=("frames", "cache"), keeps=("caches",))
+    assert str(caught.value) == (
+        "Stage 'decode': 'caches' in `keeps` is no name in `outputs`. Did you mean 'cache'? Known: cache, frames."
+    )

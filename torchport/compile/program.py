@@ -164,7 +164,7 @@ class Compiled:
         counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
         self.network = network
         self.bound = _Bound(module, network.how)
-        self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
+        self.blocks = tuple(stack.prefix(name, stacks[name]) for name in counts)
         parts = stack.names(weights, stacks, counts)
         self.gathered = frozenset(name for name, parts_of in parts.items() if not network.gathered.isdisjoint(parts_of))
         for prefix in self.blocks:

@@ -16,6 +16,13 @@ from torchport.errors import BadValueError
 LIMIT = 2**20
 """Bytes of the largest constant. Larger ones make programs slow to compile, and every device holds them whole."""
 
+RANDOM = {
+    *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
+    *(torch.rand_like, torch.randn_like, torch.randint_like, torch.Tensor.normal_, torch.Tensor.uniform_),
+    *(torch.Tensor.random_, torch.Tensor.bernoulli_, torch.Tensor.exponential_),
+}
+"""Functions that draw numbers. What is drawn while a network is traced is the same in every call of its program."""
+
 LIBRARIES = ("torch", "torchax", "jax", "torchport")
 """Packages whose frames are not where a constant is made."""
 
@@ -40,8 +47,8 @@ class Constants(TorchFunctionMode):
         """Calls a function, with constants in place of the host's tensors.
 
         Raises:
-            BadValueError: A constant that is too large or would be rounded, or a tensor of the host that the function
-                writes to.
+            BadValueError: A constant that is too large, random or would be rounded, or a tensor of the host that the
+                function writes to.
         """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
@@ -54,7 +61,13 @@ class Constants(TorchFunctionMode):
                 fact = f"'{name}' writes values of the network into a tensor that is made on the host"
                 raise BadValueError(place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network")
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
-        return function(*args, **kwargs)
+        output = function(*args, **kwargs)
+        if function in RANDOM and is_host(output):
+            fact = (
+                f"'{function.__name__}' draws numbers while the network is traced, and every call would have the same"
+            )
+            raise BadValueError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
+        return output
 
     def _is_host(self, tensor: Any) -> bool:
         return is_host(tensor) and tensor.ndim > 0
