@@ -33,6 +33,13 @@ def is_traced(value: object) -> bool:
     return module is not None and isinstance(value, module.Tensor)
 
 
+def constant(tensor: Any) -> Any:
+    """Returns a tensor of the host as one of the engine's, with its values in the program."""
+    import torchax
+
+    return torchax.default_env().to_xla(tensor)
+
+
 def begin_trace() -> None:
     """Prepares the engine for a trace: a view becomes a tensor at once.
 

@@ -354,7 +354,10 @@ class AttentionError(TorchportError):
 
 
 class StackError(ShardError):
-    """These blocks cannot run under one scan: they differ in more than their weights, or keep state between calls."""
+    """These blocks cannot run under one scan.
+
+    They differ in more than their weights, keep state between calls, or return a carry with another dtype or shape.
+    """
 
     id = "TP405"
 

@@ -6,12 +6,14 @@ import errno
 import json
 import logging
 import os
+import textwrap
 
 import jax
 import numpy
 import pytest
 import torch
 from fakes.patch_world import World
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import compile, patch, shard
@@ -59,6 +61,7 @@ class Kept:
         self.world, self.mesh, self.root = world, mesh, root
         self.torchax = patch.read(pack.patches, ["torchax"])
         self.common, self.parts = {"versions": {"jax": "1"}}, {"attention": None}
+        self.from_jax = False
         world.write("up/net.py", NETWORK)
         world.python(PATCH)
         self.entries = world.one("replace: p.py:new", "up.net:activation", "must_be_called: [denoise]")
@@ -76,12 +79,14 @@ class Kept:
             weights = shard.place(tensors.items(), rules, self.mesh)
             parts = {**self.parts, "patches": dict(ledger.trace().digests)}
             self.made = []
-            source = store.StagePrograms(self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made)
+            source = store.StagePrograms(
+                self.root, STAGE, lambda: self.common, parts, self.mesh, ledger, self.made, self.from_jax
+            )
             network = compile.Network(module.to("meta"), INPUTS, "net", "card.yaml:9", "highest")
             yield compile.Compiled(network, weights, self.mesh, trace=ledger.trace(), source=source), ledger
 
     def run(self, **static):
-        """Returns what the network computes, and whether its program was compiled or cached."""
+        """Returns what the network computes, and whether its program was compiled, traced or cached."""
         with self.stage() as (network, ledger):
             output = network(x=X, **static)
             ledger.check_called()
@@ -148,19 +153,19 @@ def test_a_program_brings_the_calls_of_its_own_trace_only(kept):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "told", "program"),
     [
-        ({"versions": {"jax": "2"}}, "versions.jax is 2, was 1"),
-        ({"attention": "xla"}, "attention is xla, was absent"),
-        ({"versions": {"jax": "1", "einops": "3"}}, "versions.einops is 3, was absent"),
+        ({"versions": {"jax": "2"}}, "versions.jax is 2, was 1", "compiled"),
+        ({"attention": "xla"}, "attention is xla, was absent", "traced"),
+        ({"versions": {"jax": "1", "einops": "3"}}, "versions.einops is 3, was absent", "traced"),
     ],
 )
-def test_a_program_whose_key_differs_is_not_loaded_and_it_is_told_what_differs(kept, said, change, told):
+def test_a_program_whose_key_differs_is_not_loaded_and_it_is_told_what_differs(kept, said, change, told, program):
     kept.run()
     traced = kept.made[0]["traced"]
     kept.common |= {part: value for part, value in change.items() if part == "versions"}
     kept.parts |= {part: value for part, value in change.items() if part != "versions"}
-    assert kept.run()[1] == "compiled"
+    assert kept.run()[1] == program
     assert f"denoise: the program traced {traced} is another: {told}" in said()
     assert len(kept.entries_on_disk()) == 2 and kept.run()[1] == "cached"
 
@@ -184,11 +189,112 @@ def test_a_patch_whose_function_has_changed_is_traced(kept, said):
     assert any("is another: patches.up.one is" in line for line in said())
 
 
+@pytest.fixture
+def counted(kept, monkeypatch):
+    """How often a program was traced and compiled, and how often the cache's messages were logged."""
+    counts = {"traced": 0, "compiled": 0}
+    lowered, compiled = compile.Compiled.lowered, store.StagePrograms._compiled
+
+    def count(name, function):
+        def call(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(compile.Compiled, "lowered", count("traced", lowered))
+    monkeypatch.setattr(store.StagePrograms, "_compiled", count("compiled", compiled))
+    return counts
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_after_an_edit_that_changes_no_program_it_is_traced_once_and_kept_again(
+    kept, counted, said, caplog, monkeypatch, tmp_path, links
+):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
+    with jax_cache(tmp_path / "cache"):
+        first, _ = kept.run()
+        assert counted == {"traced": 1, "compiled": 1}
+        traced = kept.made[0]["traced"]
+        kept.world.python("# A comment.\n" + textwrap.dedent(PATCH))
+        again, how = kept.run()
+        assert how == "traced" and counted == {"traced": 2, "compiled": 1}
+        assert f"denoise: the program traced {traced} is the same: it is not compiled again" in said()
+        caplog.clear()
+        last, how = kept.run()
+    assert how == "cached" and counted == {"traced": 2, "compiled": 1}
+    assert torch.equal(first, again) and torch.equal(first, last)
+    assert [line for line in said() if line.startswith("denoise")] == [
+        f"denoise: program from the cache (traced {kept.made[0]['traced']})"
+    ]
+    files = [path / "executable" for path in kept.root.iterdir()]
+    assert len(files) == 2 and len({file.stat().st_ino for file in files}) == (1 if links else 2)
+
+
+def test_a_damaged_executable_is_not_taken_after_an_edit(kept, counted, said):
+    first, _ = kept.run()
+    file = kept.file("executable")
+    file.write_bytes(b"?" + file.read_bytes()[1:])
+    kept.world.python(PATCH + "\n    # A comment.\n")
+    again, how = kept.run()
+    assert how == "compiled" and torch.equal(first, again) and counted == {"traced": 2, "compiled": 2}
+    assert any("is damaged: the sha256" in line for line in said()) and kept.run()[1] == "cached"
+
+
+def test_after_an_edit_that_exchanges_two_inputs_the_program_is_another(kept, mesh8):
+    """What is lowered is the same text: JAX leaves out the input that is not used."""
+    x = {"x": torch.ones(4, 8), "y": torch.zeros(4, 8)}
+    for name, how in (("x", "compiled"), ("y", "compiled"), ("x", "cached")):
+        kept.parts["how"] = name
+        with kept.stage() as (network, _):
+            network.network = dataclasses.replace(network.network, inputs=[Rule(match="x|y", spec=["dp"])])
+            network.bound.how = lambda module, name=name, **inputs: inputs[name] * 2
+            assert torch.equal(network(**x), 2 * x[name]) and kept.made[-1]["program"] == how
+
+
+def test_after_an_edit_of_one_number_of_a_large_constant_the_program_is_another(kept):
+    table = torch.arange(4096.0)
+    for value, how in ((1.0, "compiled"), (2.0, "compiled"), (1.0, "cached")):
+        kept.parts["table"] = value
+        table[2000] = value
+        with kept.stage() as (network, _):
+            network.bound.how = lambda module, x: x[:1, :1] * table
+            assert torch.equal(network(x=torch.ones(4, 8))[0], table) and kept.made[-1]["program"] == how
+
+
+def test_a_program_with_caches_and_several_outputs_is_kept_whole(kept):
+    """Its outputs are the tree that they were, and the memory of its cache still serves the next one."""
+
+    def how(module, x, cache=None):
+        total = x if cache is None else x + cache["sum"][0]
+        return {"out": module(x)[0], "sum": [total, None], "both": (total, total + 1)}
+
+    def run():
+        with kept.stage() as (network, _):
+            rules = [*INPUTS, Rule(match=r"cache\.sum\.0", spec=["dp", "tp"])]
+            names = ("out", "cache", "both")
+            network.network = dataclasses.replace(network.network, inputs=rules, outputs=names, keeps=("cache",))
+            network.bound.how = lambda module, **inputs: (lambda out: (out["out"], {"sum": out["sum"]}, out["both"]))(
+                how(module, **inputs)
+            )
+            out, cache, _ = network(x=X)
+            again, more, both = network(x=X, cache=cache)
+            assert cache["sum"][0].is_deleted() and more["sum"][1] is None and isinstance(both, tuple)
+            assert torch.equal(out, again) and torch.equal(both[0], 2 * X) and torch.equal(both[1], 2 * X + 1)
+            return out, [row["program"] for row in kept.made]
+
+    first, made = run()
+    assert made == ["compiled", "compiled"]
+    second, made = run()
+    assert made == ["cached", "cached"] and torch.equal(first, second)
+
+
 def test_a_patch_whose_yaml_has_changed_is_traced(kept):
     kept.run()
     more = "must_be_called: [denoise, decode]"
     kept.entries = kept.world.one("replace: p.py:new", "up.net:activation", more)
-    assert kept.run()[1] == "compiled"
+    assert kept.run()[1] == "traced"
 
 
 def test_other_shapes_placements_and_static_arguments_are_other_programs(kept):
@@ -314,15 +420,48 @@ def test_the_programs_that_were_used_least_lately_make_room(kept, monkeypatch):
     assert kept.run()[1] == "cached" and kept.run(scale=2.0)[1] == "compiled"
 
 
-def test_a_program_that_jaxs_cache_delivered_is_not_kept_a_second_time(kept, said, tmp_path):
-    """On a CPU, serialised again it lacks its functions, and fails when it is called."""
+def test_a_program_that_is_kept_is_compiled_without_jaxs_cache(kept, tmp_path):
+    """On a CPU, what JAX's cache delivers lacks its functions once it is serialised again, and fails when called."""
     with jax_cache(tmp_path / "cache"):
         first, _ = kept.run()
+        inside = tmp_path / "cache" / "jax" / cache.host()
+        assert not any("program" in file.name for file in inside.iterdir())
         entry.remove(kept.file("executable").parent)
         again, how = kept.run()
+        assert how == "compiled" and not kept.made[0]["jax_cache"] and kept.run()[1] == "cached"
+        assert jax.config.jax_enable_compilation_cache
+    assert torch.equal(first, again)
+
+
+def test_a_folder_that_the_user_has_named_to_jax_delivers_programs_and_they_are_not_kept(kept, tmp_path, said):
+    kept.from_jax = True
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        with jax_cache(tmp_path / "cache") as from_jax:
+            assert from_jax
+            first, _ = kept.run()
+            assert kept.run()[1] == "cached"
+            entry.remove(kept.file("executable").parent)
+            again, how = kept.run()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        compilation_cache.reset_cache()
     assert how == "compiled" and kept.made[0]["jax_cache"] and torch.equal(first, again)
-    assert kept.entries_on_disk() == []
-    assert any("JAX's cache had the executable, which cannot be kept a second time" in line for line in said())
+    assert kept.entries_on_disk() == [] and not any("kept" in line for line in said())
+
+
+def test_a_tree_of_outputs_is_read_as_it_was_written():
+    tree = (0, [0, None, {"a": (), "b": {}}], None)
+    assert entry.from_json(json.loads(json.dumps(entry.as_json(tree)))) == (
+        "array",
+        ["array", None, {"a": (), "b": {}}],
+        None,
+    )
+    for damaged in (3, {"set": []}, {"tuple": {}}, {"dict": []}, [{"tuple": [1]}]):
+        with pytest.raises(entry.DamagedError, match="its manifest has no tree of outputs"):
+            entry.from_json(damaged)
 
 
 def test_a_program_that_cannot_be_serialised_serves_its_run(kept, said, monkeypatch):
@@ -492,8 +631,8 @@ def test_torchports_own_sources_and_its_table_of_tiles_are_in_the_key(monkeypatc
 
 
 def test_an_argument_that_is_no_plain_data_has_no_key(kept, said):
-    assert key.of_call({}, {}, (("scale", 1.0), ("sizes", (1, [2, None])), ("dtype", torch.float32))) is not None
-    assert key.of_call({}, {}, (("generator", object()),)) is None
+    assert key.of_call(({}, {}, {}), (("scale", 1.0), ("sizes", (1, [2, None])), ("dtype", torch.float32))) is not None
+    assert key.of_call(({}, {}, {}), (("generator", object()),)) is None
     with kept.stage() as (network, _):
         network.bound.how = lambda module, scale, **inputs: module(**inputs)
         network(x=X, scale=type("Thing", (), {})())

@@ -39,6 +39,10 @@ def key(program, arrays, static):
     return program.network.name, tuple(sorted((name, a.shape, str(a.dtype)) for name, a in arrays.items())), static
 
 
+def stacked(name, changes):
+    return name == "denoise" and "stacked=false" not in changes
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -52,8 +56,20 @@ def key(program, arrays, static):
         ),
     ],
 )
-@pytest.mark.parametrize("changes", [(), ("dtypes={transformer: bfloat16, vae: float32}", "stacked=false")])
-def test_run_and_plan_lower_the_same_programs(model, changes, texts, root, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "first"), [((), 0), (("dtypes={transformer: bfloat16, vae: float32}", "stacked=false"), 0), ((), 1)]
+)
+def test_run_and_plan_lower_the_same_programs(model, changes, first, texts, root, tmp_path, monkeypatch):
+    def accepted(request):
+        """Returns the task, the first blocks of its stacks left apart."""
+        task = accept(request)
+        stacks = {
+            component: {name: entry.model_copy(update={"first": first}) for name, entry in entries.items()}
+            for component, entries in task.card.stacks.items()
+        }
+        return dataclasses.replace(task, card=task.card.model_copy(update={"stacks": stacks}))
+
+    monkeypatch.setattr("torchport.run.accept", accepted)
     config, path = ("configs/hyvideo_demo.yaml", HYVIDEO) if model == "hyvideo" else ("configs/demo.yaml", None)
     request = Request(
         model, str(root / config), prompt="A cat", out=tmp_path, overrides=(*SIZE, *changes), upstream_path=path
@@ -63,11 +79,12 @@ def test_run_and_plan_lower_the_same_programs(model, changes, texts, root, tmp_p
     assert {name for name, *_ in ran} == {"transformer", "vae"}
     texts.clear()
     for name in NETWORKS:
-        task = accept(dataclasses.replace(request, stage=name, prompt=None))
+        task = accepted(dataclasses.replace(request, stage=name, prompt=None))
         [stage] = task.stages
         with aot.outlined(task, stage, jax.devices()) as outline:
+            assert outline.program.blocks == ((f"transformer_blocks.{first}.block.",) if stacked(name, changes) else ())
             for called in outline.called:
-                outline.program.lowered(outline.program.shapes(called.tensors), called.static)
+                outline.program.lowered(outline.program.shapes(called.inputs), called.static)
     assert texts.keys() == ran.keys()
     assert [name for name, text in texts.items() if text != ran[name]] == []
 

@@ -159,8 +159,12 @@ class Block(torch.nn.Module):
         return x + torch.tanh(self.mix(x))
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unstacked"])
-def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_time(stacked):
+@pytest.mark.parametrize(
+    ("stacks", "gathers"),
+    [({"blocks": Stack(carries=["x"])}, 2), ({"blocks": Stack(carries=["x"], first=1)}, 3), ({}, 4)],
+    ids=["stacked", "all but the first", "unstacked"],
+)
+def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_time(stacks, gathers):
     mesh, x = shard.make_mesh({"dp": 2, "sp": 4}, jax.devices()), torch.randn(2, 8, 16)
     rules = [WeightRule(match=".*", spec=[["dp", "sp"]], gather=True)]
     module = Blocks().eval().requires_grad_(False)
@@ -168,7 +172,6 @@ def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_
     tensors = {name: tensor.clone() for name, tensor in module.named_parameters()}
     found = shard.match(rules, shard.named_shapes(tensors), dict(mesh.shape), "card.yaml:1")
     arrays = shard.place(tensors.items(), found, mesh)
-    stacks = {"blocks": Stack(carries=["x"])} if stacked else {}
     inputs = [Rule(match="x", spec=["dp", "sp"])]
     gathered = shard.gathered(found)
     network = compile.Network(
@@ -178,7 +181,7 @@ def test_weights_are_gathered_where_they_are_used_and_stacked_ones_a_block_at_a_
     torch.testing.assert_close(program(x=x), expected, rtol=1e-5, atol=1e-5)
     text = program.lowered(program.place(x=x), ()).compile().as_text()
     shapes = re.findall(r"= \(?(f32\[[\d,]+\])\S* all-gather", text)
-    assert set(shapes) <= {"f32[16,16]", "f32[1,16,16]"} and len(shapes) == (2 if stacked else 4), "never all blocks'"
+    assert set(shapes) <= {"f32[16,16]", "f32[1,16,16]"} and len(shapes) == gathers, "never all blocks'"
     assert "all-reduce" not in text and "all-to-all" not in text
 
 

@@ -1,5 +1,7 @@
 """Repeated blocks as one under a scan: the same numbers, and what cannot be stacked is refused by name."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy
@@ -86,13 +88,14 @@ def refusal(call):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("last", [0, 1, 3])
-def test_stacked_blocks_compute_what_the_loop_computes(last):
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1), (0, 3), (1, 0), (2, 1), (1, 2)])
+def test_stacked_blocks_compute_what_the_loop_computes(first, last):
     module = network()
     with torch.no_grad():
         wanted = module(**inputs())[0]
-    program = compiled(module, {"blocks": Stack(carries=["x", "y"], last=last)})
-    assert len(program.network.module.blocks) == 1 + last
+    program = compiled(module, {"blocks": Stack(carries=["x", "y"], first=first, last=last)})
+    assert len(program.network.module.blocks) == first + 1 + last
+    assert program.weights[f"blocks.{first}.block.mix.weight"].shape == (4 - first - last, 6, 6)
     found = program(**inputs())
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
@@ -117,6 +120,17 @@ def test_blocks_are_stacked_in_their_order_whatever_the_order_of_names():
         "blocks.0.block.w": ["blocks.0.w", "blocks.1.w"],
         "blocks.1.w": ["blocks.2.w"],
         "other.3.w": ["other.3.w"],
+    }
+
+
+def test_blocks_before_and_after_the_stacked_ones_keep_their_order():
+    keys = [f"blocks.{n}.w" for n in (3, 0, 4, 2, 1)]
+    apart = stack.names(keys, {"blocks": Stack(carries=["x"], first=1, last=2)}, {"blocks": 2})
+    assert apart == {
+        "blocks.2.w": ["blocks.3.w"],
+        "blocks.0.w": ["blocks.0.w"],
+        "blocks.3.w": ["blocks.4.w"],
+        "blocks.1.block.w": ["blocks.1.w", "blocks.2.w"],
     }
 
 
@@ -175,7 +189,7 @@ def test_blocks_of_other_shapes_or_other_modules_are_refused():
 def test_a_list_that_is_not_there_and_one_that_is_too_short_are_refused():
     text = refusal(lambda: stack.stack(network(2), {"block": CARRIES}, lambda name: "card.yaml:7"))
     assert text == "card.yaml:7: The network has no list of blocks 'block'. Did you mean 'blocks'? Known: blocks."
-    whole = Stack(carries=["x"], last=2)
+    whole = Stack(carries=["x"], first=1, last=1)
     assert "'blocks' has 2 blocks, and 2 stay apart" in refusal(lambda: stack.stack(network(2), {"blocks": whole}, str))
 
 
@@ -190,6 +204,50 @@ def test_carries_that_are_not_what_a_block_returns_are_refused():
     assert "takes" in refusal(lambda: program(**inputs())) and "under 'carries'" in refusal(lambda: program(**inputs()))
     program = compiled(network(3), {"blocks": Stack(carries=["x", "why"])})
     assert "'why' is no argument with which 'blocks' is called" in refusal(lambda: program(**inputs()))
+
+
+class Widening(torch.nn.Module):
+    """Blocks of half precision whose stream is float32, or of another size, once the first has added to it."""
+
+    def __init__(self, size=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = torch.nn.ModuleList([torch.nn.Module() for _ in range(3)])
+        for block in self.blocks:
+            block.gain = torch.nn.Parameter(torch.rand(6).bfloat16())
+            block.forward = functools.partial(self._block, block, size)
+
+    @staticmethod
+    def _block(block, size, x):
+        x = x if size is None or x.shape[-1] == size else torch.cat([x, x[..., : size - x.shape[-1]]], -1)
+        return x.float() + block.gain[:1] * torch.tanh(x)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "remedy"),
+    [
+        (None, "[2, 6]", "cast the carry before the blocks."),
+        (8, "[2, 8]", "name the arguments that its outputs become, in their order, under 'carries'."),
+    ],
+)
+def test_a_carry_that_the_first_block_changes_is_named_and_that_block_can_be_left_apart(size, shape, remedy):
+    x = torch.linspace(-1, 1, 12).reshape(2, 6).bfloat16()
+    with torch.no_grad():
+        wanted = Widening(size)(x)
+    program = compiled(Widening(size).requires_grad_(False), {"blocks": Stack(carries=["x"])})
+    assert refusal(lambda: program(x=x)) == (
+        f"stacks.blocks: 'blocks.0', the first stacked block, takes the carry 'x' as bfloat16 [2, 6] and returns it "
+        f"as float32 {shape}. Leave this block apart with `first: 1`, or {remedy}"
+    )
+    program = compiled(Widening(size).requires_grad_(False), {"blocks": Stack(carries=["x"], first=1)})
+    made = program(x=x)
+    assert made.dtype == torch.float32 and made.shape == wanted.shape
+    assert float((made - wanted).abs().max() / wanted.abs().max()) < 1e-2
 
 
 def test_a_block_of_one_output_is_called_as_it_was():

@@ -158,7 +158,7 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name)
     call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
-    return program.Eager(module_of(stage, parts), call)
+    return program.Eager(module_of(stage, parts), call, stage.outputs, name)
 
 
 def placed(
@@ -231,6 +231,8 @@ def compiled(
         gathered=shard.gathered(weight_rules(task, name, module)),
         place_of=functools.partial(task.program_place, name),
         how=how(stage, task),
+        outputs=stage.outputs,
+        keeps=stage.keeps,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
     programs = programs_of(module, bounds) if programs_of is not None else None

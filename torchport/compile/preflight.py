@@ -28,7 +28,7 @@ from torchport.config.machine import HOST
 from torchport.errors import AttentionError, MeshError
 from torchport.load import checkpoint
 from torchport.shard import activations
-from torchport.stages import family, recorder
+from torchport.stages import family, outputs, recorder
 from torchport.task import Task, devices
 
 LARGE = 2**24
@@ -230,17 +230,20 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
     """
     rules, names = (
         task.card.strategies[task.job.strategy].inputs[component],
-        [k for call in calls for k in call.tensors],
+        [k for call in calls for k in (*call.tensors, *call.kept)],
     )
     shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
     return [_fitting_rules(task, component, call) for call in calls]
 
 
 def _fitting_rules(task: Task, component: str, call: recorder.NetworkCall) -> dict[str, Rule]:
-    """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole."""
+    """Returns the rule of every input of a call, with the spec that fits; none leaves the batch whole.
+
+    Outputs that become inputs of later calls must have such a rule, too.
+    """
     rules = task.card.strategies[task.job.strategy].inputs[component]
     place, places = task.rules_place("inputs", component), task.rule_places("inputs", component)
-    shapes = shard.named_shapes(call.tensors)
+    shapes = shard.named_shapes({**call.tensors, **call.kept})
     rule_of = {key: shard.input_rule(rules, key, shapes[key], task.job.mesh, place, component) for key in shapes}
     ways, batch = task.job.mesh.get("dp", 1), task.family.batch(task.settings.guidance_scale)
     for key, rule in rule_of.items():
@@ -254,12 +257,12 @@ def _fitting_rules(task: Task, component: str, call: recorder.NetworkCall) -> di
                 "Split it with the spec [dp]",
                 name=key,
             )
-    return rule_of
+    return {key: rule_of[key] for key in call.tensors}
 
 
 def _activation_bytes(call: recorder.NetworkCall, rules: Mapping[str, Rule], task: Task, largest: int) -> int:
     """Returns the least bytes that a call takes on each device beside weights: its inputs, and a share of an output."""
-    output = math.prod(call.shape) * call.dtype.itemsize
+    output: int = sum(leaf.numel() * leaf.dtype.itemsize for leaf in outputs.leaves({"": call.output}).values())
     inputs = 0
     for name, tensor in call.tensors.items():
         ways = math.prod(task.job.mesh.get(axis, 1) for axes in dims_of(rules[name].spec) for axis in axes)

@@ -23,9 +23,11 @@ from torchport import engine, shard
 from torchport.attention import dispatch
 from torchport.compile import stack
 from torchport.config.card import ActivationRule, Rule, Stack
-from torchport.errors import MachineError, VmemError
+from torchport.errors import BadValueError, MachineError, VmemError
 from torchport.progress import log, waiting
 from torchport.shard.activations import constrain
+from torchport.stages.constants import Constants, converted
+from torchport.stages.outputs import each, has_tensor, leaves, of_call, plain
 from torchport.stages.recorder import Static
 
 
@@ -39,10 +41,12 @@ class TraceGuard(Protocol):
 class ProgramSource(Protocol):
     """Where programs come from, if not from the compiler alone."""
 
-    def program(
-        self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static, lower: Callable[[], Any]
-    ) -> tuple[Any, bool]:
-        """Returns the program of these inputs, and whether it was loaded; `lower` traces it."""
+    def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
+        """Returns the program of these arguments, and whether it was loaded; `lower` traces it."""
+
+
+Arguments = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+"""Of a program: the weights, the inputs, and the inputs whose memory it may use for its outputs, by name."""
 
 
 How = Callable[..., Any]
@@ -60,18 +64,22 @@ class Eager:
     batches = False
     drops = False
 
-    def __init__(self, module: torch.nn.Module, how: How = plainly) -> None:
+    def __init__(
+        self, module: torch.nn.Module, how: How = plainly, outputs: Sequence[str] = (), name: str = "the network"
+    ) -> None:
         self.module = module
         self.how = how
+        self.outputs = outputs
+        self.name = name
 
-    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+    def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as they are: an eager module runs on the host."""
         return inputs
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Returns the module's first output."""
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns the module's first output, or all of them if they have names."""
         with torch.no_grad():
-            return _first(self.how(self.module, **inputs))
+            return of_call(self.how(self.module, **inputs), self.outputs, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +98,8 @@ class Network:
         gathered: Weights that are gathered where they are used.
         place_of: Returns where one of the card's fields for this network is written, for errors.
         how: How it is called.
+        outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
+        keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
     """
 
     module: torch.nn.Module
@@ -103,6 +113,8 @@ class Network:
     gathered: Set[str] = frozenset()
     place_of: Callable[[str], str] = str
     how: How = plainly
+    outputs: Sequence[str] = ()
+    keeps: Sequence[str] = ()
 
 
 class _Bound(torch.nn.Module):
@@ -152,7 +164,7 @@ class Compiled:
         counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
         self.network = network
         self.bound = _Bound(module, network.how)
-        self.blocks = tuple(f"{name}.0.{stack.BLOCK}." for name in counts)
+        self.blocks = tuple(stack.prefix(name, stacks[name]) for name in counts)
         parts = stack.names(weights, stacks, counts)
         self.gathered = frozenset(name for name, parts_of in parts.items() if not network.gathered.isdisjoint(parts_of))
         for prefix in self.blocks:
@@ -168,34 +180,44 @@ class Compiled:
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
 
-    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
-        """Returns the inputs as JAX arrays, each where its rule puts it.
+    def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
 
         Raises:
             UnmatchedError: An input that no rule matches.
             MeshError: A dim that its axes do not divide: the batch, most often.
         """
-        return {name: self._to_device(name, tensor) for name, tensor in inputs.items()}
+        return {name: self._placed(name, value) for name, value in inputs.items()}
 
-    def shapes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {name: shard.shape(tensor, self._sharding(name, tensor)) for name, tensor in tensors.items()}
+        return {
+            name: each(lambda path, leaf: shard.shape(leaf, self._sharding(path, leaf)), name, value)
+            for name, value in inputs.items()
+        }
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Returns the module's first output, gathered on the host.
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns the module's outputs, gathered on the host; those in `Network.keeps` stay on the devices.
 
         Args:
-            **inputs: Tensors of the host, arrays from `place`, and anything else as static arguments.
+            **inputs: Tensors of the host, arrays from `place` or from an earlier call, trees of them, and anything
+                else as static arguments.
+
+        Returns:
+            The first output, or a tuple of all if they have names.
+
+        Raises:
+            BadValueError: A cache that an earlier call has taken.
         """
-        arrays = {
-            name: value if isinstance(value, jax.Array) else self._to_device(name, value)
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor | jax.Array)
-        }
+        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
         static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
         with _memory(self.network.name):
             program = self._program(arrays, static)
-            return shard.to_torch(program(self.weights, arrays))
+            output = program(*self._arguments(arrays))
+            if not self.network.outputs:
+                return shard.to_torch(output)
+            named = zip(self.network.outputs, output, strict=True)
+            return tuple(value if name in self.network.keeps else _on_host(value) for name, value in named)
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
         """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
@@ -203,19 +225,30 @@ class Compiled:
         Raises:
             DeadRuleError: A rule for inputs that matches none of them.
             StaleTraceError: The patches are not in place.
+            BadValueError: Outputs that are not those of `Network.outputs`, or a constant that cannot be one.
         """
-        shard.check_alive(self.network.inputs, list(arrays), self.network.place, self.network.places)
+        names = list(leaves(arrays))
+        if not self.network.keeps:
+            self._check_alive(names)
         if self.trace is not None:
             self.trace.check()
 
-        def forward(weights: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
             parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
-            with torch.no_grad():
-                return _first(torch.func.functional_call(self.bound, parameters, (), {**tensors, **dict(static)}))
+            with torch.no_grad(), Constants(engine.is_traced, engine.constant):
+                output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
+            output = of_call(output, self.network.outputs, self.network.name)
+            return converted(output, engine.constant)
 
-        def program(weights: dict[str, jax.Array], inputs: dict[str, jax.Array]) -> jax.Array:
-            output: jax.Array = engine.call_torch(forward, weights, inputs)
-            return output
+        def program(weights: dict[str, jax.Array], inputs: dict[str, Any], caches: dict[str, Any]) -> Any:
+            output = engine.call_torch(forward, weights, {**inputs, **caches})
+            if not self.network.keeps:
+                return output
+            named = dict(zip(self.network.outputs, output, strict=True))
+            for name in self.network.keeps:
+                names.extend(leaves({name: named[name]}))
+                named[name] = each(self._constrained, name, named[name])
+            return tuple(named.values())
 
         engine.begin_trace()
         with (
@@ -226,7 +259,24 @@ class Compiled:
         ):
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
-            return jax.jit(program).lower(self.weights, dict(arrays))
+            # A cache that grows has no output of its size.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
+            lowered = jax.jit(program, donate_argnums=2).lower(*self._arguments(arrays))
+        self._check_alive(names)
+        return lowered
+
+    def _check_alive(self, names: list[str]) -> None:
+        """Refuses a rule for inputs that matches none of these: the inputs, and the outputs that become inputs."""
+        shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
+
+    def _constrained(self, path: str, array: jax.Array) -> jax.Array:
+        """Returns an output where the rule for the input that it becomes puts it."""
+        constrained: jax.Array = jax.lax.with_sharding_constraint(array, self._sharding(path, array))
+        return constrained
+
+    def _arguments(self, arrays: Mapping[str, Any]) -> Arguments:
+        caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
+        return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
     def _whole(self, prefix: str, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Returns a weight as it is used: gathered if its rule says so, those of stacked blocks block by block."""
@@ -237,11 +287,13 @@ class Compiled:
         whole: torch.Tensor = engine.call_jax(jax.lax.with_sharding_constraint, weight, where)
         return whole
 
-    def _program(self, arrays: Mapping[str, jax.Array], static: Static) -> Any:
-        key = (static, tuple(sorted((name, a.shape, str(a.dtype), str(a.sharding)) for name, a in arrays.items())))
+    def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
+        by_path = leaves(arrays)
+        shapes = sorted((path, a.shape, str(a.dtype), str(a.sharding)) for path, a in by_path.items())
+        key = (static, tuple(shapes), jax.tree_util.tree_structure(arrays))
         if key not in self.programs:
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items() if array.size > 1)
-            log.debug("%s takes %s", self.network.name, shapes)
+            text = ", ".join(f"{path} {list(array.shape)}" for path, array in by_path.items() if array.size > 1)
+            log.debug("%s takes %s", self.network.name, text)
             start = time.perf_counter()
             self.programs[key], loaded = self._load_or_compile(arrays, static)
             spent = time.perf_counter() - start
@@ -249,21 +301,41 @@ class Compiled:
             log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
         return self.programs[key]
 
-    def _load_or_compile(self, arrays: Mapping[str, jax.Array], static: Static) -> tuple[Any, bool]:
+    def _load_or_compile(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, bool]:
         lower = functools.partial(self.lowered, arrays, static)
         if self.source is None:
             with waiting(f"compile {self.network.name}"):
                 return lower().compile(), False
-        return self.source.program(self.weights, arrays, static, lower)
+        return self.source.program(self._arguments(arrays), static, lower)
 
-    def _to_device(self, name: str, tensor: torch.Tensor) -> jax.Array:
-        return shard.to_jax(tensor, self._sharding(name, tensor))
+    def _placed(self, name: str, value: Any) -> Any:
+        """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.
 
-    def _sharding(self, name: str, tensor: torch.Tensor) -> jax.sharding.NamedSharding:
+        Raises:
+            BadValueError: An array that an earlier call has taken, or something in the tree that is no tensor.
+        """
+        return each(self._to_device, name, plain(name, value, self.network.name))
+
+    def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
+        if isinstance(leaf, torch.Tensor):
+            return shard.to_jax(leaf, self._sharding(path, leaf))
+        if leaf.is_deleted():
+            fact, remedy = (
+                f"'{path}' was an input of an earlier call, which may write over it",
+                "Pass a cache once only",
+            )
+            raise BadValueError(self.network.name, fact, f"{remedy}, and then the one that the call returned")
+        return leaf
+
+    def _sharding(self, path: str, tensor: torch.Tensor | jax.Array) -> jax.sharding.NamedSharding:
         """Returns where the input's rule puts it."""
         shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
-        rule = shard.input_rule(self.network.inputs, name, shape, mesh, self.network.place, self.network.name)
+        rule = shard.input_rule(self.network.inputs, path, shape, mesh, self.network.place, self.network.name)
         return shard.sharding(rule, self.mesh)
+
+
+def _on_host(value: Any) -> Any:
+    return each(lambda _, array: shard.to_torch(array), "", value)
 
 
 @contextlib.contextmanager
@@ -284,9 +356,3 @@ def _memory(what: str) -> Iterator[None]:
             f"Its activations do not fit into a device's memory{size}",
             "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
         ) from error
-
-
-def _first(output: Any) -> torch.Tensor:
-    tensor = output[0] if isinstance(output, tuple) else output
-    assert isinstance(tensor, torch.Tensor)
-    return tensor

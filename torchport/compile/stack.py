@@ -2,7 +2,7 @@
 
 The compiler then sees one block instead of dozens: it takes a fraction of the time, and its temporaries are those of
 one. Upstream's own loop stays: the `ModuleList` that it iterates gets one item in place of the stacked blocks. The
-blocks that are not stacked follow it.
+blocks that are not stacked stay before and after it.
 
 Blocks may be stacked if they differ in their weights alone. A block that knows its index, or keeps state between calls,
 is refused by name.
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import engine
 from torchport.config.card import Stack
 from torchport.errors import StackError, nearest
+from torchport.stages.constants import Constants, converted
 
 BLOCK = "block"
 """The attribute under which the stacked block keeps its template: a part of every stacked weight's name."""
@@ -43,6 +44,7 @@ class Stacked(torch.nn.Module):
         carries: The parameters of its `forward` that a block's outputs become for the next block, in order.
         name: What errors call them.
         place: Where the stack is declared.
+        first: How many blocks of the list are before them.
         after: Called after each block, within the scan.
 
     Attributes:
@@ -57,6 +59,7 @@ class Stacked(torch.nn.Module):
         carries: Sequence[str],
         name: str,
         place: str,
+        first: int = 0,
         after: After | None = None,
     ) -> None:
         super().__init__()
@@ -65,6 +68,7 @@ class Stacked(torch.nn.Module):
         self.carries = tuple(carries)
         self.name = name
         self.place = place
+        self.first = first
         self.after = after
         self.gather: Gather = lambda name, weight: weight
 
@@ -86,7 +90,8 @@ class Stacked(torch.nn.Module):
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
             arguments = _merge(fixed, static) | dict(zip(self.carries, carry, strict=True))
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
-            outputs = torch.func.functional_call(self.block, whole, (), arguments)
+            with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
+                outputs = torch.func.functional_call(self.block, whole, (), arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
                 outputs = self.after(index, outputs)
@@ -101,21 +106,31 @@ class Stacked(torch.nn.Module):
 
             return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count)))[0]
 
-        outputs = engine.call_jax(scan, tuple(bound.arguments[name] for name in self.carries), weights, tensors)
+        carry = tuple(bound.arguments[name] for name in self.carries)
+        outputs = engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant))
         self._check_state(before)
         return outputs if len(self.carries) > 1 else outputs[0]
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns a block's outputs, which the next block can take."""
-        kinds = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in (carry, outputs)]
-        if kinds[0] != kinds[1]:
-            raise StackError(
-                self.place,
-                f"'{self.name}' takes {kinds[0]} as {', '.join(self.carries)} and returns {kinds[1]}",
-                "Name the arguments that its outputs become, in their order, under 'carries'",
-                name=self.name,
-            )
-        return tuple(outputs)
+        takes, gives = ([f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in ts] for ts in (carry, outputs))
+        if takes == gives:
+            return tuple(outputs)
+        remedy = "name the arguments that its outputs become, in their order, under 'carries'"
+        if sorted(takes) == sorted(gives) or len(takes) != len(gives):  # these are other arguments, or in another order
+            fact = f"'{self.name}' takes {', '.join(takes)} as {', '.join(self.carries)} and returns {', '.join(gives)}"
+            raise StackError(self.place, fact, remedy[0].upper() + remedy[1:], name=self.name)
+        number = next(n for n, take in enumerate(takes) if take != gives[n])
+        name, block = self.carries[number], f"'{self.name}.{self.first}', the first stacked block,"
+        if carry[number].shape == outputs[number].shape:
+            remedy = "cast the carry before the blocks"
+        raise StackError(
+            self.place,
+            f"{block} takes the carry '{name}' as {takes[number]} and returns it as {gives[number]}",
+            f"Leave this block apart with `first: {self.first + 1}`, or {remedy}",
+            name=self.name,
+            carry=name,
+        )
 
     def _check_state(self, before: Mapping[str, Any]) -> None:
         """Refuses a block that kept something of its call: under a scan there is one call for all blocks."""
@@ -149,16 +164,24 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         if name not in lists:
             raise StackError(where, f"The network has no list of blocks '{name}'", nearest(name, lists), name=name)
         blocks = list(lists[name])
-        count = len(blocks) - entry.last
+        apart = entry.first + entry.last
+        count = len(blocks) - apart
         if count < 1:
-            raise StackError(where, f"'{name}' has {len(blocks)} blocks, and {entry.last} stay apart", "Stack fewer")
-        for number, block in enumerate(blocks[1:count], 1):
-            _check_alike(blocks[0], block, f"{name}.{number}", where)
-        stacked = Stacked(blocks[0], count, entry.carries, name, where)
+            raise StackError(where, f"'{name}' has {len(blocks)} blocks, and {apart} stay apart", "Stack fewer")
+        end = entry.first + count
+        for number in range(entry.first + 1, end):
+            _check_alike(blocks[entry.first], blocks[number], f"{name}.{number}", where)
+        stacked = Stacked(blocks[entry.first], count, entry.carries, name, where, entry.first)
         parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, torch.nn.ModuleList([stacked, *blocks[count:]]))
+        items = [*blocks[: entry.first], stacked, *blocks[end:]]
+        setattr(module.get_submodule(parent), attribute, torch.nn.ModuleList(items))
         counts[name] = count
     return counts
+
+
+def prefix(name: str, entry: Stack) -> str:
+    """Returns what the names of a stack's weights begin with."""
+    return f"{name}.{entry.first}.{BLOCK}."
 
 
 def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str, int]) -> dict[str, list[str]]:
@@ -172,11 +195,11 @@ def names(keys: Iterable[str], stacks: Mapping[str, Stack], counts: Mapping[str,
     parts_by_name: dict[str, list[str]] = {}
     for key in keys:
         new = key
-        for name in stacks:
+        for name, entry in stacks.items():
             match = re.fullmatch(rf"{re.escape(name)}\.(\d+)\.(.*)", key)
-            if match and int(match[1]) < counts[name]:
-                new = f"{name}.0.{BLOCK}.{match[2]}"
-            elif match:
+            if match and entry.first <= int(match[1]) < entry.first + counts[name]:
+                new = prefix(name, entry) + match[2]
+            elif match and int(match[1]) >= entry.first:
                 new = f"{name}.{int(match[1]) - counts[name] + 1}.{match[2]}"
         parts_by_name.setdefault(new, []).append(key)
     number = re.compile(r"\.(\d+)\.")
@@ -195,10 +218,11 @@ def weights(arrays: dict[str, Any], stacks: Mapping[str, Stack], counts: Mapping
         counts: How many blocks of each list are stacked.
     """
     stacked: dict[str, Any] = {}
+    prefixes = tuple(prefix(name, entry) for name, entry in stacks.items())
     for new, parts in names(list(arrays), stacks, counts).items():
         blocks = [arrays.pop(part) for part in parts]
         # A network may have blocks called so itself: only the lists that are stacked count.
-        stacked[new] = _stacked(blocks) if any(new.startswith(f"{name}.0.{BLOCK}.") for name in stacks) else blocks[0]
+        stacked[new] = _stacked(blocks) if new.startswith(prefixes) else blocks[0]
     return stacked
 
 

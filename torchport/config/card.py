@@ -147,6 +147,8 @@ class Stack(Frozen):
 
     carries: list[str]
     """The parameters of a block's `forward` that its outputs become for the next block, in order."""
+    first: pydantic.NonNegativeInt = 0
+    """How many of the first blocks are not stacked: those in which a carry gets another dtype or shape, for example."""
     last: pydantic.NonNegativeInt = 0
     """How many of the last blocks are not stacked."""
 

@@ -148,7 +148,7 @@ def _program(network: StageNetwork, called: recorder.NetworkCall, machine: Machi
     start, lowered_at = time.monotonic(), None
     memory: DeviceBytes | Overflow
     try:
-        lowered = network.program.lowered(network.program.shapes(called.tensors), called.static)
+        lowered = network.program.lowered(network.program.shapes(called.inputs), called.static)
         lowered_at = time.monotonic()
         memory = _memory(lowered, machine)
     except VmemError as error:

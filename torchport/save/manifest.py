@@ -64,7 +64,8 @@ class Manifest(Written):
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
-        programs: One row for each program of the stage: whether it was "compiled" or "cached", and when it was traced.
+        programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
+            run with the executable of an earlier one; or "cached", and not traced either.
         done: Of unfinished latents: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """

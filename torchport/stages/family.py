@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from torchport.config.card import StageName
-from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.errors import ArtefactForeignError, BadValueError, nearest
 
 
 class Call(Protocol):
@@ -21,11 +21,23 @@ class Call(Protocol):
     drops: bool
     """Whether masked tokens are left out before the call; the original keeps them."""
 
-    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+    def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns inputs that will be passed many times, where the network wants them."""
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Returns the network's (first) output as a tensor in host memory."""
+    def __call__(self, **inputs: Any) -> Any:
+        """Calls the network.
+
+        Args:
+            **inputs: Tensors in host memory; what `place` or an earlier call returned; and tuples, lists and dicts of
+                these, None among them, whose tensors the card's rules call by their paths: `cache.0`, `cache.conv1.0`.
+                Anything else is a static argument: there is one program for each of its values.
+
+        Returns:
+            The network's first output as a tensor in host memory. If the stage names its outputs (`Stage.outputs`), a
+            tuple with all of them: tensors, and tuples, lists and dicts of tensors, in host memory. Those in
+            `Stage.keeps` stay on the devices. They can only be passed to a later call, and each once: that call may
+            write its own outputs over them.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +145,12 @@ class Stage:
         load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
         loads: The components that `load` reads: their files are accounted for before upstream sees them.
         call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
+            It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the
+            network's, up to 1 MiB; make larger ones buffers of the module in `prepare`.
+        outputs: Names of what the network returns, in the order of a tuple or list, or else its keys or attributes:
+            `("frames", "cache")`. With them a call returns a tuple of all; without them the first output alone.
+        keeps: Those of `outputs` that stay on the devices: caches, which are inputs of the same name in a later call.
+            The card's rules for inputs say where each of their tensors lies, by its path: `cache.0`.
     """
 
     name: StageName
@@ -148,6 +166,19 @@ class Stage:
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
     loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     call: Callable[..., Any] | None = None
+    outputs: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuses a name in `keeps` that no output has.
+
+        Raises:
+            BadValueError: There is one.
+        """
+        for name in self.keeps:
+            if name not in self.outputs:
+                fact = f"'{name}' in `keeps` is no name in `outputs`"
+                raise BadValueError(f"Stage '{self.name}'", fact, nearest(name, self.outputs), name=name)
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:
@@ -218,4 +249,5 @@ class CallModule(torch.nn.Module):
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the call returns."""
         next(self.progress, None)
-        return self.call(**{self.name: tensor})
+        output: torch.Tensor = self.call(**{self.name: tensor})
+        return output

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError
+from torchport.stages import outputs
+from torchport.stages.constants import Constants
 from torchport.stages.family import Settings, Stage, Steps
 
 Static = tuple[tuple[str, object], ...]
@@ -19,21 +21,26 @@ class NetworkCall:
     """One set of shapes that a network is called with.
 
     Attributes:
-        tensors: The inputs, without storage.
+        inputs: The inputs, without storage: tensors, and trees of tensors such as caches.
         static: What is no tensor.
         times: How often the verb calls with these.
         flops: Of one call, counted by PyTorch on shapes alone: every matrix product, attention with padding included;
             None where it was not to be counted.
-        shape: Of the output.
-        dtype: Of the output.
+        output: What the call returns, without storage.
+        kept: The tensors of it that stay on the devices, by path.
     """
 
-    tensors: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     static: Static
     times: int
     flops: int | None
-    shape: torch.Size
-    dtype: torch.dtype
+    output: Any
+    kept: dict[str, torch.Tensor]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the inputs, by path: that of a cache's first tensor is `cache.0`."""
+        return outputs.leaves(self.inputs)
 
 
 class Recorder:
@@ -44,50 +51,65 @@ class Recorder:
     Args:
         module: The network; it is moved to meta.
         how: How it is called, `how(module, **inputs)`.
+        stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
         count: Whether arithmetic is counted, which takes as long as all else.
     """
 
     batches = True
     drops = True
 
-    def __init__(self, module: torch.nn.Module, how: Any, count: bool = True) -> None:
+    def __init__(self, module: torch.nn.Module, how: Any, stage: Stage, count: bool = True) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.module = module.to("meta")
         self.how = how
+        self.stage = stage
         self.count = count
         self.calls: dict[Any, NetworkCall] = {}
         # Real tensors are among them, such as latents before the first step. We never enter the mode: masks would lose
         # their values, too.
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def place(self, **inputs: torch.Tensor) -> dict[str, Any]:
+    def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs: only their shapes count."""
         return inputs
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
-        """Returns a tensor of the host like the network's first output, without values."""
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in tensors))
-        key = (static, tuple(sorted((name, value.shape, str(value.dtype)) for name, value in tensors.items())))
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns tensors of the host like what the call returns, without values."""
+        trees = {name: value for name, value in sorted(inputs.items()) if outputs.has_tensor(value)}
+        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in trees))
+        shapes = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in outputs.leaves(trees).items()}
+        key = (static, tuple(sorted(shapes.items())))
         if key not in self.calls:
-            self.calls[key] = self._new_call(tensors, static)
+            self.calls[key] = self._new_call(trees, static)
         self.calls[key].times += 1
         with self.mode:
-            return torch.empty(self.calls[key].shape, dtype=self.calls[key].dtype, device="cpu")
+            return _like(self.calls[key].output, "cpu")
 
-    def _new_call(self, tensors: dict[str, torch.Tensor], static: Static) -> NetworkCall:
+    def _new_call(self, trees: dict[str, Any], static: Static) -> NetworkCall:
         from torch.utils.flop_counter import FlopCounterMode
 
-        tensors = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in sorted(tensors.items())
-        }
+        names, network = self.stage.outputs, str(self.stage.network)
+        inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
         counter = FlopCounterMode(display=False)
-        with counter if self.count else contextlib.nullcontext(), torch.no_grad():
-            output = self.how(self.module, **tensors, **dict(static))
-        first = output[0] if isinstance(output, tuple) else output
+        with counter if self.count else contextlib.nullcontext(), torch.no_grad(), Constants(_is_meta, _as_meta):
+            output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
-        return NetworkCall(tensors, static, 0, flops, first.shape, first.dtype)
+        kept = {name: output[names.index(name)] for name in self.stage.keeps}
+        return NetworkCall(inputs, static, 0, flops, output, outputs.leaves(kept))
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+def _like(tree: Any, device: str) -> Any:
+    """Returns a tree of tensors of the same shapes and dtypes, without values."""
+    return outputs.each(lambda _, leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=device), "", tree)
 
 
 def network_calls(
@@ -117,7 +139,7 @@ def network_calls(
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     assert stage.like is not None
-    recorder = Recorder(module, how, count)
+    recorder = Recorder(module, how, stage, count)
     try:
         stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **inputs)
     except DataDependentOutputException as error:

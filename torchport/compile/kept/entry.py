@@ -4,8 +4,10 @@
     programs/transformer-4f1c.../executable
 
 The executable is in JAX's own format, which is a pickle: it is read only from files that are this user's alone, and
-only after its sha256 has been compared. The trees of arguments and results are not stored: the key names every
-argument, and the result is one array.
+only after its sha256 has been compared. The tree of the arguments is not stored: the key names every argument.
+
+Entries that have the same executable are links to one file. There are several of it after edits of the sources that
+left the traced program as it was.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from typing import Any
 
 import pydantic
 
-from torchport.compile.kept.key import SCHEMA, digest
+from torchport.compile.kept.key import digest
 from torchport.files import cache
 
 MANIFEST, EXECUTABLE = "manifest.json", "executable"
 KEPT = 16
-"""Entries of one component; a program for another size or mesh is another entry."""
+"""Executables of one component; a program for another size or mesh is another executable."""
+ENTRIES = 64
+"""Entries of one component: after an edit an executable has another entry."""
 ABANDONED = 24 * 3600
 """Seconds after which a half-written entry belongs to a run that is no more."""
 
@@ -43,6 +47,8 @@ class EntryManifest(pydantic.BaseModel):
         schema_version: `key.SCHEMA`.
         key: The parts of its key.
         created: When it was traced.
+        executable: What determines its executable: `key.of_executable`.
+        outputs: The tree of its outputs; see `as_json`.
         trace: The patches that it was traced under, with the calls of its trace alone: `patch.Trace.as_json`.
         size: Bytes of the executable.
         sha256: Of the executable.
@@ -53,9 +59,38 @@ class EntryManifest(pydantic.BaseModel):
     schema_version: int
     key: dict[str, Any]
     created: str
+    executable: str
+    outputs: Any
     trace: dict[str, Any]
     size: int
     sha256: str
+
+
+def as_json(tree: Any) -> Any:
+    """Returns a tree of tuples, lists and dicts as JSON has it: beside a container's items the name of its type."""
+    if isinstance(tree, dict):
+        return {"dict": {name: as_json(item) for name, item in tree.items()}}
+    if isinstance(tree, tuple | list):
+        return {type(tree).__name__: [as_json(item) for item in tree]}
+    return None if tree is None else "array"
+
+
+def from_json(data: Any) -> Any:
+    """Returns the tree that `as_json` was given, with "array" for each leaf.
+
+    Raises:
+        DamagedError: It is no such tree.
+    """
+    if data is None or data == "array":
+        return data
+    match data:
+        case {"dict": dict(items)}:
+            return {name: from_json(item) for name, item in items.items()}
+        case {"tuple": list(items)}:
+            return tuple(map(from_json, items))
+        case {"list": list(items)}:
+            return list(map(from_json, items))
+    raise DamagedError("its manifest has no tree of outputs")
 
 
 def folder(root: Path, component: str, key: dict[str, Any]) -> Path:
@@ -109,8 +144,14 @@ def _read(file: Path) -> bytes:
         return stream.read()
 
 
-def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], data: bytes) -> None:
+def write(path: Path, manifest: EntryManifest, data: bytes, same: Path | None = None) -> None:
     """Writes and flushes an entry beside its place, then renames it: an entry with its name is whole.
+
+    Args:
+        path: Its place.
+        manifest: What it is.
+        data: The executable.
+        same: An entry that has this executable.
 
     Raises:
         OSError: It cannot be written, most often since the disk is full; nothing is left behind.
@@ -118,11 +159,8 @@ def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], 
     cache.remove_leftovers(path.parent, ".*")
     work = Path(tempfile.mkdtemp(prefix=".", dir=path.parent))
     try:
-        sha = hashlib.sha256(data).hexdigest()
-        manifest = EntryManifest(
-            schema_version=SCHEMA, key=key, created=created, trace=trace, size=len(data), sha256=sha
-        )
-        _put(work / EXECUTABLE, data)
+        if same is None or not _linked(same / EXECUTABLE, work / EXECUTABLE):
+            _put(work / EXECUTABLE, data)
         _put(work / MANIFEST, (manifest.model_dump_json(indent=1) + "\n").encode())
         remove(path)
         try:
@@ -133,6 +171,15 @@ def write(path: Path, key: dict[str, Any], created: str, trace: dict[str, Any], 
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _linked(file: Path, other: Path) -> bool:
+    """Links a file, and returns whether it could: some file systems have no links, and another run may remove it."""
+    try:
+        os.link(file, other)
+    except OSError:
+        return False
+    return True
 
 
 def _put(file: Path, data: bytes) -> None:
@@ -162,9 +209,16 @@ def of_component(root: Path, component: str) -> list[Path]:
 
 
 def prune(root: Path, component: str) -> None:
-    """Removes the entries of a component beyond `KEPT`, those that were used least lately, and what was left half."""
-    for path in of_component(root, component)[KEPT:]:
-        remove(path)
+    """Removes what was left half, and the entries of a component that were used least lately.
+
+    Those stay that have the `KEPT` executables that were used last, and of them the last `ENTRIES`.
+    """
+    files: set[int] = set()
+    for number, path in enumerate(of_component(root, component)):
+        with contextlib.suppress(FileNotFoundError):  # another run has just removed it
+            files.add((path / EXECUTABLE).stat().st_ino)
+        if len(files) > KEPT or number >= ENTRIES:
+            remove(path)
     for path in root.glob(".*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED:

@@ -13,10 +13,11 @@ from torchport.files import cache
 
 
 @contextlib.contextmanager
-def jax_cache(root: Path) -> Iterator[None]:
+def jax_cache(root: Path) -> Iterator[bool]:
     """Points JAX's persistent compilation cache into the cache folder, for every program however small.
 
-    Where the user has named a folder to JAX (`JAX_COMPILATION_CACHE_DIR`), theirs stays, with their thresholds.
+    Where the user has named a folder to JAX (`JAX_COMPILATION_CACHE_DIR`), theirs stays, with their thresholds. It
+    gives whether that is so.
 
     Args:
         root: The cache folder; `jax/<kind of CPU>` in it is used.
@@ -26,7 +27,7 @@ def jax_cache(root: Path) -> Iterator[None]:
         BadValueError: Others can write to it.
     """
     if jax.config.jax_compilation_cache_dir:
-        yield
+        yield True
         return
     inside = cache.make(root / "jax" / cache.host())
     cache.check_trusted(inside)
@@ -40,8 +41,21 @@ def jax_cache(root: Path) -> Iterator[None]:
         compilation_cache.reset_cache()  # JAX opens its folder once; what it has open by now is another one
         for name, value in settings.items():
             jax.config.update(name, value)
-        yield
+        yield False
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def bypassed() -> Iterator[None]:
+    """Compiles without JAX's cache, which neither delivers nor stores what is compiled meanwhile."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        compilation_cache.reset_cache()  # whether it is in use is looked up once
+        jax.config.update("jax_enable_compilation_cache", False)
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()

@@ -23,11 +23,14 @@ from typing import Any
 import jax
 import torch
 
+from torchport.compile.program import Arguments
 from torchport.files import cache
 from torchport.stages import family
+from torchport.stages.outputs import leaves
+from torchport.stages.recorder import Static
 from torchport.task import Task
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the key's parts and of the entry on disk."""
 
 FREE = ("prompt", "negative_prompt", "seed", "steps")
@@ -185,17 +188,44 @@ def _as_plain(value: Any) -> Any:
     return f"{type(value).__qualname__} {value.__qualname__ if has_name else ''}"
 
 
-def of_call(
-    weights: Mapping[str, jax.Array], arrays: Mapping[str, jax.Array], static: tuple[tuple[str, object], ...]
-) -> dict[str, Any] | None:
+def of_call(arguments: Arguments, static: Static) -> dict[str, Any] | None:
     """Returns the parts that one set of inputs decides; None if an argument is no plain data, and has no key."""
     if not all(_is_plain(value) for _, value in static):
         return None
+    weights, inputs, caches = arguments
     return {
         "weights": {name: _shape(array) for name, array in weights.items()},
-        "inputs": {name: _shape(array) for name, array in arrays.items()},
+        "inputs": {path: _shape(array) for path, array in leaves({**inputs, **caches}).items()},
+        "structure": str(jax.tree_util.tree_structure((inputs, caches))),
         "static": {name: repr(value) for name, value in static},
     }
+
+
+def of_executable(parts: Mapping[str, Any], lowered: Any) -> str:
+    """Returns the hash of all that determines what the compiler makes of a traced program.
+
+    Sources, patches and settings are not in it: what they decide stands in the program. So an edit after which the
+    program is the same finds the executable that we have.
+
+    Args:
+        parts: The parts of the program's key.
+        lowered: The traced program, `jax.stages.Lowered`.
+    """
+    compilers = ("jax", "libtpu", "nvidia")
+    return digest(
+        {
+            **{name: parts.get(name) for name in ("schema", "python", "jax", "mesh", "device", *CALL)},
+            "versions": {k: v for k, v in parts.get("versions", {}).items() if k.startswith(compilers)},
+            "environment": {k: v for k, v in parts.get("environment", {}).items() if k.startswith(("XLA_", "LIBTPU_"))},
+            # JAX leaves out the arguments that are not used. The text does not say which ones those are.
+            "used": sorted(lowered._lowering.compile_args["kept_var_idx"]),
+            "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        }
+    )
+
+
+CALL = ("weights", "inputs", "structure")
+"""Parts of `of_call` that an executable depends on beside the traced program, which knows arguments by number."""
 
 
 def _is_plain(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from jax.experimental import serialize_executable
 
 from torchport import patch
 from torchport.compile.kept import entry, key
-from torchport.compile.kept.jax_cache import jax_cache
+from torchport.compile.kept.jax_cache import bypassed, jax_cache
+from torchport.compile.program import Arguments
 from torchport.files import cache
 from torchport.progress import log, waiting
 from torchport.stages import family
@@ -35,14 +37,18 @@ class Programs:
         task: The run.
         root: Where programs lie; None where none is kept.
 
+        from_jax: Whether JAX's cache may deliver executables: the user has named its folder.
+
     Attributes:
-        rows: By stage, one row for each program: `program` is "compiled" or "cached"; `traced`, when; `jax_cache`,
-            whether JAX's own cache spared the compilation; `key`, that of the entry, null without one.
+        rows: By stage, one row for each program: `program` is "compiled", "traced" (with an executable that an earlier
+            trace was compiled to) or "cached" (and not traced); `traced`, when; `jax_cache`, whether JAX's own cache
+            spared the compilation; `key`, that of the entry, null without one.
     """
 
-    def __init__(self, task: Task, root: Path | None) -> None:
+    def __init__(self, task: Task, root: Path | None, from_jax: bool = True) -> None:
         self.task = task
         self.root = root
+        self.from_jax = from_jax
         self.rows: dict[str, list[dict[str, Any]]] = {}
 
     @classmethod
@@ -59,8 +65,8 @@ class Programs:
             return
         root = cache.make(cache.folder() / "programs")
         cache.check_trusted(root)
-        with jax_cache(cache.folder()):
-            yield cls(task, root)
+        with jax_cache(cache.folder()) as from_jax:
+            yield cls(task, root, from_jax)
 
     @functools.cached_property
     def common(self) -> dict[str, Any]:
@@ -96,7 +102,7 @@ class Programs:
             "patches": dict(ledger.trace().digests),
             "network": key.of_module(module),
         }
-        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, rows)
+        return StagePrograms(self.root, stage, lambda: self.common, parts, mesh, ledger, rows, self.from_jax)
 
 
 class StagePrograms:
@@ -111,6 +117,8 @@ class StagePrograms:
         mesh: The devices.
         ledger: The stage's patches, in force.
         rows: Gets a row for each program; see `Programs`.
+        from_jax: Whether JAX's cache may deliver executables; what it delivers cannot be kept. Otherwise it is bypassed
+            for what is kept.
     """
 
     def __init__(
@@ -122,8 +130,10 @@ class StagePrograms:
         mesh: jax.sharding.Mesh,
         ledger: patch.Ledger,
         rows: list[dict[str, Any]],
+        from_jax: bool = False,
     ) -> None:
         self.root = root
+        self.from_jax = from_jax
         self.stage = stage
         self.common = common
         self.parts = parts
@@ -134,46 +144,67 @@ class StagePrograms:
         if jax.process_count() > 1:  # each has a program of its own, and they may share the folder
             self.component += f".{jax.process_index()}"
 
-    def program(
-        self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static, lower: Callable[[], Any]
-    ) -> tuple[Any, bool]:
-        """Returns the program of these inputs, and whether it was loaded instead of traced.
+    def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
+        """Returns the program of these arguments, and whether it was loaded instead of compiled.
 
         Args:
-            weights: The network's weights, placed.
-            arrays: Its inputs, placed.
+            arguments: The network's weights and its inputs, placed.
             static: Its other arguments.
             lower: Traces it.
 
         Raises:
             BadValueError: Somebody else owns the program on disk, or can write to it.
         """
-        parts = None if self.root is None else self._key(weights, arrays, static)
+        parts = None if self.root is None else self._key(arguments, static)
         if self.root is None or parts is None:
-            program, recalled, _ = self._compiled(lower)
+            with waiting(f"compile {self.component}"):
+                program, recalled = self._compiled(lower(), from_jax=True)
             self._note("compiled", _now(), recalled, None)
             return program, False
         path = entry.folder(self.root, self.component, parts)
-        loaded = self._loaded(path, parts, weights, arrays)
+        loaded = self._loaded(path, parts, arguments)
         if loaded is not None:
             return loaded, True
         self._log_nearest(parts)
-        program, recalled, trace = self._compiled(lower)
-        created = _now()
-        self._note("compiled", created, recalled, path.name)
-        if recalled:
-            log.info(
-                "%s: JAX's cache had the executable, which cannot be kept a second time: it is traced at every start, "
-                "unless JAX's cache is emptied (%s)",
-                self.stage.name,
-                jax.config.jax_compilation_cache_dir,
-            )
-        else:
-            self._keep(path, parts, created, trace, program)
-        return program, False
+        return self._traced(path, parts, arguments, lower)
 
-    def _key(self, weights: Mapping[str, Any], arrays: Mapping[str, Any], static: Static) -> dict[str, Any] | None:
-        call = key.of_call(weights, arrays, static)
+    def _traced(
+        self, path: Path, parts: dict[str, Any], arguments: Arguments, lower: Callable[[], Any]
+    ) -> tuple[Any, bool]:
+        """Returns a program traced now, with an executable that we have if one fits; the entry is written."""
+        with waiting(f"compile {self.component}"):
+            lowered, trace = self._lowered(lower)
+            executable = key.of_executable(parts, lowered)
+            program, data, same = self._held(executable, arguments, lowered.out_tree)
+            recalled = False
+            if program is None:
+                program, recalled = self._compiled(lowered, self.from_jax)
+        created = _now()
+        self._note("compiled" if same is None else "traced", created, recalled, path.name)
+        if not recalled:  # what JAX's cache delivers lacks its functions once it is serialised again
+            tree = jax.tree_util.tree_unflatten(lowered.out_tree, [0] * lowered.out_tree.num_leaves)
+            about = {"key": parts, "created": created, "executable": executable, "outputs": entry.as_json(tree)}
+            self._keep(path, {**about, "trace": trace}, program, data, same)
+        return program, same is not None
+
+    def _held(self, executable: str, arguments: Arguments, gives: Any) -> tuple[Any, bytes, Path | None]:
+        """Returns a program with an executable that an entry of an earlier trace has, its bytes, and the entry."""
+        for path, manifest in self._manifests():
+            if manifest.executable == executable:
+                with self._removing(path):
+                    stored = entry.read(path, manifest.key)
+                    if stored is not None:
+                        program = self._deserialised(stored[1], arguments, gives)
+                        log.info(
+                            "%s: the program traced %s is the same: it is not compiled again",
+                            self.stage.name,
+                            manifest.created,
+                        )
+                        return program, stored[1], path
+        return None, b"", None
+
+    def _key(self, arguments: Arguments, static: Static) -> dict[str, Any] | None:
+        call = key.of_call(arguments, static)
         if call is None:
             log.info("%s: an argument of '%s' is no plain data: it is not cached", self.stage.name, self.component)
         return None if call is None else {**self.common(), **self.parts, **call}
@@ -181,31 +212,36 @@ class StagePrograms:
     def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
         self.rows.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
 
-    def _loaded(self, path: Path, parts: dict[str, Any], weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    def _loaded(self, path: Path, parts: dict[str, Any], arguments: Arguments) -> Any:
         """Returns the program of an entry, its trace's calls credited to the ledger; None if there is no usable one."""
-        try:
+        with self._removing(path):
             stored = entry.read(path, parts)
             if stored is None:
                 return None
             manifest, data = stored
-            program = self._deserialised(data, weights, arrays)
-            trace = patch.Trace.from_json(manifest.trace)
+            gives = jax.tree_util.tree_structure(entry.from_json(manifest.outputs))
+            program = self._deserialised(data, arguments, gives)
+            self.ledger.credit(patch.Trace.from_json(manifest.trace))
+            with contextlib.suppress(OSError):
+                os.utime(path)  # it is the one that was used last
+            self._note("cached", manifest.created, False, path.name)
+            log.info("%s: program from the cache (traced %s)", self.stage.name, manifest.created)
+            return program
+        return None
+
+    @contextlib.contextmanager
+    def _removing(self, path: Path) -> Iterator[None]:
+        """Removes an entry that turns out to be damaged."""
+        try:
+            yield
         except entry.DamagedError as error:
             log.warning("%s: %s is damaged: %s; it is removed, and compiled anew", self.stage.name, path, error)
             with contextlib.suppress(OSError):  # a folder that cannot be written: it is logged again next time
                 entry.remove(path)
-            return None
-        self.ledger.credit(trace)
-        with contextlib.suppress(OSError):
-            os.utime(path)  # it is the one that was used last
-        self._note("cached", manifest.created, False, path.name)
-        log.info("%s: program from the cache (traced %s)", self.stage.name, manifest.created)
-        return program
 
-    def _deserialised(self, data: bytes, weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    def _deserialised(self, data: bytes, arguments: Arguments, gives: Any) -> Any:
         devices = list(self.mesh.devices.flat)
-        takes = jax.tree_util.tree_structure(((dict(weights), dict(arrays)), {}))
-        gives = jax.tree_util.tree_structure(0)
+        takes = jax.tree_util.tree_structure((arguments, {}))
         try:
             # Left to itself JAX would take the client's order of devices, and bind shards to other chips.
             return serialize_executable.deserialize_and_load(
@@ -216,23 +252,27 @@ class StagePrograms:
                 raise
             raise entry.DamagedError(f"the devices do not take it ({' '.join(str(error).split())[:200]})") from error
 
-    def _compiled(self, lower: Callable[[], Any]) -> tuple[Any, bool, dict[str, Any]]:
-        """Returns a program traced and compiled now, whether JAX's cache delivered it, and its trace alone."""
+    def _lowered(self, lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+        """Returns a program traced now, and its trace alone."""
         before = {row["id"]: row["calls"] or 0 for row in self.ledger.rows()}
-        with waiting(f"compile {self.component}"), _listening() as hits:
-            lowered = lower()
-            trace = self.ledger.trace().as_json()
-            for row in trace["rows"]:
-                row["calls"] = None if row["calls"] is None else row["calls"] - before.get(row["id"], 0)
-            hits.clear()  # of what the trace itself computes
-            program = lowered.compile()
-            return program, bool(hits), trace
+        lowered = lower()
+        trace = self.ledger.trace().as_json()
+        for row in trace["rows"]:
+            row["calls"] = None if row["calls"] is None else row["calls"] - before.get(row["id"], 0)
+        return lowered, trace
 
-    def _keep(self, path: Path, parts: dict[str, Any], created: str, trace: dict[str, Any], program: Any) -> None:
+    def _compiled(self, lowered: Any, from_jax: bool) -> tuple[Any, bool]:
+        """Returns a program compiled now, and whether JAX's cache delivered it, which otherwise is bypassed."""
+        with _listening() as hits, contextlib.nullcontext() if from_jax else bypassed():
+            return lowered.compile(), bool(hits)
+
+    def _keep(self, path: Path, about: dict[str, Any], program: Any, data: bytes, same: Path | None) -> None:
         """Writes an entry. A program that cannot be kept is logged, and serves this run all the same."""
         try:
-            data, _, _ = serialize_executable.serialize(program)
-            entry.write(path, parts, created, trace, data)
+            data = data or serialize_executable.serialize(program)[0]
+            sha = hashlib.sha256(data).hexdigest()
+            manifest = entry.EntryManifest(schema_version=key.SCHEMA, size=len(data), sha256=sha, **about)
+            entry.write(path, manifest, data, same)
         except OSError as error:
             log.warning("%s: the program is not kept: %s: %s", self.stage.name, path, error.strerror or error)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -243,17 +283,12 @@ class StagePrograms:
 
     def _log_nearest(self, current: dict[str, Any]) -> None:
         """Logs how the most similar entry of the component differs; this run's own entries do not count."""
-        assert self.root is not None
         keys = {row["key"] for row in self.rows}
         nearest: tuple[int, dict[str, tuple[Any, Any]], str] | None = None
-        for path in entry.of_component(self.root, self.component):
-            if path.name in keys:
-                continue
-            with contextlib.suppress(entry.DamagedError):  # a damaged entry of another key does no harm here
-                manifest = entry.read_manifest(path)
-                parts = key.differences(manifest.key, current)
-                if nearest is None or len(parts) < nearest[0]:
-                    nearest = (len(parts), parts, manifest.created)
+        for path, manifest in self._manifests():
+            parts = key.differences(manifest.key, current)
+            if path.name not in keys and (nearest is None or len(parts) < nearest[0]):
+                nearest = (len(parts), parts, manifest.created)
         if nearest is not None:
             count, parts, created = nearest
             first = "; ".join(
@@ -261,6 +296,13 @@ class StagePrograms:
             )
             more = f"; and {count - 3} more" if count > 3 else ""
             log.info("%s: the program traced %s is another: %s%s", self.stage.name, created, first, more)
+
+    def _manifests(self) -> Iterator[tuple[Path, entry.EntryManifest]]:
+        """Yields the component's entries and their manifests, the one that was used last first."""
+        assert self.root is not None
+        for path in entry.of_component(self.root, self.component):
+            with contextlib.suppress(entry.DamagedError):  # a damaged entry of another key does no harm here
+                yield path, entry.read_manifest(path)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,123 @@
+"""Tensors of the host that a network meets while it is traced: they become constants of its program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torchport.errors import BadValueError
+
+LIMIT = 2**20
+"""Bytes of the largest constant. Larger ones make programs slow to compile, and every device holds them whole."""
+
+RANDOM = {
+    *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
+    *(torch.rand_like, torch.randn_like, torch.randint_like, torch.Tensor.normal_, torch.Tensor.uniform_),
+    *(torch.Tensor.random_, torch.Tensor.bernoulli_, torch.Tensor.exponential_),
+}
+"""Functions that draw numbers. What is drawn while a network is traced is the same in every call of its program."""
+
+LIBRARIES = ("torch", "torchax", "jax", "torchport")
+"""Packages whose frames are not where a constant is made."""
+
+
+class Constants(TorchFunctionMode):
+    """Converts tensors of the host that are arguments of a function together with tensors of the network.
+
+    A function of the host's tensors alone computes on the host. A tensor without dims is left as it is: PyTorch and the
+    engine both take it for a number, which does not widen the other arguments' dtype.
+
+    Args:
+        is_networks: Whether a tensor is the network's.
+        convert: Returns a tensor of the host as such a tensor.
+    """
+
+    def __init__(self, is_networks: Callable[[Any], bool], convert: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.is_networks = is_networks
+        self.convert = convert
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function, with constants in place of the host's tensors.
+
+        Raises:
+            BadValueError: A constant that is too large, random or would be rounded, or a tensor of the host that the
+                function writes to.
+        """
+        kwargs = kwargs or {}
+        if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return self.convert(check(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"})))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(map(self._is_host, tensors)) and any(map(self.is_networks, tensors)):
+            name = getattr(function, "__name__", "")
+            if self._is_host(kwargs.get("out")) or (_writes(name) and self._is_host(args[0])):
+                fact = f"'{name}' writes values of the network into a tensor that is made on the host"
+                raise BadValueError(place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network")
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
+        output = function(*args, **kwargs)
+        if function in RANDOM and is_host(output):
+            fact = (
+                f"'{function.__name__}' draws numbers while the network is traced, and every call would have the same"
+            )
+            raise BadValueError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
+        return output
+
+    def _is_host(self, tensor: Any) -> bool:
+        return is_host(tensor) and tensor.ndim > 0
+
+    def _constant(self, tensor: torch.Tensor) -> Any:
+        return self.convert(check(tensor)) if self._is_host(tensor) else tensor
+
+
+def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns a tree with `convert(tensor)` in place of each tensor of the host.
+
+    Raises:
+        BadValueError: One that cannot be a constant; see `check`.
+    """
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: convert(check(leaf)) if is_host(leaf) else leaf, tree)
+
+
+def is_host(value: Any) -> bool:
+    """Returns whether a value is a tensor with values in the host's memory."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of PyTorch changes its first argument, by its name: `copy_`, `__setitem__`, `__iadd__`."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+
+
+def check(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the host that can be a constant of a program, as it is.
+
+    Raises:
+        BadValueError: It is too large, has 64-bit floating-point numbers, or integers that 32 bits do not hold.
+    """
+    what = f"A tensor of the host, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, meets the network's"
+    if tensor.dtype in (torch.float64, torch.complex128):
+        fact = f"{what}, and would be rounded: JAX has 32-bit numbers"
+        raise BadValueError(place(), fact, "Cast it to float32 where that is meant")
+    size = tensor.numel() * tensor.dtype.itemsize
+    if size > LIMIT:
+        fact = f"{what}; as a constant of the program it would have {size:,} bytes, and {LIMIT:,} are the limit"
+        remedy = "Make it a buffer of the module in the function that `Stage.prepare` names, or an input of the network"
+        raise BadValueError(place(), fact, remedy)
+    if tensor.dtype == torch.int64 and not torch.equal(tensor.int().long(), tensor):
+        raise BadValueError(place(), f"{what}, and JAX has 32-bit integers", "Keep integers within 32 bits")
+    return tensor
+
+
+def place() -> str:
+    """Returns the line of the model's code, or of a patch, that is being executed: `file:line`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename)}:{frame.f_lineno}"

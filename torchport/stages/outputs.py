@@ -1,0 +1,100 @@
+"""What a network returns, and trees of tensors: tuples, lists and dicts of tensors, one in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from torchport.errors import BadValueError, nearest
+
+
+def of_call(output: Any, names: Sequence[str], network: str) -> Any:
+    """Returns what a call returns of what its network returned.
+
+    Args:
+        output: A tensor, or a tuple, list, mapping or object of several outputs.
+        names: Of the outputs, `Stage.outputs`; none for the first output alone.
+        network: What errors call the network.
+
+    Returns:
+        Without names the first output, a tensor. With names a tuple, one tree of tensors for each name.
+
+    Raises:
+        BadValueError: There are more or fewer outputs than names, or an output that is no tree of tensors.
+    """
+    if not names:
+        return _first(output, network)
+    return tuple(
+        plain(name, value, network) for name, value in zip(names, _by_names(output, names, network), strict=True)
+    )
+
+
+def _first(output: Any, network: str) -> torch.Tensor:
+    values: Any = list(output.values()) if isinstance(output, Mapping) else output
+    value = values[0] if isinstance(values, tuple | list) and values else values
+    if not isinstance(value, torch.Tensor):
+        fact = f"The first of its outputs is no tensor, but of the type {type(value).__name__}"
+        raise BadValueError(network, fact, "Return a tensor first, or name all outputs in `Stage.outputs`")
+    return value
+
+
+def _by_names(output: Any, names: Sequence[str], network: str) -> Sequence[Any]:
+    """Returns the outputs in the order of their names: by position of a tuple or list, else by name."""
+    if isinstance(output, torch.Tensor):
+        output = (output,)
+    if isinstance(output, tuple | list):
+        if len(output) != len(names):
+            fact = f"It returns {len(output)} output(s), and `Stage.outputs` names {len(names)}: {', '.join(names)}"
+            raise BadValueError(network, fact, "Give each output a name, in their order")
+        return output
+    values = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
+    missing = [name for name in names if name not in values]
+    if missing:
+        fact = f"What it returns, of the type {type(output).__name__}, has no '{missing[0]}'"
+        raise BadValueError(network, fact, nearest(missing[0], map(str, values)), name=missing[0])
+    return [values[name] for name in names]
+
+
+def plain(name: str, value: Any, network: str) -> Any:
+    """Returns a tree of tensors in tuples, lists and dicts alone; None stays.
+
+    Raises:
+        BadValueError: There is something else in it.
+    """
+
+    def checked(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor | jax.Array):
+            fact = f"'{path}' is no tensor, but of the type {type(leaf).__name__}"
+            remedy = "It must be tensors in tuples, lists and dicts: the function of `Stage.call` may arrange them"
+            raise BadValueError(network, fact, remedy, name=path)
+        return leaf
+
+    return each(checked, name, value)
+
+
+def each(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    """Returns a tree with `function(name, leaf)` in place of each leaf; the name is its path, `cache.0.keys`."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): each(function, f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [each(function, f"{name}.{number}", item) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return function(name, value)
+
+
+def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all leaves of named trees, by their paths."""
+    by_path: dict[str, Any] = {}
+    for name, tree in trees.items():
+        each(by_path.__setitem__, name, tree)
+    return by_path
+
+
+def has_tensor(value: Any) -> bool:
+    """Returns whether a value is a tensor or a tree with one in it."""
+    return any(isinstance(leaf, torch.Tensor | jax.Array) for leaf in leaves({"": value}).values())
