@@ -19,7 +19,8 @@ from torchport.foreign import brief
 from torchport.progress import log
 
 WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
-"""What to do about a file that is missing, or broken."""
+ONE_SET = "Keep one set of weights in this folder"
+"""What to do about a file that is missing, or broken, or one of two."""
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -117,9 +118,8 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 def _existing_folder(name: str) -> Path:
     folder = expand_home(name).resolve()
     if not folder.is_dir():
-        raise CheckpointMissingError(
-            f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
-        )
+        remedy = "Name a folder, or owner/repo@revision"
+        raise CheckpointMissingError(f"--checkpoint {name}", "There is no such folder", remedy)
     return folder
 
 
@@ -234,16 +234,14 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
     """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
     for name, component in card.components.items():
-        place = folder / card.folder(name, variant)
+        place, file = folder / card.folder(name, variant), card.file(name, variant)
+        if file is not None and (place == folder or not place.is_dir()):
+            check_file(place, file)
         if not place.is_dir():
             near = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
             remedy = f"Name a checkpoint that has it. {nearest(place.name, near)}"
-            if component.file is not None and (folder / component.file).is_file():
-                remedy = f"Write 'folder: \".\"' in the card: {component.file} lies in the checkpoint's root"
             raise CheckpointMissingError(str(place), f"There is no folder for '{name}'", remedy)
-        if component.file is not None or component.build is not None:
-            if place == folder:
-                _check_file(place, name, card.file(name, variant))
+        if file is not None or component.build is not None:
             continue  # a configuration that lies there is another component's
         config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
         class_name = component.class_.partition(":")[2]
@@ -256,12 +254,20 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
             )
 
 
-def _check_file(folder: Path, name: str, file: str | None) -> None:
-    """Refuses a component whose one file is not there."""
-    if file is not None and not (folder / file).is_file():
-        near = [path.name for path in (folder / file).parent.glob("*") if path.is_file()]
-        fact, remedy = f"There is no file for '{name}'", "Name a checkpoint that has it, or mend the card's 'file'"
-        raise CheckpointMissingError(str(folder / file), fact, f"{remedy}. {nearest(Path(file).name, near)}")
+def check_file(folder: Path, file: str) -> None:
+    """Refuses a component whose one file is not there.
+
+    Raises:
+        CheckpointMissingError: It is not.
+    """
+    if (folder / file).is_file():
+        return
+    near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE
+    if (folder.parent / file).is_file():
+        remedy = f"It lies in {folder.parent}: if that is the checkpoint's root, write 'folder: \".\"' in the card"
+    elif near:
+        remedy = f"Mend the card's 'file', or name a checkpoint that has it. {nearest(Path(file).name, near)}"
+    raise CheckpointMissingError(str(folder / file), "The file is missing", remedy)
 
 
 def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
@@ -322,15 +328,14 @@ def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
         return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        raise CheckpointForeignError(
-            str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
-        )
+        fact = f"It holds {len(indices)} indices of weights"
+        raise CheckpointForeignError(str(folder), fact, ONE_SET)
     present = sorted(folder.glob("*.safetensors"))
     files = _shards(indices[0]) if indices else present
     for path in present:
         if path not in files:  # upstream may read this one, and leave the index alone
             fact = f"It holds {path.name[:120]}, which {indices[0].name[:120]} does not name"
-            raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", file=path.name)
+            raise CheckpointForeignError(str(folder), fact, ONE_SET, file=path.name)
     if not files:
         raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
     return _file_of(files)
@@ -343,8 +348,7 @@ def _file_of(files: Sequence[Path]) -> dict[str, Path]:
         for name in header(file):
             if name in file_of:
                 fact = f"'{name[:120]}' is in {file_of[name].name} and in {file.name}"
-                place = str(file.parent)
-                raise CheckpointForeignError(place, fact, "Keep one set of weights in this folder", name=name)
+                raise CheckpointForeignError(str(file.parent), fact, ONE_SET, name=name)
             file_of[name] = file
     return file_of
 

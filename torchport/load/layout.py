@@ -75,6 +75,8 @@ class Layout:
     def held(self, folder: Path) -> dict[str, Stored]:
         """Returns where each tensor that the module uses is, by its name in the file; see `stored`."""
         headers: Iterable[tuple[Path, Mapping[str, Any]]]
+        if self.file is not None:
+            checkpoint.check_file(folder, self.file)
         if self.is_pickled:
             file = self.place(folder)
             headers = [(file, pickled.header(file, self.key, self.unread))]

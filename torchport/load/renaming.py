@@ -9,6 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torchport.config.card import RenameRule
 from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError
 
+TURNED = (
+    "Tiny weights need it turned round: put all that varies in 'match' into groups without groups inside, and use each "
+    "of them in 'to'"
+)
+
 
 def module_names(
     names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
@@ -73,7 +78,7 @@ def closest(name: str, names: Collection[str]) -> str:
 def file_names(
     names: Iterable[str], rules: Sequence[RenameRule], places: Sequence[str], is_unread: Callable[[str], bool]
 ) -> dict[str, str]:
-    """Returns what a file calls each tensor of a module: the names that the rules would turn into the module's.
+    """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
 
     Args:
         names: Those of the module.
@@ -82,23 +87,28 @@ def file_names(
         is_unread: Whether a name in the file is left out there.
 
     Raises:
-        BadValueError: A tensor whose name in the file the rules leave open.
+        BadValueError: A rule that cannot be turned round, or that no tensor needs.
     """
-    turned = [_turned(rule) for rule in rules]
-    name_in_file: dict[str, str] = {}
-    used: set[int | None] = set()
+    turned = [turn for turn in map(_turned, rules) if turn is not None]
+    fitting: dict[str, list[str]] = {}
     for name in names:
-        candidates = [name, *(source for source in (turn(name) for turn in turned if turn is not None) if source)]
-        fitting = [c for c in candidates if _renamed(c, rules) == name and not is_unread(c)]
-        if not fitting:
+        candidates = [*filter(None, (turn(name) for turn in turned)), name]
+        fitting[name] = [c for c in candidates if _renamed(c, rules) == name and not is_unread(c)]
+        if not fitting[name]:
             fact = f"No name in the file that becomes '{name}' can be told from the rules"
-            remedy = "Put all that varies in 'match' into groups without groups inside, and use each of them in 'to'"
-            place = next((place for place, turn in zip(places, turned, strict=True) if turn is None), places[0])
-            raise BadValueError(place, fact, remedy, name=name)
-        # Each rule must be used: a rule that no name needs is refused when the file is read.
-        source = next((c for c in fitting if _rule_of(c, rules) not in used), fitting[0])
-        used.add(_rule_of(source, rules))
-        name_in_file[name] = source
+            raise BadValueError(places[0], fact, TURNED, name=name)
+    name_in_file = {name: sources[0] for name, sources in fitting.items()}
+    for number, rule in enumerate(rules):
+        uses = [_rule_of(source, rules) for source in name_in_file.values()]
+        # Another rule may have taken its tensors; a rule that no name needs is refused when the file is read.
+        free = [name for name in fitting if uses.count(_rule_of(name_in_file[name], rules)) > 1]
+        others = ((name, source) for name in free for source in fitting[name] if _rule_of(source, rules) == number)
+        if number not in uses:
+            other = next(others, None)
+            if other is None:
+                fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"
+                raise BadValueError(places[number], fact, TURNED if _turned(rule) is None else "Remove it, or mend it")
+            name_in_file[other[0]] = other[1]
     return name_in_file
 
 
