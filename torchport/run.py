@@ -17,7 +17,7 @@ from torchport.bookkeeping.output import output_folder
 from torchport.compile import kept, network, preflight
 from torchport.config import checkout
 from torchport.errors import BadValueError, OutputError
-from torchport.load import checkpoint, tiny
+from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log
@@ -147,7 +147,7 @@ def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], le
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:
     if task.checkpoint != "tiny":
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
-    folder = tiny.write(task.card, Path(str(task.family.__file__)), task.family.arrange_tiny)
+    folder = network.write_tiny(task)
     return checkpoint.Checkpoint(
         folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
     )

@@ -24,7 +24,7 @@ from torchport.errors import (
     TorchportError,
     UnmatchedError,
 )
-from torchport.load import checkpoint
+from torchport.load import Layout
 from torchport.task import Request, accept, devices
 
 GIB = 2**30
@@ -102,7 +102,7 @@ def test_the_original_takes_the_hosts_memory_for_its_networks_too(asked, need, m
 def test_a_checkpoint_that_is_here_is_measured_and_not_assumed(asked, need, tiny_folder):
     _, found, _ = need(asked(checkpoint=str(tiny_folder)))
     sizes = {
-        name: checkpoint.parameters(tiny_folder / name) for name in ("text_encoder", "text_encoder_2", "transformer")
+        name: Layout().parameters(tiny_folder / name) for name in ("text_encoder", "text_encoder_2", "transformer")
     }
     assert found.host_bytes == 4 * max(sizes["text_encoder"] + sizes["text_encoder_2"], sizes["transformer"])
     _, port, _ = need(asked(checkpoint=str(tiny_folder), backend="torchax"))

@@ -14,8 +14,8 @@ NAMES = (*ENCODERS, "tokenizer", "tokenizer_2", "image_processor", "glyph_encode
 def write(card: Card, folder: Path) -> Path:
     """Writes all components but the networks, which need a checkout."""
     for name in NAMES[:-1]:
-        tiny._component(card, name).save_pretrained(folder / card.folder(name, None))
-    encoder = tiny._component(card, "text_encoder_2").get_encoder()
+        tiny._component(card, {}, name).save_pretrained(folder / card.folder(name, None))
+    encoder = tiny._component(card, {}, "text_encoder_2").get_encoder()
     file = glyphs(card, folder)
     file.parent.mkdir(parents=True)
     torch.save({name: tensor.clone() for name, tensor in encoder.state_dict().items()}, file)
@@ -25,5 +25,5 @@ def write(card: Card, folder: Path) -> Path:
 def glyphs(card: Card, folder: Path) -> Path:
     """Returns the file of `torch.save`."""
     component = card.components["glyph_encoder"]
-    assert component.pickle is not None
-    return folder / card.folder("glyph_encoder", None) / component.pickle
+    assert component.file is not None
+    return folder / card.folder("glyph_encoder", None) / component.file

@@ -20,7 +20,7 @@ from torchport.errors import (
     LoadError,
     OutputError,
 )
-from torchport.load import checkpoint
+from torchport.load import Layout, checkpoint
 
 
 def refusal(kind, call):
@@ -200,7 +200,7 @@ def test_the_file_of_every_tensor_is_found_in_one_file_or_in_shards(tmp_path):
     assert {name: file.name for name, file in checkpoint.weight_files(tmp_path).items()} == dict.fromkeys(
         "abc", "model.safetensors"
     )
-    assert checkpoint.parameters(tmp_path) == 12
+    assert Layout().parameters(tmp_path) == 12
     (tmp_path / "model.safetensors").unlink()
     sharded(tmp_path)
     assert [file.name[6:11] for _, file in sorted(checkpoint.weight_files(tmp_path).items())] == [
@@ -208,7 +208,7 @@ def test_the_file_of_every_tensor_is_found_in_one_file_or_in_shards(tmp_path):
         "00002",
         "00002",
     ]
-    assert checkpoint.parameters(tmp_path) == 12
+    assert Layout().parameters(tmp_path) == 12
 
 
 def test_a_component_without_safetensors_is_refused(tmp_path):

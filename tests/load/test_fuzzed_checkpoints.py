@@ -12,7 +12,7 @@ from torchport import load, save
 from torchport.config import checkout
 from torchport.errors import CheckpointBrokenError, TorchportError
 from torchport.foreign import reading
-from torchport.load import checkpoint
+from torchport.load import checkpoint, pickled
 
 CHECKPOINTS, STAGE_FILES, BLOCK = 600, 400, 100
 IDENTITY = {"model": "m", "height": 64, "width": 64, "frames": 5}
@@ -31,8 +31,8 @@ def loaded(component, folder, name):
     """Returns a component as a run loads it: the door, then our own reading, or upstream's."""
     load.account_component(component, folder)
     cls = load.class_of(component.class_)
-    if component.pickle is not None:
-        return checkpoint.pickle_header(folder / component.pickle)
+    if component.file is not None:
+        return pickled.header(folder / component.file)
     if not issubclass(cls, torch.nn.Module):
         return load.part(component.class_, folder)
     if hasattr(cls, "from_config"):

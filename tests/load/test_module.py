@@ -43,7 +43,7 @@ def assert_same(found, expected):
 
 def built(class_path, folder, dtype="float32"):
     """A module built without storage from a component's folder."""
-    return load.build(class_path, checkpoint.read_json(folder / "config.json"), dtype, str(folder))
+    return load.build(class_path, checkpoint.read_json(folder / "config.json"), dtype, str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,7 +159,9 @@ def test_a_truncated_file_is_refused(mixed):
 
 @pytest.mark.parametrize("config", [{"width": "4"}, {"width": -1}, {"width": 0.5}])
 def test_a_configuration_that_the_class_cannot_be_built_from_is_refused(config):
-    text = refusal(CheckpointForeignError, lambda: load.build("fakes.modules:Mixed", config, "float32", "some/folder"))
+    text = refusal(
+        CheckpointForeignError, lambda: load.build("fakes.modules:Mixed", config, "float32", "some/folder/config.json")
+    )
     assert text.startswith("some/folder/config.json: Mixed cannot be built from it: ")
     assert text.endswith(". Name a checkpoint of this model and version.") and "\n" not in text
 

@@ -20,10 +20,11 @@ from torchport.compile import program
 from torchport.config.card import WeightRule
 from torchport.errors import BadValueError, CheckpointBrokenError, nearest
 from torchport.foreign import reading
-from torchport.load import checkpoint
+from torchport.load import checkpoint, tiny
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task
+from torchport.task.family import builder
 
 ProgramsOf = Callable[[torch.nn.Module, Mapping[str, float]], program.ProgramSource]
 """Returns where a network's programs come from, by its module and the bounds of its attention scores."""
@@ -50,16 +51,78 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
             parts[name] = load.part(component.class_, path)
+        elif load.is_built_here(component):
+            parts[name] = load.fill(_built(task, name, folder), path, name, layout(task, name))
         else:
             parts[name] = load.text_encoder(component, path, task.dtype(name), name)
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name not in parts:  # upstream's own loading may have brought it whole
-            path = task.component_folder(folder, name)
-            config = checkpoint.read_json(path / "config.json")
-            parts[name] = load.build(task.card.components[name].class_, config, task.dtype(name), str(path))
+            parts[name] = _built(task, name, folder)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
+
+
+def _built(task: Task, component: str, folder: Path) -> torch.nn.Module:
+    """Returns a component of a checkpoint without storage."""
+    maker, config, place = recipe(task, component, folder)
+    return load.build(maker, config, task.dtype(component), place)
+
+
+def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
+    """Returns how a component is built: from the checkpoint's `config.json`, or from the card.
+
+    Args:
+        task: The run.
+        component: Its name.
+        folder: The checkpoint's; None if it is not on this machine, or not written yet.
+    """
+    entry, is_tiny = task.card.components[component], task.checkpoint == "tiny"
+    if folder is not None and load.reads_config(entry):
+        file = task.component_folder(folder, component) / "config.json"
+        return load.Recipe(entry.class_, checkpoint.read_json(file), str(file))
+    config = task.card.tiny.components.get(component, {}) if is_tiny else entry.published
+    keys = ["tiny", "components", component] if is_tiny else ["components", component, "published"]
+    return load.Recipe(maker(task, component), config, task.card_document.place(keys))
+
+
+def maker(task: Task, component: str) -> load.Maker:
+    """Returns what builds a component: its class, or the card's function."""
+    entry = task.card.components[component]
+    if entry.build is None:
+        return entry.class_
+    function = builder(task.family, entry.build, task.card_document.place(["components", component, "build"]))
+    return load.Builder(function, entry.class_, entry.build)
+
+
+def layout(task: Task, component: str, variant: str | None = None) -> load.Layout:
+    """Returns how a component's tensors lie in its folder, of the task's variant or of another."""
+    entry, variant = task.card.components[component], variant or task.settings.variant
+    places = [task.card_document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
+    return load.layout_of(entry, task.card.file(component, variant), places)
+
+
+def write_tiny(task: Task) -> Path:
+    """Returns the folder of the card's tiny checkpoint, written if it is not there: see `tiny.write`."""
+    card, family = task.card, task.family
+    arrange = family.arrange_tiny
+    if arrange is None and card.pipeline is None:
+        names, variants = card.components, family.VARIANTS or (None,)
+        layouts = {variant: {name: layout(task, name, variant) for name in names} for variant in variants}
+        arrange = tiny.in_layouts(card, layouts)
+    makers = {name: maker(task, name) for name in card.components}
+    return tiny.write(card, Path(str(family.__file__)), arrange, makers)
+
+
+def account(task: Task, component: str, folder: Path) -> None:
+    """Refuses a component of a checkpoint that is not whole, or another model's.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+    """
+    entry, path = task.card.components[component], task.component_folder(folder, component)
+    in_card = load.is_built_here(entry) and not load.reads_config(entry)
+    load.account_component(entry, path, layout(task, component), recipe(task, component, folder) if in_card else None)
 
 
 def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
@@ -86,22 +149,10 @@ def published(task: Task, component: str) -> Any:
     It is built once for all callers that only read it.
     """
     if component not in task.shapes:
-        class_path, config, place = _configuration(task, component)
+        root = None if task.checkpoint == "tiny" else checkpoint.local(task.checkpoint)
         dtype = task.dtype(component) if component in task.settings.dtypes else None
-        task.shapes[component] = load.published(class_path, config, place, dtype)
+        task.shapes[component] = load.published(*recipe(task, component, root), dtype)
     return task.shapes[component]
-
-
-def _configuration(task: Task, component: str) -> tuple[str, dict[str, Any], str]:
-    """Returns a component's class, its configuration, and where that is written."""
-    entry = task.card.components[component]
-    if task.checkpoint == "tiny":
-        return entry.class_, dict(task.card.tiny.components.get(component, {})), f"tiny.components.{component}"
-    root = checkpoint.local(task.checkpoint)
-    if root is None:
-        return entry.class_, dict(entry.published), component
-    folder = task.component_folder(root, component)
-    return entry.class_, checkpoint.read_json(folder / "config.json"), str(folder)
 
 
 def check_heads(task: Task) -> None:
@@ -117,7 +168,7 @@ def check_heads(task: Task) -> None:
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:
-            config = dict(published(task, component).config)
+            config = load.configuration(published(task, component))
             place = task.card_document.place(["strategies", task.job.strategy, "divides", axis])
             if not isinstance(config.get(key), int):
                 raise BadValueError(place, f"'{path}' is no number of the checkpoint's", nearest(key, config))
@@ -156,7 +207,7 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
         CheckpointError: Files that are missing, damaged or another model's.
     """
     name = str(stage.network)
-    load.fill(parts[name], task.component_folder(folder, name), name)
+    load.fill(parts[name], task.component_folder(folder, name), name, layout(task, name))
     call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
     return program.Eager(module_of(stage, parts), call, stage.outputs, name)
 
@@ -172,7 +223,7 @@ def placed(
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, name, module_of(stage, parts))
-    tensors = load.tensors(parts[name], task.component_folder(folder, name), name)
+    tensors = load.tensors(parts[name], task.component_folder(folder, name), name, layout(task, name))
     selected = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
     return shard.place(selected, rules, mesh)
 

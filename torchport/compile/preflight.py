@@ -89,7 +89,7 @@ def check_checkpoint(task: Task, folder: Path) -> None:
     for stage in task.stages:
         names = [stage.network] if stage.network is not None else []
         for name in (*stage.parts, *stage.loads(task.settings), *names):
-            load.account_component(task.card.components[name], task.component_folder(folder, name))
+            network.account(task, name, folder)
 
 
 def check_machine(task: Task) -> None:
@@ -159,7 +159,7 @@ def _host_bytes(task: Task, component: str) -> int:
     dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
     if folder is None or dtype is None:
         return (dtype or torch.float16).itemsize * (task.card.components[component].parameters or 0)
-    return dtype.itemsize * checkpoint.parameters(task.component_folder(folder, component))
+    return dtype.itemsize * network.layout(task, component).parameters(task.component_folder(folder, component))
 
 
 def _tensor_bytes(task: Task, stage: family.Stage) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -52,6 +53,22 @@ def _beside_patches(text: str) -> str:
 
 
 FamilyPath = Annotated[str, pydantic.AfterValidator(_beside_patches)]
+
+
+def _beside_family(text: str) -> str:
+    if not re.fullmatch(r"\w+\.py:[A-Za-z_]\w*", text):
+        raise ValueError("It must be 'file.py:function', a Python file in the folder of the card's family")
+    return text
+
+
+def _inside_checkpoint(text: str) -> str:
+    if text.startswith("/") or ".." in text.split("/") or text.endswith("/"):
+        raise ValueError("It must be the path of a file inside the checkpoint")
+    return text
+
+
+BuilderPath = Annotated[str, pydantic.AfterValidator(_beside_family)]
+FilePath = Annotated[Word, pydantic.AfterValidator(_inside_checkpoint)]
 
 
 def _once_each(split: list[Split]) -> list[Split]:
@@ -116,21 +133,62 @@ class Strategy(Frozen):
     """For an axis, the `component.key` of the checkpoint's configuration whose value it must divide."""
 
 
+class RenameRule(Frozen):
+    """One rule for names of tensors: those in the file whose whole name matches, and what the module calls them."""
+
+    match: Regex
+    """A regular expression for a whole name in the file. What varies stands in groups: `model\\.(.*)`."""
+    to: str
+    """The module's name for the tensor, with the groups of `match` as `\\1`, `\\2` and so on: `\\1`."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> RenameRule:
+        groups = re.compile(self.match).groups
+        for escape in re.findall(r"\\(\d+|.?)", self.to):
+            if not escape.isdigit() or not 1 <= int(escape) <= groups:
+                known = ", ".join(f"\\{n}" for n in range(1, groups + 1)) or "none: 'match' has no group"
+                raise ValueError(f"'to' has \\{escape}; the groups of 'match' are {known}")
+        return self
+
+
 class Component(Frozen):
-    """One folder of a checkpoint in the diffusers format."""
+    """One component of a model: its class, and where its files lie in the checkpoint.
+
+    A class of diffusers or transformers reads its configuration from `config.json` in its folder. Any other
+    `torch.nn.Module`, and whatever has a `file` or a `build`, takes keyword arguments instead: those of `published`, or
+    for the tiny checkpoint those of `tiny.components`. The family then reads them, with the defaults of those that are
+    left out, as the module's `config`.
+    """
 
     class_: ClassPath = pydantic.Field(alias="class")
+    """The class, as `package.module:Class`."""
+    build: BuilderPath | None = None
+    """What builds the module where arguments in YAML do not suffice: `file.py:function`, in the folder of the card's
+    family. It takes the arguments as keywords, and returns a module of `class`. No file is to be read in it."""
     folder: str | None = None
-    """Where it lies in the checkpoint, with `{variant}` filled in; by default its name."""
+    """Where it lies in the checkpoint, with `{variant}` filled in; by default its name. `.` is the checkpoint's root,
+    which components may share: each of them should name its `file` then."""
+    file: FilePath | None = None
+    """The file of its tensors, from its folder, with `{variant}` filled in: `*.safetensors`, the `*.index.json` of
+    several, or else a file of `torch.save`. By default whatever safetensors its folder holds. Two components may share
+    a file. Of a class of transformers, which has no `build`, the tensors are checked here and loaded by upstream."""
+    key: Word | None = None
+    """Where the state dict is inside a file of `torch.save` that holds more: its key, or `a.b` for a key inside `a`. By
+    default the file is the state dict, or has it as `state_dict`."""
+    rename: list[RenameRule] = []
+    """Rules for tensors that the module calls otherwise than the file. The first rule that matches a whole name counts;
+    a name that no rule matches stays. A rule that is no tensor's first match is refused, as are two tensors that get
+    one name."""
     dtype: DType | None = None
+    """Of its weights; none if torchport loads no weights for it. A config may choose another one under `dtypes`."""
     precision: Literal["default", "high", "highest"] = "default"
     """Of float32 products on a TPU, whose own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}
-    """The published configuration, if the class's defaults differ; it gives the shapes before any download."""
+    """The published configuration, if the class's defaults differ; it gives the shapes before any download. For a
+    module that has no `config.json`, the keyword arguments that build it."""
     unread: list[Regex] = []
-    """Tensors of the published checkpoint that the class does not use, by whole name; any other one is refused."""
-    pickle: str | None = None
-    """A file of `torch.save` in its folder, which upstream itself loads, strictly; none if it has safetensors."""
+    """Tensors of the published checkpoint that the class does not use, by whole name, as the file calls them; any other
+    one is refused."""
     parameters: pydantic.PositiveInt | None = None
     """How many the published checkpoint has, so that the memory is known before any download."""
 
@@ -139,6 +197,10 @@ class Component(Frozen):
         # A bfloat16 component may have it too: a config can make it float32.
         if self.precision != "default" and self.dtype is None:
             raise ValueError("'precision' is of products, and without a 'dtype' this computes none here")
+        if self.build is not None and self.dtype is None:
+            raise ValueError("'build' makes a module that is loaded here, and it needs a 'dtype'")
+        if self.key is not None and (self.file is None or self.file.endswith((".safetensors", ".json"))):
+            raise ValueError("'key' is one inside a file of torch.save, and there is no such 'file'")
         return self
 
 
@@ -203,6 +265,7 @@ class Tiny(Frozen):
     scale: pydantic.PositiveFloat
     """Standard deviation times sqrt(fan-in) of every weight of two dims or more."""
     components: dict[str, dict[str, Any]]
+    """By component: its small configuration, or the keyword arguments that build it."""
     tokenizers: dict[str, TinyTokenizer] = {}
 
 
@@ -216,7 +279,8 @@ class Card(Frozen):
     artefacts: str
     """Stage files of cards with one value here interchange, as far as shapes allow."""
     pipeline: ClassPath | None = None
-    """The diffusers pipeline that reads the checkpoint; none for a layout of upstream's own."""
+    """The diffusers pipeline that reads the checkpoint; none for a layout of upstream's own, where components may name
+    a `file` or a `build`."""
     upstream: dict[str, str]
     checkout: Checkout | None = None
     checkpoint: Word
@@ -242,6 +306,16 @@ class Card(Frozen):
     def folder(self, component: str, variant: str | None) -> str:
         """Returns where a component lies in a checkpoint, relative to its root."""
         return (self.components[component].folder or component).format(variant=variant)
+
+    def file(self, component: str, variant: str | None) -> str | None:
+        """Returns a component's one file of tensors, relative to its folder; None if it has whatever lies there."""
+        file = self.components[component].file
+        return None if file is None else file.format(variant=variant)
+
+    def code(self, family: Path) -> list[Path]:
+        """Returns the Python files that the card names: that of its family, and those beside it with builders."""
+        names = {component.build.partition(":")[0] for component in self.components.values() if component.build}
+        return [family, *(family.with_name(name) for name in sorted(names))]
 
 
 class Job(Frozen):
@@ -332,7 +406,13 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
     Raises:
         UnknownKeyError: A section is named after a component of another kind: nothing would read it.
         MissingKeyError: A network has no rules for its weights or inputs.
+        BadValueError: A file of one component in a checkpoint that a diffusers pipeline reads and writes.
     """
+    for name, component in card.components.items():
+        for key in ("build", "file") if card.pipeline is not None else ():
+            if getattr(component, key) is not None:
+                fact = f"'{key}' is '{getattr(component, key)}', and 'pipeline' reads a layout that has no such thing"
+                raise BadValueError(document.place(["components", name, key]), fact, "Remove 'pipeline', or this")
     sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
     for name, strategy in card.strategies.items():
         here: list[str | int] = ["strategies", name]

@@ -1,25 +1,37 @@
 """Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
 
+from torchport.load.component import account_component, is_built_here, reads_config
+from torchport.load.layout import Layout, layout_of
 from torchport.load.module import (
-    account_component,
+    Builder,
+    Maker,
+    Recipe,
     build,
     class_of,
+    configuration,
     default_dtype,
     fill,
-    part,
     published,
     tensors,
-    text_encoder,
 )
+from torchport.load.pretrained import part, text_encoder
 
 __all__ = [
+    "Builder",
+    "Layout",
+    "Maker",
+    "Recipe",
     "account_component",
     "build",
     "class_of",
+    "configuration",
     "default_dtype",
     "fill",
+    "is_built_here",
+    "layout_of",
     "part",
     "published",
+    "reads_config",
     "tensors",
     "text_encoder",
 ]

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchport.config.card import DTYPES, Card
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.files.folder import expand_home
-from torchport.foreign import brief, reading
+from torchport.foreign import brief
 from torchport.progress import log
 
 WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"
-"""What to do about a file that is missing, or broken."""
+ONE_SET = "Keep one set of weights in this folder"
+"""What to do about a file that is missing, or broken, or one of two."""
 
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -30,6 +31,8 @@ The eight-bit floats are not among them: they need scales, and no card has scale
 
 LARGEST_JSON, LARGEST_HEADER = 2**28, 10**8
 """Bytes read of a JSON file and of a header, at most: ten times the largest vocabulary; safetensors' own limit."""
+
+_ROOT, _INDEX = PurePosixPath("."), ".safetensors.index.json"
 
 CODES = {name: code for code, name in FLOATS.items()} | {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16",
@@ -115,9 +118,8 @@ def locate(name: str, card: Card, variant: str | None = None) -> Checkpoint:
 def _existing_folder(name: str) -> Path:
     folder = expand_home(name).resolve()
     if not folder.is_dir():
-        raise CheckpointMissingError(
-            f"--checkpoint {name}", "There is no such folder", "Name a folder, or owner/repo@revision"
-        )
+        remedy = "Name a folder, or owner/repo@revision"
+        raise CheckpointMissingError(f"--checkpoint {name}", "There is no such folder", remedy)
     return folder
 
 
@@ -128,10 +130,13 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
     if local(name) is None:
         _check_disk(name, card)
     repo, _, revision = name.partition("@")
-    patterns = ["*.json", *(f"{card.folder(component, variant)}/*" for component in card.components)]
+    patterns, at_root = _patterns(card, variant)
     log.info("checkpoint %s ...", name)
     try:
-        return Path(snapshot_download(repo, revision=revision or "main", allow_patterns=patterns))
+        folder = Path(snapshot_download(repo, revision=revision or "main", allow_patterns=patterns))
+        if at_root:  # in a pattern of the hub, `*` also stands for a path
+            snapshot_download(repo, revision=folder.name, allow_patterns=["*"], ignore_patterns=["*/*"])
+        return folder
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise CheckpointMissingError(
@@ -140,6 +145,22 @@ def _download(name: str, card: Card, variant: str | None) -> Path:
             "Check the name and the network, or pass --checkpoint DIR with a copy of it",
             repo=repo,
         ) from error
+
+
+def _patterns(card: Card, variant: str | None) -> tuple[list[str], bool]:
+    """Returns the hub's patterns of a card's files, and whether those in the root itself are wanted too."""
+    patterns, at_root = ["*.json"], False
+    for name in card.components:
+        folder, file = PurePosixPath(card.folder(name, variant)), card.file(name, variant)
+        if folder != _ROOT:
+            patterns.append(f"{folder}/*")
+        elif file is None:
+            at_root = True
+        else:
+            patterns.append(file)
+            if file.endswith(_INDEX):
+                patterns.append(f"{file.removesuffix(_INDEX)}*.safetensors")
+    return patterns, at_root
 
 
 def _check_disk(name: str, card: Card) -> None:
@@ -213,14 +234,15 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
     """Refuses a checkpoint in a layout of upstream's own whose components are of other classes than the card's."""
     for name, component in card.components.items():
-        place = folder / card.folder(name, variant)
+        place, file = folder / card.folder(name, variant), card.file(name, variant)
+        if file is not None and (place == folder or not place.is_dir()):
+            check_file(place, file)
         if not place.is_dir():
             near = [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else []
-            raise CheckpointMissingError(
-                str(place),
-                f"There is no folder for '{name}'",
-                f"Name a checkpoint that has it. {nearest(place.name, near)}",
-            )
+            remedy = f"Name a checkpoint that has it. {nearest(place.name, near)}"
+            raise CheckpointMissingError(str(place), f"There is no folder for '{name}'", remedy)
+        if file is not None or component.build is not None:
+            continue  # a configuration that lies there is another component's
         config = read_json(place / "config.json") if (place / "config.json").is_file() else {}
         class_name = component.class_.partition(":")[2]
         if config.get("_class_name", class_name) != class_name:
@@ -230,6 +252,22 @@ def _check_classes(folder: Path, card: Card, variant: str | None) -> None:
                 f"The card '{card.model}' wants a {class_name}: name a checkpoint of that model",
                 component=name,
             )
+
+
+def check_file(folder: Path, file: str) -> None:
+    """Refuses a component whose one file is not there.
+
+    Raises:
+        CheckpointMissingError: It is not.
+    """
+    if (folder / file).is_file():
+        return
+    near, remedy = [path.name for path in (folder / file).parent.glob("*") if path.is_file()], WHOLE
+    if (folder.parent / file).is_file():
+        remedy = f"It lies in {folder.parent}: if that is the checkpoint's root, write 'folder: \".\"' in the card"
+    elif near:
+        remedy = f"Mend the card's 'file', or name a checkpoint that has it. {nearest(Path(file).name, near)}"
+    raise CheckpointMissingError(str(folder / file), "The file is missing", remedy)
 
 
 def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, str]:
@@ -242,12 +280,28 @@ def digests(folder: Path, card: Card, variant: str | None = None) -> dict[str, s
     too long. The first bytes of a safetensors file hold its header, with all names, shapes and offsets.
     """
     places = {name: folder / card.folder(name, variant) for name in card.components}
-    return {f"{card.model}/{name}": _digest(place) for name, place in places.items() if place.is_dir()}
+    files = {name: _files(folder, place, card.file(name, variant)) for name, place in places.items()}
+    return {f"{card.model}/{name}": _digest(places[name], files[name]) for name in places if files[name]}
 
 
-def _digest(folder: Path) -> str:
+def _files(root: Path, folder: Path, file: str | None) -> list[Path]:
+    """Returns the files of a component: all of its folder, and in the root, which others share, those that it names.
+
+    A component in the root that names none has all that lie in the root itself.
+    """
+    if folder != root:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    if file is None:
+        return sorted(path for path in root.glob("[!.]*") if path.is_file())
+    named = [root / file]
+    if file.endswith(_INDEX) and named[0].is_file():
+        named += _shards(named[0])
+    return [path for path in named if path.is_file()]
+
+
+def _digest(folder: Path, files: Sequence[Path]) -> str:
     sha = hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+    for file in files:
         size = file.stat().st_size
         sha.update(os.fsencode(file.relative_to(folder).as_posix()) + f"\0{size}\0".encode())  # a name may be no UTF-8
         with file.open("rb") as stream:
@@ -258,33 +312,43 @@ def _digest(folder: Path) -> str:
     return sha.hexdigest()[:16]
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
+def weight_files(folder: Path, file: str | None = None) -> dict[str, Path]:
     """Returns the file of every tensor of a component, from the index or the single file.
+
+    Args:
+        folder: The component's.
+        file: The file or the index in it; by default the only one that is there.
 
     Raises:
         CheckpointMissingError: No safetensors, or a shard of the index is missing.
         CheckpointBrokenError: A file is truncated or not safetensors.
         CheckpointForeignError: More than one set of weights.
     """
+    if file is not None:
+        return _file_of([folder / file] if file.endswith(".safetensors") else _shards(folder / file))
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        raise CheckpointForeignError(
-            str(folder), f"It holds {len(indices)} indices of weights", "Keep one set of weights in this folder"
-        )
+        fact = f"It holds {len(indices)} indices of weights"
+        raise CheckpointForeignError(str(folder), fact, ONE_SET)
     present = sorted(folder.glob("*.safetensors"))
     files = _shards(indices[0]) if indices else present
-    for file in present:
-        if file not in files:  # upstream may read this one, and leave the index alone
-            fact = f"It holds {file.name[:120]}, which {indices[0].name[:120]} does not name"
-            raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", file=file.name)
+    for path in present:
+        if path not in files:  # upstream may read this one, and leave the index alone
+            fact = f"It holds {path.name[:120]}, which {indices[0].name[:120]} does not name"
+            raise CheckpointForeignError(str(folder), fact, ONE_SET, file=path.name)
     if not files:
         raise CheckpointMissingError(str(folder), "There is no *.safetensors in it", WHOLE)
+    return _file_of(files)
+
+
+def _file_of(files: Sequence[Path]) -> dict[str, Path]:
+    """Returns the file of every tensor in some files."""
     file_of: dict[str, Path] = {}
     for file in files:
         for name in header(file):
             if name in file_of:
                 fact = f"'{name[:120]}' is in {file_of[name].name} and in {file.name}"
-                raise CheckpointForeignError(str(folder), fact, "Keep one set of weights in this folder", name=name)
+                raise CheckpointForeignError(str(file.parent), fact, ONE_SET, name=name)
             file_of[name] = file
     return file_of
 
@@ -300,29 +364,6 @@ def _shards(index: Path) -> list[Path]:
             fact = f"Its 'weight_map' names {name[:80]!r}, which is no file of this folder"
             raise CheckpointForeignError(str(index), fact, "Name files beside the index, without folders", name=name)
     return [index.parent / name for name in names]
-
-
-def weights(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Returns the file, dtype and shape of every tensor that transformers reads, from safetensors or else a pickle.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `weight_files` and `pickle_header` do.
-    """
-    file = folder / "pytorch_model.bin"
-    if file.is_file() and not any(folder.glob("*.safetensors*")):
-        return {name: (file, entry) for name, entry in pickle_header(file).items()}
-    files = sorted(set(weight_files(folder).values()))
-    names = ("model.safetensors", "model.safetensors.index.json")
-    if not any((folder / name).is_file() for name in names):
-        fact = f"It holds {files[0].name[:120]}, and neither {' nor '.join(names)}"
-        raise CheckpointForeignError(str(folder), fact, "Give the files the names under which they are published")
-    return {name: (file, entry) for file in files for name, entry in header(file).items()}
-
-
-def parameters(folder: Path) -> int:
-    """Returns how many parameters a component has, from its files' headers."""
-    entries = [entry for file in sorted(set(weight_files(folder).values())) for entry in header(file).values()]
-    return sum(math.prod(entry["shape"]) for entry in entries)
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -360,25 +401,3 @@ def header(file: Path) -> dict[str, Any]:
             return dict(entries)
     except SafetensorError as error:
         raise CheckpointBrokenError(str(file), f"Its header is not safetensors': {error}", AGAIN) from error
-
-
-def pickle_header(file: Path) -> dict[str, Any]:
-    """Returns the tensors of a file of `torch.save` as `header` does: name to dtype and shape.
-
-    Only tensors are unpickled: torch refuses whatever else such a file could run.
-
-    Args:
-        file: A state dict, or a dict with one as its `state_dict`.
-
-    Raises:
-        CheckpointMissingError: No such file.
-        CheckpointBrokenError: Truncated, or not tensors by name.
-    """
-    import torch
-
-    if not file.is_file():
-        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
-    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
-        state = torch.load(file, map_location="meta", weights_only=True)
-        state = state.get("state_dict", state)
-        return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}

@@ -1,23 +1,32 @@
-"""Builds a module without storage, fills it from safetensors, and accounts for every key."""
+"""Builds a module without storage, fills it from its files, and accounts for every key."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import inspect
 import itertools
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from torchport.config.card import Component
-from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, UnfilledWeightError
-from torchport.foreign import check_values, reading
-from torchport.load import checkpoint
-from torchport.progress import log, track
+from torchport.errors import (
+    BadValueError,
+    CheckpointForeignError,
+    MissingKeyError,
+    TorchportError,
+    UnfilledWeightError,
+    UnknownKeyError,
+    nearest,
+)
+from torchport.foreign import reading
+from torchport.load import checkpoint, renaming
+from torchport.load.layout import DIFFUSERS, Layout, Stored
+from torchport.progress import track
 
 SAME = "Name a checkpoint of this model and version"
 """The remedy for files of another model."""
@@ -29,26 +38,59 @@ def class_of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def build(class_path: str, config: Mapping[str, Any], dtype: str, place: str) -> torch.nn.Module:
-    """Returns a diffusers module without storage: weights on meta, buffers real, in evaluation mode.
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """A card's function that builds a module.
+
+    Attributes:
+        function: Takes the module's arguments as keywords.
+        class_path: What it must return a module of, `package.module:Class`.
+        reference: How the card names it, `file.py:function`.
+    """
+
+    function: Callable[..., torch.nn.Module]
+    class_path: str
+    reference: str
+
+
+Maker = str | Builder
+"""What builds a module: a class as `package.module:Class`, or a function."""
+
+
+class Recipe(NamedTuple):
+    """How a component is built."""
+
+    maker: Maker
+    config: Mapping[str, Any]
+    place: str
+    """Where the configuration is written, for errors."""
+
+
+def build(maker: Maker, config: Mapping[str, Any], dtype: str, place: str) -> torch.nn.Module:
+    """Returns a module without storage: weights on meta, buffers real, in evaluation mode.
 
     Buffers that no file holds are computed by the class's own constructor, under the default dtype that upstream's
     own loading would set.
 
     Args:
-        class_path: `package.module:Class`.
-        config: As the checkpoint's `config.json` has it.
+        maker: A class, or a card's function.
+        config: As the checkpoint's `config.json` has it, or else keyword arguments.
         dtype: Of floating-point weights; what the class keeps in float32 stays float32.
-        place: The component's folder, for errors.
+        place: Where the configuration is written, for errors.
 
     Raises:
         CheckpointForeignError: A configuration that the class cannot be built from.
+        ConfigError: Arguments that it cannot be built from.
     """
+    with default_dtype(getattr(torch, dtype)):
+        return _cast(_without_storage(maker, config, place), getattr(torch, dtype))
+
+
+def _without_storage(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
     from accelerate import init_empty_weights
 
-    with default_dtype(getattr(torch, dtype)), init_empty_weights(include_buffers=False):
-        module = _construct(class_path, config, place)
-    return _cast(module, getattr(torch, dtype))
+    with init_empty_weights(include_buffers=False):
+        return _construct(maker, config, place)
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -71,27 +113,99 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def published(class_path: str, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None) -> Any:
+def published(
+    maker: Maker, config: Mapping[str, Any], place: str = "the card", dtype: str | None = None
+) -> torch.nn.Module:
     """Returns a module with all weights and buffers on meta: shapes for planning, without a checkpoint; see `build`.
 
     Args:
-        class_path: `package.module:Class`.
-        config: As the checkpoint's `config.json` has it.
-        place: The component's folder, for errors.
+        maker: A class, or a card's function.
+        config: As the checkpoint's `config.json` has it, or else keyword arguments.
+        place: Where the configuration is written, for errors.
         dtype: Of weights, as `build` gives it to them; by default PyTorch's own.
     """
+    construct = _as_shapes if takes_arguments(maker) else _construct_on_meta
+    if dtype is None:
+        return construct(maker, config, place)
+    with default_dtype(getattr(torch, dtype)):
+        return _cast(construct(maker, config, place), getattr(torch, dtype))
+
+
+def _construct_on_meta(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
     with torch.device("meta"):
-        if dtype is None:
-            return _construct(class_path, config, place)
-        with default_dtype(getattr(torch, dtype)):
-            return _cast(_construct(class_path, config, place), getattr(torch, dtype))
+        return _construct(maker, config, place)
 
 
-def _construct(class_path: str, config: Mapping[str, Any], place: str) -> torch.nn.Module:
-    cls = class_of(class_path)
-    with _building(class_path, place):
+def _as_shapes(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    """Returns a module on meta whose constructor may read values of the tensors that it computes, as many do."""
+    module = _without_storage(maker, config, place).to("meta")
+    for part in module.modules():
+        attributes = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        vars(part).update({name: value.to("meta") for name, value in attributes.items()})
+    return module
+
+
+def takes_arguments(maker: Maker) -> bool:
+    """Whether a module is built from keyword arguments, and not by diffusers' `from_config`."""
+    return isinstance(maker, Builder) or not hasattr(class_of(maker), "from_config")
+
+
+def configuration(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns a module's configuration by name: diffusers' own, or the arguments that it was built from."""
+    config: Any = module.config
+    return dict(config if isinstance(config, Mapping) else vars(config))
+
+
+def _construct(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    if takes_arguments(maker):
+        return from_arguments(maker, config, place).eval().requires_grad_(False)
+    cls = class_of(str(maker))
+    with building(cls.__name__, place):
         module: torch.nn.Module = cls.from_config(dict(config))
     return module.eval().requires_grad_(False)
+
+
+def from_arguments(maker: Maker, config: Mapping[str, Any], place: str) -> torch.nn.Module:
+    """Returns a module that a constructor or a card's function makes of keyword arguments."""
+    function: Callable[..., torch.nn.Module]
+    if isinstance(maker, Builder):
+        function, cls, name = maker.function, class_of(maker.class_path), maker.reference
+    else:
+        function = cls = class_of(maker)
+        name = cls.__name__
+    arguments = _arguments(function, config, name, place)
+    with building(name, place, BadValueError, "Mend the arguments"):
+        module = function(**config)
+    is_right: bool = isinstance(module, cls)
+    if not is_right:
+        fact = f"{name} returns a '{type(module).__name__}'"
+        raise BadValueError(place, fact, f"It must return a {cls.__name__}, the component's 'class'")
+    if not hasattr(module, "config"):
+        vars(module)["config"] = arguments
+    return module
+
+
+def _arguments(function: Callable[..., Any], config: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
+    """Returns keyword arguments with the defaults of those that are left out.
+
+    Raises:
+        UnknownKeyError: The function does not take one of them.
+        MissingKeyError: It needs another one.
+    """
+    signature = inspect.signature(function)
+    kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
+    rest = next((key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), None)
+    known = [key for key, kind in kinds.items() if key != rest and kind is not inspect.Parameter.VAR_POSITIONAL]
+    for key in config if rest is None else ():
+        if key not in known:
+            raise UnknownKeyError(place, f"{name} has no argument '{key}'", nearest(key, known), key=key)
+    bound = signature.bind_partial(**config)
+    bound.apply_defaults()
+    needed = [key for key in known if key not in bound.arguments]
+    if needed:
+        raise MissingKeyError(place, f"{name} needs the argument '{needed[0]}'", f"Add '{needed[0]}'", key=needed[0])
+    arguments = {key: value for key, value in bound.arguments.items() if key in known}
+    return arguments | (bound.arguments[rest] if rest is not None else {})
 
 
 MOST = 20_000
@@ -99,8 +213,17 @@ MOST = 20_000
 
 
 @contextlib.contextmanager
-def _building(class_path: str, place: str) -> Iterator[None]:
-    """Refuses a configuration from which the class cannot be built, or would be built without end."""
+def building(
+    name: str, place: str, kind: type[TorchportError] = CheckpointForeignError, remedy: str = SAME
+) -> Iterator[None]:
+    """Refuses a configuration from which a module cannot be built, or would be built without end.
+
+    Args:
+        name: Of what builds it.
+        place: Where the configuration is written.
+        kind: Of the error.
+        remedy: What to do.
+    """
     count = itertools.count(1)
 
     def check_count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -108,84 +231,88 @@ def _building(class_path: str, place: str) -> Iterator[None]:
             raise ValueError(f"it asks for more than {MOST} parameters")
 
     hook = register_module_parameter_registration_hook(check_count)
-    fact, remedy = (
-        f"{class_path.partition(':')[2]} cannot be built from it",
-        SAME,
-    )
     try:
-        with reading(CheckpointForeignError, f"{place}/config.json", fact, remedy):
+        with reading(kind, place, f"{name} cannot be built from it", remedy):
             yield
     finally:
         hook.remove()
 
 
-def tensors(module: torch.nn.Module, folder: Path, what: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every parameter and buffer of a module, filled from a component's safetensors.
+def tensors(
+    module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter and buffer of a module, filled from a component's files.
 
     Args:
         module: Built without storage; its dtypes are those that the tensors are cast to.
         folder: The component's folder.
         what: What the progress bar calls it.
+        layout: How its tensors lie there.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys or shapes that are not the module's, either way round.
+        DeadRuleError: A rule of the layout that renames nothing.
         UnfilledWeightError: A buffer that neither the files nor the constructor filled.
     """
-    from safetensors import safe_open
-
     state = module.state_dict()
-    files = account(module, folder)
+    stored = account(module, folder, layout)
     for name, buffer in module.named_buffers():
         if name not in state:
-            yield name, _check_filled(name, buffer, folder)
-    open_file: Path | None = None
-    stream: Any = None
-    for file, name in track(sorted((file, name) for name, file in files.items()), f"load {what}", "tensor"):
-        if file != open_file:
-            open_file, stream = file, safe_open(str(file), framework="pt")
-        tensor: torch.Tensor = stream.get_tensor(name)
+            yield name, check_filled(name, buffer, folder)
+    for name, tensor in track(layout.tensors(stored), f"load {what}", "tensor", total=len(stored)):
         yield name, tensor.to(state[name].dtype)
 
 
-def account(module: torch.nn.Module, folder: Path) -> dict[str, Path]:
-    """Returns the file of every tensor of a module, all keys, shapes and dtypes accounted for, either way round.
+def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:
+    """Returns where each tensor of a module is, all keys, shapes and dtypes accounted for, either way round.
 
     Args:
         module: Built without storage.
         folder: The component's.
+        layout: How its tensors lie there.
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys or shapes that are not exactly the module's, or dtypes that do not become its.
+        DeadRuleError: A rule of the layout that renames nothing.
     """
-    state, files = module.state_dict(), checkpoint.weight_files(folder)
-    missing = sorted(set(state) - set(files))
-    foreign = sorted(set(files) - set(state))
+    state, stored = module.state_dict(), layout.stored(folder)
+    missing = sorted(set(state) - set(stored))
+    foreign = sorted(set(stored) - set(state))
     if missing or foreign:
         parts = [f"lacks {len(missing)} of the model's tensors (first '{missing[0][:120]}')"] if missing else []
         parts += [f"holds {len(foreign)} that the model has not (first '{foreign[0][:120]}')"] if foreign else []
         raise CheckpointForeignError(
-            str(folder),
+            str(layout.place(folder)),
             f"It {' and '.join(parts)}",
-            SAME,
+            SAME if layout == DIFFUSERS and hasattr(module, "from_config") else _cure(missing, foreign),
             missing=missing,
             foreign=foreign,
         )
-    for file in sorted(set(files.values())):
-        for name, entry in checkpoint.header(file).items():
-            if tuple(entry["shape"]) != tuple(state[name].shape):
-                raise CheckpointForeignError(
-                    str(file),
-                    f"'{name}' has shape {entry['shape']}",
-                    f"The model's has {list(state[name].shape)}: name a checkpoint of this model",
-                    name=name,
-                )
-            _check_dtype(file, name, entry["dtype"], state[name].dtype)
-    return files
+    for name, (file, name_in_file, dtype, shape) in stored.items():
+        if tuple(shape) != tuple(state[name].shape):
+            raise CheckpointForeignError(
+                str(file),
+                f"'{name_in_file}' has shape {shape}",
+                f"The model's has {list(state[name].shape)}: name a checkpoint of this model",
+                name=name,
+            )
+        check_dtype(file, name_in_file, dtype, state[name].dtype)
+    return stored
 
 
-def _check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
+def _cure(missing: Sequence[str], foreign: Sequence[str]) -> str:
+    """Returns what to do about names that a card's rules do not bring together."""
+    other = "or name a checkpoint of this model"
+    if missing and foreign:
+        return f"{renaming.closest(missing[0], foreign)}: mend the rules under 'rename', {other}"
+    if missing:
+        return f"Mend 'unread' and the rules under 'rename', {other}"
+    return f"Name what the model does not use under 'unread', {other}"
+
+
+def check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None:
     """Refuses a tensor whose values would change, or lose their meaning, in the module's dtype."""
     word = str(target).removeprefix("torch.")
     loadable = list(checkpoint.FLOATS) if target.is_floating_point else [checkpoint.CODES[word]]
@@ -198,7 +325,7 @@ def _check_dtype(file: Path, name: str, dtype: str, target: torch.dtype) -> None
         )
 
 
-def _check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+def check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     if tensor.is_meta:
         raise UnfilledWeightError(
             str(folder),
@@ -209,174 +336,12 @@ def _check_filled(name: str, tensor: torch.Tensor, folder: Path) -> torch.Tensor
     return tensor
 
 
-def fill(module: torch.nn.Module, folder: Path, what: str) -> torch.nn.Module:
+def fill(module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS) -> torch.nn.Module:
     """Returns the module with every tensor filled, in host memory; see `tensors` for what it refuses."""
-    filled = dict(tensors(module, folder, what))
+    filled = dict(tensors(module, folder, what, layout))
     state = {name: tensor for name, tensor in filled.items() if name in module.state_dict()}
     module.load_state_dict(state, assign=True, strict=True)
     module.requires_grad_(False)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _check_filled(name, tensor, folder)
+        check_filled(name, tensor, folder)
     return module
-
-
-def account_component(component: Component, folder: Path) -> None:
-    """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
-
-    Args:
-        component: As the card has it.
-        folder: Where it lies.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
-    """
-    cls = class_of(component.class_)
-    if component.pickle is not None:
-        _account_pickle(component, folder / component.pickle)
-    elif not issubclass(cls, torch.nn.Module):
-        check_part(component.class_, folder)
-    elif hasattr(cls, "from_config"):
-        config = checkpoint.read_json(folder / "config.json")
-        check_values(cls, folder / "config.json", config)
-        account(published(component.class_, config, str(folder)), folder)
-    else:
-        _account_encoder(component, folder)
-
-
-def _account_encoder(component: Component, folder: Path) -> None:
-    """Refuses a transformers model whose files lack a tensor, or hold a tensor of another model, before any is read.
-
-    transformers renames keys and ties weights while it loads. Only transformers knows how, so it loads the model here
-    without storage. It would fill a missing tensor with new random values in every run.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
-    """
-    module = _from_pretrained(component, folder, device_map="meta")
-    whole = {name: tensor.dtype for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
-    for name, (file, entry) in checkpoint.weights(folder).items():
-        if not _is_unread(component, name):
-            _check_dtype(file, name, entry["dtype"], whole.get(name, torch.float32))
-
-
-def _from_pretrained(component: Component, folder: Path, **options: Any) -> torch.nn.Module:
-    """Returns a transformers model, every key and shape accounted for."""
-    checkpoint.weights(folder)
-    cls = class_of(component.class_)
-    _check_config(cls, folder)
-    module: torch.nn.Module
-    with _building(component.class_, str(folder)):
-        module, info = cls.from_pretrained(
-            folder,
-            output_loading_info=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            **options,
-        )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        keys = sorted(str(key) for key in info.get(kind) or ())
-        if kind == "unexpected_keys":
-            keys = [key for key in keys if not _is_unread(component, key)]
-        if keys:
-            raise CheckpointForeignError(
-                str(folder),
-                f"{len(keys)} {kind.replace('_', ' ')} (first '{keys[0][:120]}')",
-                SAME,
-                keys=keys,
-            )
-    return module
-
-
-def _is_unread(component: Component, name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in component.unread)
-
-
-def _check_config(cls: Any, folder: Path) -> None:
-    """Refuses a configuration of another class or with files of its own, and dtypes that would round in silence."""
-    file = folder / "config.json"
-    config = checkpoint.read_json(file)
-    expected, model_type = cls.config_class.model_type, config.get("model_type")
-    if model_type != expected:
-        fact, remedy = f"'model_type' is {model_type!r}", f"It must be '{expected}': name a checkpoint of this model"
-        raise CheckpointForeignError(str(file), fact, remedy)
-    if config.get("transformers_weights") is not None:  # transformers reads that file, and no other one
-        fact = f"'transformers_weights' is {str(config['transformers_weights'])[:80]!r}"
-        raise CheckpointForeignError(str(file), fact, "Remove it, and keep the weights in model.safetensors")
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key, value in part.items():
-            if "layers" in key and isinstance(value, int) and value > MOST:  # lists are made of it before any layer is
-                fact, remedy = f"'{key}' is {value:.3g}", f"It must be at most {MOST}: name a checkpoint of this model"
-                raise CheckpointForeignError(str(file), fact, remedy)
-        for key in ("dtype", "torch_dtype"):
-            if part.get(key) not in (None, "auto", *checkpoint.FLOATS.values()):
-                fact, dtypes = f"'{key}' is {str(part[key])[:80]!r}", ", ".join(checkpoint.FLOATS.values())
-                raise CheckpointForeignError(str(file), fact, f"It must be one of {dtypes}")
-
-
-def _account_pickle(component: Component, file: Path) -> None:
-    """Refuses weights that are no floats. Upstream loads the file strictly, so it refuses wrong keys and shapes."""
-    for name, entry in checkpoint.pickle_header(file).items():
-        if not _is_unread(component, name):
-            _check_dtype(file, name, entry["dtype"], torch.float32)
-
-
-def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> torch.nn.Module:
-    """Returns a transformers model in host memory, loaded by its own `from_pretrained`; see `account_component`.
-
-    Raises:
-        CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
-    """
-    checkpoint.weight_files(folder)
-    _account_encoder(component, folder)
-    log.info("load %s ...", what)
-    module = _from_pretrained(component, folder, dtype=getattr(torch, dtype))
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        _check_filled(name, tensor, folder)
-    return module.eval().requires_grad_(False)
-
-
-def part(class_path: str, folder: Path) -> Any:
-    """Returns a part without weights (tokenizer, scheduler, guider), by its own `from_pretrained`.
-
-    Raises:
-        CheckpointMissingError: The folder, or a file in it, is not there.
-        CheckpointBrokenError: Its files cannot be read.
-    """
-    check_part(class_path, folder)
-    with reading(CheckpointBrokenError, str(folder), "It cannot be read", "Download it again"):
-        loaded = class_of(class_path).from_pretrained(folder, local_files_only=True)
-        if getattr(loaded, "chat_template", None):
-            loaded.apply_chat_template([{"role": role, "content": ""} for role in ("system", "user")], tokenize=False)
-        return loaded
-
-
-def check_part(class_path: str, folder: Path) -> None:
-    """Refuses a part without weights whose files are not there, before it is needed.
-
-    Raises:
-        CheckpointMissingError: The folder, or a file in it, is not there.
-        CheckpointBrokenError: A file is not JSON.
-    """
-    if not folder.is_dir():
-        raise CheckpointMissingError(str(folder), "The folder is missing", "Download the checkpoint again, whole")
-    cls, files = class_of(class_path), sorted(folder.glob("*.json"))
-    for file in files:
-        config = checkpoint.read_json(file)
-        if file.name == getattr(cls, "config_name", None):
-            check_values(cls, file, config)
-    if not files or not _has_vocabulary(cls, folder):
-        raise CheckpointMissingError(
-            str(folder), f"It lacks files of a {cls.__name__}", "Download the checkpoint again, whole"
-        )
-
-
-def _has_vocabulary(cls: Any, folder: Path) -> bool:
-    """Returns whether a tokenizer's vocabulary is there; without it transformers silently makes an empty one."""
-    names: dict[str, str] = dict(getattr(cls, "vocab_files_names", {}))
-    whole = names.pop("tokenizer_file", None)
-    if whole is not None and (folder / whole).is_file():
-        return True
-    return all((folder / name).is_file() for name in names.values()) and (bool(names) or whole is None)

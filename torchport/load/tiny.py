@@ -1,5 +1,7 @@
 """Writes a card's tiny checkpoint: the real classes, small and seeded, in the format of the published one.
 
+Its components are saved by the card's pipeline, by the family's `arrange_tiny`, or where and as the card says.
+
 Every parameter is random, and none keeps its initial value. Diffusion transformers initialise their output layers with
 zeros, so a fresh one returns exactly 0, and every comparison with it passes.
 """
@@ -10,17 +12,21 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchport.config.card import Card, TinyTokenizer
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
+from torchport.load import renaming
+from torchport.load.layout import Layout
+from torchport.load.module import Builder, Maker, from_arguments
 from torchport.progress import log
 
 if TYPE_CHECKING:
@@ -41,16 +47,19 @@ def folder_of(card: Card, family: Path) -> Path:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], versions], sort_keys=True)
     sha = hashlib.sha256(text.encode())
-    for file in (Path(__file__), family):
-        sha.update(file.read_bytes())
+    for file in (Path(__file__), Path(str(renaming.__file__)), *card.code(family)):
+        sha.update(file.read_bytes() if file.is_file() else b"")
     return cache.folder() / "tiny" / f"{card.model}-{sha.hexdigest()[:12]}"
 
 
 Make = Callable[..., Any]
 """Returns one tiny component by its name in the card, drawn; keywords change its configuration."""
 
+Arrange = Callable[[Make, Path], None]
+"""Saves the components that it makes into an empty folder, in a layout of upstream's own."""
 
-def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None = None) -> Path:
+
+def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapping[str, Maker] | None = None) -> Path:
     """Returns the folder of the card's tiny checkpoint, writing it first if it is not there.
 
     It is written beside its place and renamed, so that neither two processes nor a killed one leave half of it.
@@ -58,8 +67,8 @@ def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None
     Args:
         card: The model card.
         family: The file of its family.
-        arrange: Saves the components it makes into a folder, in a layout of upstream's own; by default the card's
-            pipeline saves itself.
+        arrange: Saves the components; by default the card's pipeline saves itself.
+        makers: What builds each component, by name; by default its class.
 
     Raises:
         OutputError: The cache folder cannot be written.
@@ -81,7 +90,7 @@ def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None
         ) from error
     try:
         with _Writing(folder.parent):
-            make = functools.partial(_component, card)
+            make = functools.partial(_component, card, makers or {})
             if arrange is not None:
                 arrange(make, work)
             else:
@@ -128,12 +137,17 @@ def _os_error(text: str) -> str | None:
     return match[1].strip() if match else None
 
 
-def _component(card: Card, name: str, **changes: Any) -> Any:
+def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes: Any) -> Any:
     """Returns one tiny component."""
-    cls = _class_of(card.components[name].class_)
+    maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
-        return _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
-    part = _part(cls, {**card.tiny.components.get(name, {}), **changes})
+        return _tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
+    import torch
+
+    config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(card.tiny.seed)  # a constructor may draw buffers
+        part = _part(maker, config, place)
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
     return part
@@ -144,10 +158,98 @@ def _class_of(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _part(cls: Any, config: dict[str, Any]) -> Any:
-    """Returns a small object of a class: transformers' models take a configuration object, all else keywords."""
-    config_class = getattr(cls, "config_class", None)
-    return cls(config_class(**config)) if config_class else cls(**config)
+def _part(maker: Maker, config: dict[str, Any], place: str) -> Any:
+    """Returns a small object: transformers' models take a configuration object, all else keywords."""
+    cls = None if isinstance(maker, Builder) else _class_of(maker)
+    if cls is not None and hasattr(cls, "config_class"):
+        return cls(cls.config_class(**config))
+    is_module = cls is None or (hasattr(cls, "forward") and not hasattr(cls, "from_config"))
+    return from_arguments(maker, config, place) if is_module else _class_of(str(maker))(**config)
+
+
+_SINGLE = "model.safetensors"
+"""The file of tensors where a card names none, and the class does not write its own."""
+
+
+def in_layouts(card: Card, layouts: Mapping[str | None, Mapping[str, Layout]]) -> Arrange:
+    """Returns what saves all components where a card says that they lie.
+
+    Args:
+        card: The model card.
+        layouts: For each variant, how each component lies in its folder.
+    """
+
+    def arrange(make: Make, folder: Path) -> None:
+        contents = _Contents()
+        for variant, layout_of in layouts.items():
+            for name, layout in layout_of.items():
+                _save(contents, make(name), folder / card.folder(name, variant), layout, f"components.{name}")
+        contents.write()
+
+    return arrange
+
+
+def _save(contents: _Contents, part: Any, folder: Path, layout: Layout, place: str) -> None:
+    """Saves a component by its own function, or where that has no say, as its layout has it."""
+    if layout.file is None and not layout.rename and hasattr(part, "save_pretrained"):
+        part.save_pretrained(folder)
+    elif hasattr(part, "state_dict") and hasattr(part, "forward"):
+        if layout.file is None and hasattr(part, "save_config"):
+            part.save_config(folder)
+        contents.add(part, folder, layout)
+    else:
+        fact = f"A {type(part).__name__} has no 'save_pretrained'"
+        raise BadValueError(place, fact, "Write the function 'arrange_tiny' in the family, which saves it")
+
+
+class _Contents:
+    """The files of a tiny checkpoint that components without a format of their own are written to.
+
+    They are written at the end, since components may share one.
+    """
+
+    def __init__(self) -> None:
+        self.trees: dict[Path, dict[str, Any]] = {}
+
+    def add(self, module: torch.nn.Module, folder: Path, layout: Layout) -> None:
+        """Adds a module's tensors, in the layout and under the names of the published checkpoint.
+
+        Raises:
+            BadValueError: Rules that cannot be turned round.
+        """
+        state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        names = renaming.file_names(state, layout.rename, layout.places, layout.is_unread)
+        tree = self.trees.setdefault(folder / (layout.file or _SINGLE), {})
+        for word in layout.key.split(".") if layout.key is not None else ():
+            tree = tree.setdefault(word, {})
+        tree.update({names[name]: tensor.contiguous() for name, tensor in state.items()})
+
+    def write(self) -> None:
+        """Writes all files."""
+        for file, tree in self.trees.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.name.endswith(".index.json"):
+                _write_indexed(file, tree)
+            else:
+                file.write_bytes(_bytes(file, tree))
+
+
+def _write_indexed(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    shard = file.name.removesuffix(".safetensors.index.json") + "-00001-of-00001.safetensors"
+    (file.parent / shard).write_bytes(_bytes(file.with_name(shard), tensors))
+    file.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}))
+
+
+def _bytes(file: Path, tensors: Mapping[str, Any]) -> bytes:
+    """Returns a file's bytes. Where a disk is full, the libraries' own writers raise what says nothing of it."""
+    import safetensors.torch
+    import torch
+
+    if file.name.endswith(".safetensors"):
+        return bytes(safetensors.torch.save(dict(tensors), {"format": "pt"}))
+    stream = io.BytesIO()
+    torch.save(dict(tensors), stream)
+    return stream.getvalue()
 
 
 def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> None:

@@ -1,14 +1,17 @@
-"""Loads a card's family: the Python file beside its patches that has the stages of its model."""
+"""Loads a card's family: the Python file beside its patches that has the stages of its model, and its builders."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torchport.config import Document
 from torchport.config.card import Card
 from torchport.config.pack import Pack
-from torchport.errors import ReplacementError
+from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
 from torchport.stages.family import Stage
@@ -18,7 +21,7 @@ NAMES = {
     "TAKES_IMAGE": "whether --image may be given",
     "VARIANTS": "the names of the networks in one checkpoint; () for one",
     "batch": "the number of conditions that go through the network at a guidance scale",
-    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None for diffusers' layout",
+    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None where the card says it all",
 }
 """What every family has, and what it is."""
 
@@ -28,18 +31,18 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
 
     Raises:
         UnknownNameError: The pack has no such file.
-        ReplacementError: The file does not load, lacks a name, or imports an upstream before its patches are applied.
+        ReplacementError: The file, or one with a builder, does not load, lacks a name, or imports an upstream before
+            its patches are applied.
     """
     place = document.place(["family"])
     file = pack.family_file(card, place)
     path = as_named(file)
-    before = set(sys.modules)
-    module = replacement.module_of(file, file.parent.name, place)
-    packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
-    early = [name for name in packages if name in sys.modules and name not in before]
-    if early:
-        fact = f"'{path}' imports '{early[0]}' when it is loaded, before its patches are applied"
-        raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
+    module = _loaded(file, card, place)
+    for name, component in card.components.items():
+        if component.build is not None:
+            at = document.place(["components", name, "build"])
+            _loaded(file.with_name(component.build.partition(":")[0]), card, at)
+            builder(module, component.build, at)
     missing = [name for name in NAMES if not hasattr(module, name)]
     if missing:
         remedy = "; ".join(f"{name}, {NAMES[name]}" for name in missing)
@@ -49,3 +52,35 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
         fact = f"STAGES in '{path}' is no tuple of Stages"
         raise ReplacementError(place, fact, f"It must be {NAMES['STAGES']}", family=card.family)
     return module
+
+
+def _loaded(file: Path, card: Card, place: str) -> ModuleType:
+    """Returns the module of a file among the patches, which must not import the upstream yet."""
+    if not file.is_file():
+        known = [other.name for other in file.parent.glob("*.py")]
+        fact = f"There is no file '{file.name}' beside the family '{card.family}'"
+        raise ReplacementError(place, fact, nearest(file.name, known), family=card.family)
+    before = set(sys.modules)
+    module = replacement.module_of(file, file.parent.name, place)
+    packages = [*card.upstream, *([card.checkout.package] if card.checkout else [])]
+    early = [name for name in packages if name in sys.modules and name not in before]
+    if early:
+        fact = f"'{as_named(file)}' imports '{early[0]}' when it is loaded, before its patches are applied"
+        raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
+    return module
+
+
+def builder(family: ModuleType, reference: str, place: str) -> Callable[..., Any]:
+    """Returns a function that builds a module, `file.py:function`, from its file beside a family's.
+
+    Raises:
+        ReplacementError: The file does not load, or has no such function.
+    """
+    name, _, function = reference.partition(":")
+    file = Path(str(family.__file__)).with_name(name)
+    module = replacement.module_of(file, file.parent.name, place)
+    if not callable(vars(module).get(function)):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ReplacementError(place, f"'{name}' has no function '{function}'", nearest(function, known))
+    result: Callable[..., Any] = vars(module)[function]
+    return result

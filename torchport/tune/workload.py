@@ -9,6 +9,7 @@ from typing import Any
 
 from torchport import load, patch
 from torchport.attention import transposed
+from torchport.compile import network as networks
 from torchport.config import checkout
 from torchport.config.card import Axis
 from torchport.config.machine import TPU_CHIPS, Chip, Machine, parse_machine
@@ -125,7 +126,8 @@ def _configurations(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     names = [str(stage.network), "vae"]
     with checkout.on_path(task.upstream), patch.applied(task.patches([stage])), checkout.hushed(True):
         known = {name: task.card.components[name] for name in names if name in task.card.components}
-        read = {name: dict(load.published(c.class_, dict(c.published), name).config) for name, c in known.items()}
+        makers = {name: networks.maker(task, name) for name in known}
+        read = {name: load.configuration(load.published(makers[name], c.published, name)) for name, c in known.items()}
     return read[names[0]], read.get("vae", {})
 
 

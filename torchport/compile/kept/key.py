@@ -139,12 +139,13 @@ def of_stage(task: Task, stage: family.Stage, weights: Path, bounds: Mapping[str
     """
     settings = dataclasses.asdict(task.settings.traced())
     card = task.card.model_dump(mode="json")
+    files = task.card.code(Path(str(task.family.__file__)))
     configs = {name: task.component_folder(weights, name) / "config.json" for name in task.card.components}
     assert stage.network is not None
     return {
         "model": task.card.model,
         "card": digest(card)[:16],
-        "family": hashlib.sha256(Path(str(task.family.__file__)).read_bytes()).hexdigest()[:16],
+        "family": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16],
         "component": stage.network,
         "submodule": stage.submodule,
         "precision": task.card.components[stage.network].precision,

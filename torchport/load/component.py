@@ -1,0 +1,70 @@
+"""Components as a card has them: who loads one, and whether it is whole before any of it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torchport.config.card import Component
+from torchport.errors import BadValueError
+from torchport.foreign import check_values
+from torchport.load import checkpoint, pretrained
+from torchport.load.layout import Layout, layout_of
+from torchport.load.module import Recipe, account, check_dtype, class_of, published
+
+
+def is_built_here(component: Component) -> bool:
+    """Whether torchport builds and fills the module; all else is loaded by upstream's own `from_pretrained`."""
+    cls = class_of(component.class_)
+    if component.build is not None:
+        return True
+    # Only transformers knows how its classes take the names in their files.
+    return issubclass(cls, torch.nn.Module) and (hasattr(cls, "from_config") or not hasattr(cls, "config_class"))
+
+
+def reads_config(component: Component) -> bool:
+    """Whether a module that is built here has its configuration in `config.json`, and not in the card."""
+    in_card = component.build is not None or component.file is not None
+    return not in_card and hasattr(class_of(component.class_), "from_config")
+
+
+def account_component(
+    component: Component, folder: Path, layout: Layout | None = None, recipe: Recipe | None = None
+) -> None:
+    """Refuses a component that is not whole, or not the card's, before any of it is read; all components pass here.
+
+    Args:
+        component: As the card has it.
+        folder: Where it lies.
+        layout: How its tensors lie there; by default as the card has it without a variant.
+        recipe: How it is built, where the card says so; by default from its `config.json`.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+        ConfigError: Arguments that the class cannot be built from, or a field that nothing would read.
+        DeadRuleError: A rule that renames nothing.
+    """
+    layout = layout or layout_of(component, component.file, [])
+    if is_built_here(component):
+        account(published(*(recipe or _recorded(component, folder))), folder, layout)
+    elif component.rename:
+        fact = f"'rename' is for modules that torchport fills, and upstream loads {component.class_}"
+        raise BadValueError(layout.places[0] if layout.places else str(folder), fact, "Remove it, or add 'build'")
+    elif component.file is not None:
+        # Upstream loads the file strictly, so it refuses wrong keys and shapes.
+        for stored in layout.held(folder).values():
+            check_dtype(stored.file, stored.name, stored.dtype, torch.float32)
+    elif issubclass(class_of(component.class_), torch.nn.Module):
+        pretrained.account(component, folder)
+    else:
+        pretrained.check_part(component.class_, folder)
+
+
+def _recorded(component: Component, folder: Path) -> Recipe:
+    """Returns how a component is built that has a `config.json`, whose values are checked."""
+    file = folder / "config.json"
+    config = checkpoint.read_json(file)
+    check_values(class_of(component.class_), file, config)
+    return Recipe(component.class_, config, str(file))

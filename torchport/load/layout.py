@@ -1,0 +1,125 @@
+"""How a component's tensors lie in its folder: in which file, where inside it, and under which names."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchport.config.card import Component, RenameRule
+from torchport.load import checkpoint, pickled, renaming
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    """What the file calls it."""
+    dtype: str
+    """As safetensors calls it."""
+    shape: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a component's tensors lie in its folder; by default in safetensors, under the module's own names.
+
+    Attributes:
+        file: From the folder: safetensors, an index of several, or a file of `torch.save`; None: whatever lies there.
+        key: Where a file of `torch.save` has the state dict.
+        rename: Rules from the file's names to the module's.
+        unread: Regular expressions of the file's names that the module does not use.
+        places: Where each rule is written, `file:line`.
+    """
+
+    file: str | None = None
+    key: str | None = None
+    rename: Sequence[RenameRule] = ()
+    unread: Sequence[str] = ()
+    places: Sequence[str] = ()
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether it is a file of `torch.save`."""
+        return self.file is not None and not self.file.endswith((".safetensors", ".safetensors.index.json"))
+
+    def place(self, folder: Path) -> Path:
+        """Returns what errors name: the file, or the folder of several."""
+        return folder if self.file is None else folder / self.file
+
+    def stored(self, folder: Path) -> dict[str, Stored]:
+        """Returns where each tensor is, by the module's name for it; none is read.
+
+        Raises:
+            CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
+            CheckpointForeignError: Several sets of weights, no such key, or two names that become one.
+            DeadRuleError: A rule that is the first match of no name.
+        """
+        if self.is_pickled:
+            pickled.check_mapped(self.place(folder))
+        held = self.held(folder)
+        places = self.places or [str(self.place(folder))] * len(self.rename)
+        names = renaming.module_names(held, self.rename, places, str(self.place(folder)))
+        return {name: held[name_in_file] for name, name_in_file in names.items()}
+
+    def is_unread(self, name: str) -> bool:
+        """Whether the module does not use a tensor, by its name in the file."""
+        return any(re.fullmatch(pattern, name) for pattern in self.unread)
+
+    def held(self, folder: Path) -> dict[str, Stored]:
+        """Returns where each tensor that the module uses is, by its name in the file; see `stored`."""
+        headers: Iterable[tuple[Path, Mapping[str, Any]]]
+        if self.file is not None:
+            checkpoint.check_file(folder, self.file)
+        if self.is_pickled:
+            file = self.place(folder)
+            headers = [(file, pickled.header(file, self.key, self.unread))]
+        else:
+            files = sorted(set(checkpoint.weight_files(folder, self.file).values()))
+            headers = ((file, checkpoint.header(file)) for file in files)
+        return {
+            name: Stored(file, name, entry["dtype"], entry["shape"])
+            for file, entries in headers
+            for name, entry in entries.items()
+            if not self.is_unread(name)
+        }
+
+    def parameters(self, folder: Path) -> int:
+        """Returns how many elements a component's tensors have, from its files' headers."""
+        return sum(math.prod(stored.shape) for stored in self.stored(folder).values())
+
+    def tensors(self, stored: Mapping[str, Stored]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields tensors of `stored` one at a time, in host memory, in the order of the files."""
+        from safetensors import safe_open
+
+        file: Path | None = None
+        stream: Any = None
+        for name, (path, name_in_file, _, _) in sorted(stored.items(), key=lambda item: item[1][:2]):
+            if path != file:
+                file = path
+                if self.is_pickled:
+                    stream = pickled.tensors(path, self.key, self.unread, "cpu")
+                else:
+                    stream = safe_open(str(path), framework="pt")
+            yield name, stream[name_in_file] if self.is_pickled else stream.get_tensor(name_in_file)
+
+
+DIFFUSERS = Layout()
+"""How diffusers writes a module."""
+
+
+def layout_of(component: Component, file: str | None, places: Sequence[str]) -> Layout:
+    """Returns a component's layout.
+
+    Args:
+        component: As the card has it.
+        file: Its file, with the variant filled in.
+        places: Where each of its rules is written.
+    """
+    return Layout(file, component.key, tuple(component.rename), tuple(component.unread), tuple(places))

@@ -1,0 +1,115 @@
+"""Reads files of `torch.save`: tensors by name, and never code."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, nearest
+from torchport.foreign import reading
+from torchport.load.checkpoint import AGAIN, CODES, WHOLE
+
+
+def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape. No values are read.
+
+    Args:
+        file: A state dict, or a dict that has one.
+        key: Where it has it, see `tensors`.
+        unread: Names that need not be tensors.
+
+    Raises:
+        CheckpointMissingError: No such file.
+        CheckpointBrokenError: Truncated, not tensors by name, or a file that only code could read.
+        CheckpointForeignError: The file has no such key, or has several state dicts.
+    """
+    state = tensors(file, key, unread)
+    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
+        return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}
+
+
+def tensors(
+    file: Path, key: str | None = None, unread: Sequence[str] = (), device: str = "meta"
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file by name. Those in host memory are read from the disk where they are used.
+
+    Args:
+        file: A state dict, or a dict that has one.
+        key: Where it has it: its key, or `a.b` for a key inside `a`; by default as `state_dict`, if that is there.
+        unread: Regular expressions of names that are left out; they need not be tensors.
+        device: `meta`, or `cpu` for a file that `check_mapped` accepts.
+
+    Raises:
+        CheckpointMissingError, CheckpointBrokenError, CheckpointForeignError: As `header`.
+    """
+    state = _state_dict(file, _unpickled(file, device), key)
+    kept = {name: value for name, value in state.items() if not any(re.fullmatch(p, str(name)) for p in unread)}
+    for name, value in kept.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            fact = f"Not tensors by name: {str(name)[:120]!r} is of the type '{type(value).__name__}'"
+            raise CheckpointBrokenError(str(file), fact, _cure(state), name=name)
+    return {name: value.detach() for name, value in kept.items()}
+
+
+def check_mapped(file: Path) -> None:
+    """Refuses a file of PyTorch before 1.6, of which no part can be read without all of it.
+
+    Raises:
+        CheckpointForeignError: It is one.
+    """
+    if file.is_file() and not zipfile.is_zipfile(file):
+        remedy = f"Write it again: python -c \"import torch; f = '{file}'; torch.save(torch.load(f), f)\""
+        raise CheckpointForeignError(str(file), "It has the format of PyTorch before 1.6", remedy)
+
+
+def _unpickled(file: Path, device: str) -> Any:
+    """Returns what a file holds. Only tensors and plain containers are unpickled: torch refuses whatever runs code."""
+    if not file.is_file():
+        raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
+    with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
+        try:
+            return torch.load(file, map_location=device, weights_only=True, mmap=device == "cpu")
+        except pickle.UnpicklingError as error:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if zipfile.is_zipfile(file) else []
+            if not names:
+                raise
+            fact = f"Not tensors by name: it needs code, {', '.join(sorted(names)[:3])}"
+            remedy = (
+                "torchport reads none of it. If you trust the file, write its tensors alone to another one, with "
+                "torch.load(FILE, weights_only=False) and torch.save"
+            )
+            raise CheckpointBrokenError(str(file), fact, remedy, names=names) from error
+
+
+def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:
+    """Returns what is at a key of a file's content, which must be a mapping."""
+    state = content
+    for word in key.split(".") if key is not None else ():
+        if not isinstance(state, dict) or word not in state:
+            words = [str(name) for name in state][:12] if isinstance(state, dict) else []
+            raise CheckpointForeignError(str(file), f"It has no '{key}', the card's 'key'", nearest(word, words))
+        state = state[word]
+    if key is None and isinstance(state, dict):
+        state = state.get("state_dict", state)
+    if not isinstance(state, dict):
+        fact = f"Not tensors by name: a '{type(state).__name__}'"
+        raise CheckpointBrokenError(str(file), fact, AGAIN)
+    return state
+
+
+def _cure(state: dict[Any, Any]) -> str:
+    """Returns what to do about a mapping that holds what is no tensor."""
+    inner = [str(name) for name, value in state.items() if isinstance(value, dict)]
+    if inner:
+        return f"Name what holds the tensors as the component's 'key': {_either(inner)}"
+    return "Add what the module does not use to the component's 'unread'"
+
+
+def _either(words: Collection[str]) -> str:
+    return " or ".join(f"'{word}'" for word in sorted(words)[:6])

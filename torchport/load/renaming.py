@@ -1,0 +1,174 @@
+"""Rules for the names of tensors: what a module calls those of a file, and what a file calls those of a module."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torchport.config.card import RenameRule
+from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError
+
+TURNED = (
+    "Tiny weights need it turned round: put all that varies in 'match' into groups without groups inside, and use each "
+    "of them in 'to'"
+)
+
+
+def module_names(
+    names: Collection[str], rules: Sequence[RenameRule], places: Sequence[str], file: str
+) -> dict[str, str]:
+    """Returns the name in the file of each tensor of a module: the first rule that matches a whole name renames it.
+
+    Args:
+        names: Those of the file.
+        rules: First match first. A name that none matches stays.
+        places: Where each rule is written, `file:line`.
+        file: Where the names are from, for errors.
+
+    Raises:
+        DeadRuleError: A rule that is the first match of no name.
+        CheckpointForeignError: Two names become one.
+    """
+    name_in_file: dict[str, str] = {}
+    used = set()
+    for name in names:
+        number = _rule_of(name, rules)
+        used.add(number)
+        new = _renamed(name, rules)
+        if new in name_in_file:
+            fact = f"'{name_in_file[new]}' and '{name}' of {file} both become '{new}'"
+            remedy = "Mend the rules, or add the one that is not used to 'unread'"
+            numbers = [n for n in (number, _rule_of(name_in_file[new], rules)) if n is not None]
+            raise CheckpointForeignError(places[numbers[0]], fact, remedy, name=new)
+        name_in_file[new] = name
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise _dead(rule, number, names, places[number], file)
+    return name_in_file
+
+
+def _rule_of(name: str, rules: Sequence[RenameRule]) -> int | None:
+    return next((number for number, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None)
+
+
+def _renamed(name: str, rules: Sequence[RenameRule]) -> str:
+    """Returns the module's name for a tensor of a file."""
+    matches = ((re.fullmatch(rule.match, name), rule) for rule in rules)
+    return next((match.expand(rule.to) for match, rule in matches if match), name)
+
+
+def _dead(rule: RenameRule, number: int, names: Collection[str], place: str, file: str) -> DeadRuleError:
+    covered = any(re.fullmatch(rule.match, name) for name in names)
+    fact = f"Rule {number + 1}, '{rule.match}', " + (
+        f"matches only tensors of {file} that an earlier rule has taken"
+        if covered
+        else f"matches none of {len(names)} tensors of {file}"
+    )
+    plain = rule.match.replace("\\.", ".").replace("\\d+", "0")
+    return DeadRuleError(place, fact, f"Remove it or mend it. {closest(plain, names)}", rule=rule.match)
+
+
+def closest(name: str, names: Collection[str]) -> str:
+    """Returns a sentence with the few names that are closest to one, of maybe thousands."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or sorted(names)[:3]
+    return f"The nearest are {', '.join(repr(one) for one in close)}" if close else "There are none"
+
+
+def file_names(
+    names: Iterable[str], rules: Sequence[RenameRule], places: Sequence[str], is_unread: Callable[[str], bool]
+) -> dict[str, str]:
+    """Returns what a file calls each tensor of a module: names that the rules turn into the module's, each rule used.
+
+    Args:
+        names: Those of the module.
+        rules: First match first.
+        places: Where each rule is written.
+        is_unread: Whether a name in the file is left out there.
+
+    Raises:
+        BadValueError: A rule that cannot be turned round, or that no tensor needs.
+    """
+    turned = [turn for turn in map(_turned, rules) if turn is not None]
+    fitting: dict[str, list[str]] = {}
+    for name in names:
+        candidates = [*filter(None, (turn(name) for turn in turned)), name]
+        fitting[name] = [c for c in candidates if _renamed(c, rules) == name and not is_unread(c)]
+        if not fitting[name]:
+            fact = f"No name in the file that becomes '{name}' can be told from the rules"
+            raise BadValueError(places[0], fact, TURNED, name=name)
+    name_in_file = {name: sources[0] for name, sources in fitting.items()}
+    for number, rule in enumerate(rules):
+        uses = [_rule_of(source, rules) for source in name_in_file.values()]
+        # Another rule may have taken its tensors; a rule that no name needs is refused when the file is read.
+        free = [name for name in fitting if uses.count(_rule_of(name_in_file[name], rules)) > 1]
+        others = ((name, source) for name in free for source in fitting[name] if _rule_of(source, rules) == number)
+        if number not in uses:
+            other = next(others, None)
+            if other is None:
+                fact = f"Rule {number + 1}, '{rule.match}', names no tensor of the tiny module"
+                raise BadValueError(places[number], fact, TURNED if _turned(rule) is None else "Remove it, or mend it")
+            name_in_file[other[0]] = other[1]
+    return name_in_file
+
+
+def _turned(rule: RenameRule) -> Callable[[str], str | None] | None:
+    """Returns what turns a rule round, from the module's name to the file's; None for a rule that loses something."""
+    parts = _parts(rule.match)
+    if parts is None:
+        return None
+    pieces, groups = parts
+    pattern, seen = "", set()
+    for number, piece in enumerate(re.split(r"\\(\d+)", rule.to)):
+        if number % 2 == 0:
+            pattern += re.escape(piece)
+            continue
+        pattern += f"(?P=g{piece})" if piece in seen else f"(?P<g{piece}>{groups[int(piece) - 1]})"
+        seen.add(piece)
+    if len(seen) != len(groups):
+        return None
+
+    def name_in_file(name: str) -> str | None:
+        match = re.fullmatch(pattern, name)
+        return match and "".join(piece if isinstance(piece, str) else match[f"g{piece}"] for piece in pieces)
+
+    return name_in_file
+
+
+def _parts(pattern: str) -> tuple[list[str | int], list[str]] | None:
+    """Returns a pattern as text and numbers of groups in order, and the groups' patterns; None if there is more to it.
+
+    A dot outside groups counts as a dot: in a name it stands for itself.
+    """
+    pieces: list[str | int] = []
+    groups: list[str] = []
+    place = 0
+    while place < len(pattern):
+        character = pattern[place]
+        if character == "(":
+            group = _group(pattern, place + 1)
+            if group is None:
+                return None
+            groups.append(group)
+            pieces.append(len(groups))
+            place += len(group) + 2
+        elif character == "\\" and not pattern[place + 1].isalnum():
+            pieces.append(pattern[place + 1])
+            place += 2
+        elif character in "\\*+?{[|^$":
+            return None
+        else:
+            pieces.append(character)
+            place += 1
+    return pieces, groups
+
+
+def _group(pattern: str, start: int) -> str | None:
+    """Returns the inside of the group that starts at an index, up to the first parenthesis that can end it."""
+    for end in (match.start() for match in re.finditer(r"\)", pattern[start:])):
+        try:
+            inner = re.compile(pattern[start : start + end])
+        except re.error:
+            continue
+        return None if inner.groups else inner.pattern
+    return None
