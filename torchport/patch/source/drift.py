@@ -67,7 +67,7 @@ def _signature(node: ast.stmt) -> str | None:
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
 
-    A replacement does its target's work itself: it relies on what the target uses, unless no tensor passes through it.
+    What takes a target's place does its work: it relies on what the target uses, unless no tensor passes through it.
     """
     result = {}
     for target in sorted(entry.relies_on):
@@ -75,7 +75,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
         result[target] = (
             _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
         )
-    itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    itself = [entry.target] if entry.kind in ("replace", "instance") and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
     result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
@@ -187,7 +187,7 @@ def lock(folder: Path | str, entries: Sequence[Entry], write: bool = True) -> li
         if definition(home_of(target)) is None:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
-    by_upstream = {name: [e for e in entries if e.upstream == name and e.edits] for name in upstreams(folder)}
+    by_upstream = {name: [e for e in entries if e.upstream == name and e.has_source] for name in upstreams(folder)}
     for name, chosen in by_upstream.items():
         if not any(entry.upstream == name for entry in entries):
             continue
