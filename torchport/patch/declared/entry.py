@@ -129,13 +129,13 @@ class Instance(Frozen):
         component: The component's name in the card.
         path: A regular expression over the names of its submodules; the component itself if it is left out.
         put: Receives the submodule or the bound method, and returns what takes its place.
-        times: How many names match, exactly.
+        times: How many names match, exactly. `any`: at least one, for blocks of which another checkpoint has more.
     """
 
     component: Identifier
     path: Text | None = None
     put: Reference
-    times: int = pydantic.Field(default=1, ge=1, le=10_000)
+    times: Annotated[int, pydantic.Field(ge=1, le=10_000)] | Literal["any"] = 1
 
 
 class Entry(Frozen):

@@ -150,7 +150,7 @@ class Claim:
             plain = str(path).replace("\\", "")
             names = difflib.get_close_matches(plain, filter(None, modules), n=5, cutoff=0.0)
             raise self.target_error(f"'{self.entry.id}' finds no module '{path}' in {component}", nearest(plain, names))
-        if len(matches) != times:
+        if times not in ("any", len(matches)):
             some = ", ".join([*list(matches)[:3], *(["..."] if len(matches) > 3 else [])]) or "itself"
             fact = f"'{self.entry.id}' matches {len(matches)} modules of {component} ({some}), and 'times' is {times}"
             raise self.target_error(fact, f"Write 'times: {len(matches)}', or another path")
