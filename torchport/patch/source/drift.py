@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchport.errors import DriftError, OutputError, TargetError
@@ -16,6 +17,7 @@ from torchport.patch.source.callees import bindings, callees, definition, home_o
 from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.patch.source.signature import written_signature
 from torchport.patch.source.source import SourceFile, shown, source_of
+from torchport.processes import git
 
 _GONE = "gone"
 
@@ -27,18 +29,39 @@ def under(entry: Entry) -> ast.stmt | None:
 
 
 def current_row(entry: Entry) -> LockRow | None:
-    """Returns what upstream's source is now under an entry's target. None if it has no source there."""
+    """Returns what upstream's source is now under an entry's target. None if it has no source there.
+
+    It does not say where that was seen: that costs processes, and only who locks asks; see `_seen`.
+    """
     node = under(entry)
     if node is None:
         return None
-    versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
     return LockRow(
-        versions=versions,
         signature=_signature(node),
         tree=tree_hash(node),
         statements=" ".join(part.key for part in parts(node)),
         relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
     )
+
+
+def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
+    """Returns a row with the versions, or the commit, that its source is seen at now."""
+    versions = {name: installed(name) for name in sorted(entry.fits)}
+    if None in versions.values():
+        now = revision(_package(entry))
+        if now.commit is not None:
+            known = {name: version for name, version in versions.items() if version is not None}
+            return row.model_copy(update={"versions": known, "commit": now.commit, "dirty": now.dirty})
+    return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
+
+
+def _package(entry: Entry) -> Path:
+    """Returns the folder of the top-level package that an entry's target is in; of a single module its file."""
+    source = source_of(entry)
+    assert source is not None
+    file, names = Path(source.file), entry.module.split(".")
+    depth = len(names) - (file.name != "__init__.py")
+    return file.parents[depth - 1] if depth else file
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
@@ -159,7 +182,7 @@ def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[
 
 
 def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
-    versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
+    versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
     remedy = (
         f"Review the patch, then run: torchport patches lock {entry.upstream} "
@@ -210,21 +233,39 @@ def _write(file: Path, text: str) -> None:
 def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
     after: dict[str, Locked] = {}
     changed: list[str] = []
+    revision = functools.cache(git.revision)  # it reads a package whole
     for entry in entries:
         now = current_row(entry)
         if now is None:
             continue
-        now = _with_callees_of(now, after.get(entry.target))
+        now = _seen(_with_callees_of(now, after.get(entry.target)), entry, revision)
         old = before[entry.target].rows if entry.target in before else []
-        kept = [row for row in old if row.versions != now.versions and not _same(row, now)]
-        same = next((row.versions for row in old if _same(row, now)), now.versions)
-        row = now.model_copy(update={"versions": same})
+        kept = [row for row in old if not _is_superseded(row, now) and not _same(row, now)]
+        same = next((row for row in old if _same(row, now) and not _says_more(now, row)), now)
+        row = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
         after[entry.target] = Locked(target=entry.target, rows=[*kept, row])
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
             changed.append(f"{target}: {word}")
     return after, changed
+
+
+def _is_superseded(row: LockRow, now: LockRow) -> bool:
+    """Returns whether a row speaks of the same version as the row of now, which is then right."""
+    if row.commit is None and now.commit is not None:
+        return "unknown" in row.versions.values()
+    # What a commit has stays known, though its checkout has changes now.
+    return (row.versions, row.commit) == (now.versions, now.commit) and (
+        row.commit is None or row.dirty or not now.dirty
+    )
+
+
+def _says_more(now: LockRow, row: LockRow) -> bool:
+    """Returns whether a row of the same source says better where it was seen: at a commit, or without changes."""
+    if row.commit is None:
+        return now.commit is not None and "unknown" in row.versions.values()
+    return row.dirty and now.commit is not None and not now.dirty
 
 
 def _with_callees_of(now: LockRow, earlier: Locked | None) -> LockRow:
@@ -240,7 +281,10 @@ def _yaml(locked: Iterable[Locked]) -> str:
         written: set[str] = set()
         for row in one.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
-            out.append(f"    - versions: {{{versions}}}")
+            seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
+            seen += [f'commit: "{row.commit}"'] if row.commit is not None else []
+            seen += ["dirty: true"] if row.dirty else []
+            out += [f"    - {seen[0]}", *(f"      {line}" for line in seen[1:])]
             out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
             out.append(f'      tree: "{row.tree}"')
             out += [f'      statements: "{row.statements}"'] if row.tree not in written else []
