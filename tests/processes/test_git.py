@@ -6,21 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from fakes.checkouts import committed, git
 
 from torchport.processes.git import Revision, revision
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-
-
-def git(folder, *arguments):
-    """Runs git as its user would, with an identity and no configuration but the repository's."""
-    who = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in WHO.items()}
-    variables = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", **who}
-    command = ["git", "-c", "init.defaultBranch=main", "-C", str(folder), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.strip()
-
-
-WHO = {"NAME": "a", "EMAIL": "a@example.org"}
 
 
 @pytest.fixture
@@ -32,9 +22,7 @@ def checkout(tmp_path):
     (tmp_path / "up" / "link.py").symlink_to("__init__.py")
     (tmp_path / "alone.py").write_text("z = 3\n")
     (tmp_path / "README").write_text("read\n")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "-A")
-    git(tmp_path, "commit", "-qm", "one")
+    committed(tmp_path)
     return tmp_path
 
 
@@ -84,8 +72,7 @@ def test_what_is_no_change_of_the_packages_code_does_not_count(checkout, change)
 def test_a_file_with_a_strange_name_is_compared(checkout):
     strange = checkout / "up" / "täg\n:(glob)*.py"
     strange.write_text("1\n")
-    git(checkout, "add", "-A")
-    git(checkout, "commit", "-qm", "two")
+    committed(checkout)
     assert not revision(checkout / "up").dirty
     strange.write_text("2\n")
     assert revision(checkout / "up").dirty
@@ -97,8 +84,7 @@ def test_a_work_tree_and_a_submodule_and_longer_hashes_have_their_commits(checko
     assert revision(other / "tree" / "up") == revision(checkout / "up")
     git(other, "init", "-q", "--object-format=sha256", "long")
     shutil.copytree(checkout / "up", other / "long" / "up")
-    git(other / "long", "add", "-A")
-    git(other / "long", "commit", "-qm", "one")
+    committed(other / "long")
     now = revision(other / "long" / "up")
     assert now.commit is not None and len(now.commit) == 64 and not now.dirty
     git(other / "long", "rm", "-q", "--cached", "-r", "up/inner")
@@ -150,8 +136,7 @@ def test_nothing_that_a_repository_configures_is_run(checkout):
     trap.write_text(f"#!/bin/sh\necho $0 >> {ran}\ncat\n")
     trap.chmod(0o755)
     (checkout / ".gitattributes").write_text("*.py filter=trap diff=trap\n")
-    git(checkout, "add", ".gitattributes")
-    git(checkout, "commit", "-qm", "two")
+    committed(checkout, ".gitattributes")
     for key in (
         "core.fsmonitor", "core.pager", "core.editor", "core.sshCommand", "core.askPass", "core.gitProxy",
         "filter.trap.clean", "filter.trap.smudge", "filter.trap.process", "diff.trap.command", "diff.trap.textconv",
@@ -184,3 +169,12 @@ def test_what_a_partial_clone_lacks_is_not_fetched(checkout):
     assert not ran.exists()
     subprocess.run(["git", "-C", str(checkout), "ls-tree", "-r", "HEAD"], capture_output=True, check=False)
     assert ran.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_checkout_of_another_user_has_its_commit(checkout):
+    for path in [checkout, *checkout.rglob("*")]:
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    refusal = subprocess.run(["git", "-C", str(checkout), "status"], capture_output=True, text=True, check=False)
+    assert "dubious ownership" in refusal.stderr
+    assert revision(checkout / "up").commit is not None

@@ -231,6 +231,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+    current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
     revision = functools.cache(git.revision)  # it reads a package whole
@@ -238,17 +239,26 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
         now = current_row(entry)
         if now is None:
             continue
-        now = _seen(_with_callees_of(now, after.get(entry.target)), entry, revision)
+        now = _seen(_with_callees_of(now, current.get(entry.target)), entry, revision)
+        current[entry.target] = now
         old = before[entry.target].rows if entry.target in before else []
-        kept = [row for row in old if not _is_superseded(row, now) and not _same(row, now)]
-        same = next((row for row in old if _same(row, now) and not _says_more(now, row)), now)
-        row = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
-        after[entry.target] = Locked(target=entry.target, rows=[*kept, row])
+        after[entry.target] = Locked(target=entry.target, rows=_rows(old, now))
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
             changed.append(f"{target}: {word}")
     return after, changed
+
+
+def _rows(old: Sequence[LockRow], now: LockRow) -> list[LockRow]:
+    """Returns the rows of a target with that of now: in the place of the row that has its source, or else the last."""
+    same = next((row for row in old if _same(row, now)), None)
+    if same is not None and not _says_more(now, same):
+        now = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
+    rows = [
+        now if row is same else row for row in old if row is same or not (_same(row, now) or _is_superseded(row, now))
+    ]
+    return rows if same is not None else [*rows, now]
 
 
 def _is_superseded(row: LockRow, now: LockRow) -> bool:
@@ -268,9 +278,9 @@ def _says_more(now: LockRow, row: LockRow) -> bool:
     return row.dirty and now.commit is not None and not now.dirty
 
 
-def _with_callees_of(now: LockRow, earlier: Locked | None) -> LockRow:
+def _with_callees_of(now: LockRow, earlier: LockRow | None) -> LockRow:
     """Returns a row that has the callees of all the entries of one target."""
-    relied = {**(_flat(earlier.rows[-1]) if earlier else {}), **_flat(now)}
+    relied = {**(_flat(earlier) if earlier else {}), **_flat(now)}
     return now.model_copy(update={"relies_on": _by_module(relied)})
 
 
