@@ -12,6 +12,7 @@ from torchport import compile, patch, shard
 from torchport.compile import stack
 from torchport.config.card import Rule, Stack
 from torchport.errors import StackError
+from torchport.patch.live.exchange import PATCH
 
 
 class Block(torch.nn.Module):
@@ -172,6 +173,26 @@ def test_a_block_that_knows_its_index_is_refused_by_name():
         "card.yaml:7: 'blocks.1' differs from the first block's in 'known', 0 there and 1 here. "
         "Only weights may differ: leave the blocks that know their place apart, or unstacked."
     )
+
+
+def test_blocks_of_which_one_has_an_exchanged_method_are_refused_and_taken_if_all_have_it():
+    def exchange(module, patch):
+        def forward(*args, **kwargs):
+            return type(module).forward(module, *args, **kwargs)
+
+        setattr(forward, PATCH, patch)
+        module.forward = forward
+
+    module = network(3)
+    exchange(module.blocks[1].mix, "up.one")
+    text = refusal(lambda: stack.stack(module, {"blocks": CARRIES}, lambda name: "card.yaml:7"))
+    assert text == (
+        "card.yaml:7: 'blocks.1.mix' differs from the first block's in 'forward', None there and 'up.one' here. "
+        "Only weights may differ: leave the blocks that know their place apart, or unstacked."
+    )
+    for block in module.blocks:
+        exchange(block.mix, "up.one")
+    assert stack.stack(module, {"blocks": CARRIES}, str) == {"blocks": 3}
 
 
 def test_blocks_of_other_shapes_or_other_modules_are_refused():

@@ -284,7 +284,7 @@ def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
         if versions.outcome(entry) is not None:
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
-        if not entry.edits:
+        if not entry.has_source:
             return True
         found = _drifted(entry, findings)
         checks.check_source(entry, loaded)

@@ -49,7 +49,7 @@ def details(folders: patch.Folders, key: str) -> dict[str, Any]:
     fields = entry.model_dump(mode="json", exclude_defaults=True)
     installed = {name: versions.installed(name) for name in entry.fits}
     lock = read_lock(entry.folder).get(entry.target)
-    rows = [row.versions for row in lock.rows] if lock else []
+    rows = [row.seen_at() for row in lock.rows] if lock else []
     extras = {"equivalence": entry.equivalence.written(), "installed": installed, "locked_at": rows}
     return {**fields, **extras, "place": entry.place}
 

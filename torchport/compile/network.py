@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import torch
 
-from torchport import load, shard
+from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program
 from torchport.config.card import WeightRule
@@ -44,6 +44,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
+        PatchError: An `instance` patch that cannot be applied to one of them.
     """
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
         parts = stage.load(folder, task.settings) if stage.load is not None else {}
@@ -58,6 +59,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name not in parts:  # upstream's own loading may have brought it whole
             parts[name] = _built(task, name, folder)
+    patch.exchange(parts, all_parts=True)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
@@ -130,6 +132,9 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
 
     The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
     the parts.
+
+    Raises:
+        PatchError: An `instance` patch that cannot be applied to one of them.
     """
     parts: dict[str, Any] = {}
     for name in stage.parts:
@@ -138,6 +143,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     for name in (*stage.meta, str(stage.network)):
         parts[name] = published(task, name)
     del task.shapes[str(stage.network)]
+    patch.exchange(parts, all_parts=stage.load is None)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts

@@ -313,7 +313,7 @@ def test_the_schema_is_a_closed_json_schema_of_what_is_read(world):
     entry = schema["$defs"]["Entry"]
     assert entry["additionalProperties"] is False
     assert set(entry["required"]) == {"id", "target", "why", "reported", "until", "fits", "equivalence"}
-    assert {"replace", "wrap", "rewrite", "op", "stub"} == {part["required"][0] for part in entry["oneOf"]}
+    assert {"replace", "wrap", "rewrite", "op", "stub", "instance"} == {part["required"][0] for part in entry["oneOf"]}
     (read,) = _read(world, GOOD)
     assert set(entry["properties"]) == set(type(read).model_fields)
     assert entry["properties"]["equivalence"] == {"$ref": "#/$defs/Equivalence"}

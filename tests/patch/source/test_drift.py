@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 
 import pytest
+from fakes.checkouts import committed
 from fakes.patch_world import World
 
 from torchport import patch
@@ -188,6 +190,95 @@ def test_several_known_good_rows_stand_beside_each_other(world, monkeypatch):
         _apply(entries)
     rows = read_lock(world.patches / "up")["up.m:f"].rows
     assert [row.versions for row in rows] == [{"up": "1.0"}, {"up": "2.0"}]
+
+
+def _rows(world):
+    return [row.seen_at() for row in read_lock(world.patches / "up")["up.m:f"].rows]
+
+
+def test_a_row_of_a_checkout_has_the_commit_that_its_source_was_first_seen_at(world):
+    first = committed(world.site)
+    entries = _locked(world)
+    assert _rows(world) == [{"commit": first}]
+    text = (world.patches / "up" / "lock.yaml").read_text()
+    assert f'  rows:\n    - commit: "{first}"\n      signature: ' in text and "dirty" not in text
+    world.write("up/other.py", "x = 1\n")
+    committed(world.site)
+    assert drift.lock(world.patches, entries) == []
+    world.write("up/m.py", UP.replace("range(b)", "range(b + 0)"))
+    third = committed(world.site)
+    with pytest.raises(DriftError, match=rf"\(commit {first[:12]}\): line 7 is new: for i in range\(b \+ 0\):"):
+        _apply(entries)
+    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert _rows(world) == [{"commit": first}, {"commit": third}]
+    assert _apply(entries) == "locked"
+
+
+def test_a_row_of_a_checkout_with_changes_says_so_until_they_are_committed(world):
+    first = committed(world.site)
+    entries = _locked(world)
+    for change in ("range(b + 0)", "range(b + 1)"):
+        world.write("up/m.py", UP.replace("range(b)", change))
+        assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+        assert _rows(world) == [{"commit": first}, {"commit": first, "dirty": True}]
+    assert "\n      dirty: true\n" in (world.patches / "up" / "lock.yaml").read_text()
+    world.write("up/m.py", UP.replace("range(b)", "range(b + 2)"))
+    with pytest.raises(DriftError, match=rf"\(commit {first[:12]} or commit {first[:12]} with changes\)"):
+        _apply(entries)
+    world.write("up/m.py", UP.replace("range(b)", "range(b + 1)"))
+    second = committed(world.site)
+    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert _rows(world) == [{"commit": first}, {"commit": second}]
+    assert drift.lock(world.patches, entries) == []
+
+
+def test_changes_beside_a_commits_source_leave_its_row_as_it_is(world):
+    first = committed(world.site)
+    entries = _locked(world)
+    world.write("up/__init__.py", "# edited\n")
+    assert drift.lock(world.patches, entries) == [] and _rows(world) == [{"commit": first}]
+
+
+def test_a_row_that_was_unknown_gets_its_commit_and_keeps_it_without_git(world, monkeypatch):
+    entries = _locked(world)
+    assert _rows(world) == [{"up": "unknown"}]
+    first = committed(world.site)
+    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert _rows(world) == [{"commit": first}]
+    monkeypatch.setenv("PATH", "")
+    assert drift.lock(world.patches, entries) == [] and _rows(world) == [{"commit": first}]
+
+
+def test_an_installed_distribution_keeps_its_version_in_a_repository(world, monkeypatch):
+    committed(world.site)
+    monkeypatch.setattr(drift, "installed", lambda name: "1.0")
+    _locked(world)
+    assert _rows(world) == [{"up": "1.0"}]
+
+
+def test_a_package_of_one_module_and_a_package_itself_have_their_commit(world):
+    world.write("other.py", "def f(a): return 1\n")
+    world.write("up/__init__.py", "def g(a): return 1\n")
+    commit = committed(world.site)
+    world.python("def new(a): return 2\n")
+    entries = world.yaml(
+        "id: up.one\n  target: other:f\n  replace: p.py:new\n- id: up.two\n  target: up:g\n  replace: p.py:new"
+    )
+    drift.lock(world.patches, entries)
+    locked = read_lock(world.patches / "up")
+    assert {key: [row.commit for row in one.rows] for key, one in locked.items()} == {
+        "other:f": [commit],
+        "up:g": [commit],
+    }
+
+
+def test_a_commit_that_is_none_is_refused_with_its_line(world):
+    committed(world.site)
+    entries = _locked(world)
+    file = world.patches / "up" / "lock.yaml"
+    file.write_text(re.sub(r'commit: "[0-9a-f]{40}"', 'commit: "main"', file.read_text()))
+    with pytest.raises(WrongTypeError, match=r"patches/up/lock.yaml:4: 'rows.0.commit' is 'main'"):
+        _apply(entries)
 
 
 def test_a_target_that_nothing_patches_any_more_is_dropped_from_the_lock(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ import pydantic
 
 from torchport.config import Frozen
 
-KINDS = ("replace", "wrap", "rewrite", "op", "stub")
+KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance")
 STAGES = ("encode", "denoise", "decode")
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -121,17 +122,34 @@ class StandIn(Frozen):
     importers: list[Package] = pydantic.Field(min_length=1)
 
 
+class Instance(Frozen):
+    """An exchange in a component that is loaded: of submodules, or of one method of them.
+
+    Attributes:
+        component: The component's name in the card.
+        path: A regular expression over the names of its submodules; the component itself if it is left out.
+        put: Receives the submodule or the bound method, and returns what takes its place.
+        times: How many names match, exactly. `any`: at least one, for blocks of which another checkpoint has more.
+    """
+
+    component: Identifier
+    path: Text | None = None
+    put: Reference
+    times: Annotated[int, pydantic.Field(ge=1, le=10_000)] | Literal["any"] = 1
+
+
 class Entry(Frozen):
-    """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op` and `stub` is given.
+    """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op`, `stub` and `instance` is given.
 
     Attributes:
         id: Unique among all entries that are read together.
-        target: `module:attribute.path` in upstream.
+        target: `module:attribute.path` in upstream. Of an `instance` the class of what is exchanged, or its method.
         replace: `file.py:name` of what takes the target's place.
         wrap: `file.py:function` that receives the original as its first argument.
         rewrite: The edit of a run of statements.
         op: `file.py:function`, a torchax lowering for a torch function or ATen overload.
         stub: A stand-in for a package that is absent; every call of it raises. Not needed where it is installed.
+        instance: The exchange of submodules of a loaded component, or of a method of them.
         why: What fails, or is slow, without it.
         reported: The upstream issue or pull request, or `none: ` and why there is none.
         until: When to delete the entry.
@@ -156,6 +174,7 @@ class Entry(Frozen):
     rewrite: Rewrite | None = None
     op: Reference | None = None
     stub: StandIn | None = None
+    instance: Instance | None = None
     why: Text
     reported: Text
     until: Text
@@ -196,8 +215,13 @@ class Entry(Frozen):
 
     @property
     def edits(self) -> bool:
-        """Whether it changes an object of upstream, which then has a source, a signature and drift."""
-        return self.kind not in ("op", "stub")
+        """Whether it changes an object of upstream's modules, as they are imported."""
+        return self.kind in ("replace", "wrap", "rewrite")
+
+    @property
+    def has_source(self) -> bool:
+        """Whether its target is an object of upstream, which then has a source and drift."""
+        return self.edits or self.kind == "instance"
 
     @property
     def module(self) -> str:
@@ -217,7 +241,8 @@ class Entry(Frozen):
     @property
     def reference(self) -> str | None:
         """`file.py:name` of what is loaded for it. None for a stub."""
-        return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
+        with_function = self.rewrite or self.instance
+        return with_function.put if with_function else self.replace or self.wrap or self.op
 
 
 Mistake = tuple[tuple[str, ...], str, str]
@@ -231,7 +256,23 @@ def mistake(entry: Entry) -> Mistake | None:
         return (), f"'{entry.id}' has {len(kinds)} kinds ({listed})", f"Give exactly one of {', '.join(KINDS)}"
     if getattr(entry, kinds[0]) is None:
         return (kinds[0],), f"'{kinds[0]}' is empty", "Name a function as file.py:name"
-    return _scope_mistake(entry) or _counting_mistake(entry) or _stub_mistake(entry) or _gives_mistake(entry)
+    checks = (_instance_mistake, _scope_mistake, _counting_mistake, _stub_mistake, _gives_mistake)
+    return next(filter(None, (check(entry) for check in checks)), None)
+
+
+def _instance_mistake(entry: Entry) -> Mistake | None:
+    if entry.instance is None:
+        return None
+    if entry.scope == "global":
+        return ("scope",), "'scope' is global, and an instance is nobody else's", "Remove it"
+    if entry.lifetime.while_importing:
+        return ("lifetime",), "'while_importing' does not go with 'instance'", "Use replace or wrap"
+    try:
+        re.compile(entry.instance.path or "")
+    except re.error as error:
+        fact = f"'instance.path' is {entry.instance.path!r}, no regular expression: {error}"
+        return ("instance", "path"), fact, "Escape its points and brackets with a backslash"
+    return None
 
 
 def _scope_mistake(entry: Entry) -> Mistake | None:
@@ -241,7 +282,7 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
     # `sys.stdlib_module_names` has builtins as well.
     shared = entry.package in ("torch", "jax", "jaxlib") or entry.package in sys.stdlib_module_names
-    outside = shared and entry.kind != "op"
+    outside = shared and entry.kind not in ("op", "instance")
     if outside and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":

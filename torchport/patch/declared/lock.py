@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pydantic
 
@@ -18,7 +19,10 @@ class LockRow(Frozen):
     """One known-good source of a target.
 
     Attributes:
-        versions: The distributions of `fits` that it was seen in.
+        versions: The distributions of `fits` that it was seen in. One that is not installed is "unknown", if there is
+            no commit either.
+        commit: The commit that it was first seen at, in an upstream that is a checkout and no installed distribution.
+        dirty: Whether that checkout had changes of its own: then the commit does not have this source.
         signature: Its signature, where it is a function.
         tree: The hash of its normalised syntax tree.
         statements: The short hashes of its arguments and statements: they tell what changed, without upstream's code.
@@ -26,11 +30,24 @@ class LockRow(Frozen):
             with its short hash, as `rotate_half:0c41d2aa`.
     """
 
-    versions: dict[str, str]
+    versions: dict[str, str] = {}
+    commit: str | None = pydantic.Field(default=None, pattern=r"^(?:[0-9a-f]{40}|[0-9a-f]{64})$")
+    dirty: bool = False
     signature: str | None = None
     tree: str
     statements: str = ""
     relies_on: dict[str, str] = {}
+
+    def seen_at(self) -> dict[str, Any]:
+        """Returns the versions and the commit, without what is not known."""
+        return {**self.versions, **self.model_dump(include={"commit", "dirty"}, exclude_defaults=True)}
+
+    def seen_at_in_words(self) -> str:
+        """Returns the same for a sentence."""
+        words = [f"{name} {version}" for name, version in self.versions.items()]
+        if self.commit is not None:
+            words.append(f"commit {self.commit[:12]}{' with changes' if self.dirty else ''}")
+        return ", ".join(words)
 
 
 class Locked(Frozen):

@@ -64,7 +64,7 @@ def load(entry: Entry, reference: str) -> Any:
 
 
 def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
-    fact = f"'{path.name}' does not load for '{entry.id}': {_said(error)}"
+    fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
     return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 
 
@@ -76,13 +76,14 @@ def module_of(path: Path, upstream: str, place: str) -> types.ModuleType:
     """
 
     def error(cause: BaseException) -> ReplacementError:
-        return ReplacementError(place, f"'{as_named(path)}' does not load: {_said(cause)}", "Mend the file")
+        return ReplacementError(place, f"'{as_named(path)}' does not load: {said(cause)}", "Mend the file")
 
     with Explained(error):
         return _module(path, f"torchport_patches.{upstream}.{path.stem}")
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Returns an exception in words, without a full stop."""
     text = " ".join(str(error).split()).rstrip(".") or "no message"
     return f"{type(error).__name__}: {text}"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torchport.errors import DriftError, OutputError, TargetError
@@ -16,6 +17,7 @@ from torchport.patch.source.callees import bindings, callees, definition, home_o
 from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.patch.source.signature import written_signature
 from torchport.patch.source.source import SourceFile, shown, source_of
+from torchport.processes import git
 
 _GONE = "gone"
 
@@ -27,18 +29,39 @@ def under(entry: Entry) -> ast.stmt | None:
 
 
 def current_row(entry: Entry) -> LockRow | None:
-    """Returns what upstream's source is now under an entry's target. None if it has no source there."""
+    """Returns what upstream's source is now under an entry's target. None if it has no source there.
+
+    It does not say where that was seen: that costs processes, and only who locks asks; see `_seen`.
+    """
     node = under(entry)
     if node is None:
         return None
-    versions = {name: installed(name) or "unknown" for name in sorted(entry.fits)}
     return LockRow(
-        versions=versions,
         signature=_signature(node),
         tree=tree_hash(node),
         statements=" ".join(part.key for part in parts(node)),
         relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
     )
+
+
+def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
+    """Returns a row with the versions, or the commit, that its source is seen at now."""
+    versions = {name: installed(name) for name in sorted(entry.fits)}
+    if None in versions.values():
+        now = revision(_package(entry))
+        if now.commit is not None:
+            known = {name: version for name, version in versions.items() if version is not None}
+            return row.model_copy(update={"versions": known, "commit": now.commit, "dirty": now.dirty})
+    return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
+
+
+def _package(entry: Entry) -> Path:
+    """Returns the folder of the top-level package that an entry's target is in; of a single module its file."""
+    source = source_of(entry)
+    assert source is not None
+    file, names = Path(source.file), entry.module.split(".")
+    depth = len(names) - (file.name != "__init__.py")
+    return file.parents[depth - 1] if depth else file
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
@@ -67,7 +90,7 @@ def _signature(node: ast.stmt) -> str | None:
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
 
-    A replacement does its target's work itself: it relies on what the target uses, unless no tensor passes through it.
+    What takes a target's place does its work: it relies on what the target uses, unless no tensor passes through it.
     """
     result = {}
     for target in sorted(entry.relies_on):
@@ -75,7 +98,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
         result[target] = (
             _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
         )
-    itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
+    itself = [entry.target] if entry.kind in ("replace", "instance") and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
     result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
@@ -159,7 +182,7 @@ def _changed_callees(entry: Entry, before: dict[str, str], whole: bool) -> list[
 
 
 def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
-    versions = " or ".join(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in locked.rows)
+    versions = " or ".join(row.seen_at_in_words() for row in locked.rows)
     fact = f"{entry.target} is not what '{entry.id}' was reviewed against ({versions}): {what}"
     remedy = (
         f"Review the patch, then run: torchport patches lock {entry.upstream} "
@@ -187,7 +210,7 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
     for folder in dict.fromkeys(entry.folder for entry in entries):
-        chosen = [entry for entry in entries if entry.folder == folder and entry.edits]
+        chosen = [entry for entry in entries if entry.folder == folder and entry.has_source]
         after, lines = _new_lock(read_lock(folder), chosen)
         changed += lines
         if write and lines:
@@ -204,18 +227,18 @@ def _write(file: Path, text: str) -> None:
 
 
 def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict[str, Locked], list[str]]:
+    current: dict[str, LockRow] = {}
     after: dict[str, Locked] = {}
     changed: list[str] = []
+    revision = functools.cache(git.revision)  # it reads a package whole
     for entry in entries:
         now = current_row(entry)
         if now is None:
             continue
-        now = _with_callees_of(now, after.get(entry.target))
+        now = _seen(_with_callees_of(now, current.get(entry.target)), entry, revision)
+        current[entry.target] = now
         old = before[entry.target].rows if entry.target in before else []
-        kept = [row for row in old if row.versions != now.versions and not _same(row, now)]
-        same = next((row.versions for row in old if _same(row, now)), now.versions)
-        row = now.model_copy(update={"versions": same})
-        after[entry.target] = Locked(target=entry.target, rows=[*kept, row])
+        after[entry.target] = Locked(target=entry.target, rows=_rows(old, now))
     for target in sorted(before.keys() | after.keys()):
         if before.get(target) != after.get(target):
             word = "changed" if target in before and target in after else "new" if target in after else "dropped"
@@ -223,9 +246,37 @@ def _new_lock(before: dict[str, Locked], entries: Sequence[Entry]) -> tuple[dict
     return after, changed
 
 
-def _with_callees_of(now: LockRow, earlier: Locked | None) -> LockRow:
+def _rows(old: Sequence[LockRow], now: LockRow) -> list[LockRow]:
+    """Returns the rows of a target with that of now: in the place of the row that has its source, or else the last."""
+    same = next((row for row in old if _same(row, now)), None)
+    if same is not None and not _says_more(now, same):
+        now = now.model_copy(update={"versions": same.versions, "commit": same.commit, "dirty": same.dirty})
+    rows = [
+        now if row is same else row for row in old if row is same or not (_same(row, now) or _is_superseded(row, now))
+    ]
+    return rows if same is not None else [*rows, now]
+
+
+def _is_superseded(row: LockRow, now: LockRow) -> bool:
+    """Returns whether a row speaks of the same version as the row of now, which is then right."""
+    if row.commit is None and now.commit is not None:
+        return "unknown" in row.versions.values()
+    # What a commit has stays known, though its checkout has changes now.
+    return (row.versions, row.commit) == (now.versions, now.commit) and (
+        row.commit is None or row.dirty or not now.dirty
+    )
+
+
+def _says_more(now: LockRow, row: LockRow) -> bool:
+    """Returns whether a row of the same source says better where it was seen: at a commit, or without changes."""
+    if row.commit is None:
+        return now.commit is not None and "unknown" in row.versions.values()
+    return row.dirty and now.commit is not None and not now.dirty
+
+
+def _with_callees_of(now: LockRow, earlier: LockRow | None) -> LockRow:
     """Returns a row that has the callees of all the entries of one target."""
-    relied = {**(_flat(earlier.rows[-1]) if earlier else {}), **_flat(now)}
+    relied = {**(_flat(earlier) if earlier else {}), **_flat(now)}
     return now.model_copy(update={"relies_on": _by_module(relied)})
 
 
@@ -236,7 +287,10 @@ def _yaml(locked: Iterable[Locked]) -> str:
         written: set[str] = set()
         for row in one.rows:
             versions = ", ".join(f'{name}: "{version}"' for name, version in row.versions.items())
-            out.append(f"    - versions: {{{versions}}}")
+            seen = [f"versions: {{{versions}}}"] if versions or row.commit is None else []
+            seen += [f'commit: "{row.commit}"'] if row.commit is not None else []
+            seen += ["dirty: true"] if row.dirty else []
+            out += [f"    - {seen[0]}", *(f"      {line}" for line in seen[1:])]
             out += [f'      signature: "{row.signature}"'] if row.signature is not None else []
             out.append(f'      tree: "{row.tree}"')
             out += [f'      statements: "{row.statements}"'] if row.tree not in written else []

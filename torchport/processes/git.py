@@ -1,0 +1,138 @@
+"""What git says of somebody's checkout: its commit, and whether its files are those of the commit.
+
+The repository may be anybody's, and its configuration may name commands: hooks, a file system monitor, filters, ways
+to fetch what is missing. git is only asked for what it answers without them. So files are compared here, not by git.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_LINK, _SUBMODULE = "120000", "160000"
+
+
+@dataclasses.dataclass(frozen=True)
+class Revision:
+    """The version of a package that is a checkout.
+
+    Attributes:
+        commit: The commit's hash, 40 or 64 hexadecimal digits. None if it has none.
+        dirty: Whether a file of the package differs from the commit, or is gone. Files that git does not know do not
+            count.
+        reason: Why it has no commit.
+    """
+
+    commit: str | None
+    dirty: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.commit is None:
+            return f"no commit ({self.reason})"
+        return f"commit {self.commit[:12]}{' with changes' if self.dirty else ''}"
+
+
+class _NoAnswerError(Exception):
+    """git has no answer; the message says why."""
+
+
+def revision(package: Path) -> Revision:
+    """Returns the version of a package.
+
+    A file with Windows line ends is what it is without them. A file that a filter wrote (Git LFS) counts as changed.
+
+    Args:
+        package: Its folder, or the file of a package that is one module.
+    """
+    try:
+        commit = _git(package.parent, "rev-parse", "--verify", "--end-of-options", "HEAD^{commit}").decode().strip()
+        listing = _git(package.parent, "ls-tree", "-r", "-z", commit, "--", package.name)
+    except _NoAnswerError as error:
+        return Revision(None, reason=str(error))
+    entries = list(_entries(listing))
+    if not entries:
+        return Revision(None, reason=f"git does not track {package.name}")
+    return Revision(commit, any(_differs(package.parent, *entry) for entry in entries))
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    """Returns what git writes, run in a folder without this user's configuration and environment."""
+    path = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
+    program = shutil.which("git", path=path)
+    if program is None:
+        raise _NoAnswerError("git is not installed")
+    environment = {
+        "PATH": path,
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_ALLOW_PROTOCOL": "none",  # before 2.45 git would fetch what a partial clone lacks, by any command
+    }
+    # Another user's repository is refused, unless it is called safe: here it is, because nothing of it is run.
+    options = [
+        "--no-pager",
+        "-c",
+        "safe.directory=*",
+        "-c",
+        "core.fsmonitor=false",
+        "-c",
+        f"core.hooksPath={os.devnull}",
+    ]
+    done = subprocess.run(
+        [program, *options, "-C", str(folder), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise _NoAnswerError(_reason(done.stderr.decode(errors="replace")))
+    return done.stdout
+
+
+def _reason(stderr: str) -> str:
+    """Returns in a few words why git fails."""
+    if "not a git repository" in stderr:
+        return "no git repository"
+    if "Needed a single revision" in stderr:
+        return "its repository has no commit yet"
+    lines = stderr.strip().splitlines() or ["git fails"]
+    return lines[0].removeprefix("fatal: ").strip()[:200]
+
+
+def _entries(listing: bytes) -> Iterator[tuple[str, str, str]]:
+    """Yields the mode, the hash and the path of each file that `git ls-tree -z` lists."""
+    for entry in filter(None, listing.split(b"\0")):
+        words, _, name = entry.partition(b"\t")
+        mode, _, digest = words.decode().split()
+        if mode != _SUBMODULE:
+            yield mode, digest, os.fsdecode(name)
+
+
+def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
+    path = folder / name
+    try:
+        is_link = stat.S_ISLNK(path.lstat().st_mode)
+        if is_link is not (mode == _LINK):
+            return True
+        content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
+    except OSError:  # it is gone, or no file any more
+        return True
+    contents = [content, content.replace(b"\r\n", b"\n")]
+    return digest not in (_blob(one, len(digest)) for one in contents)
+
+
+def _blob(content: bytes, digits: int) -> str:
+    """Returns git's hash of a file's content: SHA-1, or SHA-256 in a repository that has longer hashes."""
+    new = hashlib.sha1 if digits == 40 else hashlib.sha256
+    return new(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
