@@ -251,12 +251,23 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
 @patches.command("schema")
 def patch_schema() -> None:
-    """Prints the JSON Schema of a patch file, for editors."""
+    """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""
+    _print_schema("patch")
+
+
+@cli.command("schema")
+@click.argument("kind", type=click.Choice(["card", "job", "patch"]))
+def print_schema(kind: Any) -> None:
+    """Prints the JSON Schema of model cards, configs or patch files, so that editors complete and check them."""
+    _print_schema(kind)
+
+
+def _print_schema(kind: Any) -> None:
     import json
 
-    from torchport.commands.patches import schema
+    from torchport.commands.schema import schema
 
-    terminal.say(json.dumps(schema(), indent=2))
+    terminal.say(json.dumps(schema(kind), indent=2))
 
 
 @cli.command()
