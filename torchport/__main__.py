@@ -9,7 +9,6 @@ if (entries := importable.trusted(sys.path, started=__name__ == "__main__")) != 
     sys.path[:] = entries
 
 import functools
-import inspect
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,20 +124,12 @@ def doctor(paths: tuple[str, ...]) -> None:
 @click.argument("id", required=False)
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
 def explain(id: str | None, everything: bool) -> None:
-    """Explains an error by its id, such as TP107."""
-    from torchport.commands.explain import page
+    """Explains an error by its id, such as TP107: what it means, a wrong and a right example, and the cure."""
+    from torchport.commands.explain import page, section
 
-    known = {kind.id: kind for kind in errors.kinds()}
-    if everything:
-        terminal.say(page().rstrip())
-    elif id is None:
+    if id is None and not everything:
         raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
-    elif id.upper() not in known:
-        remedy = errors.nearest(id.upper(), known)
-        raise errors.UnknownNameError(f"torchport explain {id}", f"There is no error {id}", remedy, name=id)
-    else:
-        kind = known[id.upper()]
-        terminal.say(f"{kind.id} {kind.__name__}\n\n{inspect.getdoc(kind)}")
+    terminal.say(page().rstrip() if id is None else section(id))
 
 
 @cli.command()
@@ -264,12 +255,23 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
 @patches.command("schema")
 def patch_schema() -> None:
-    """Prints the JSON Schema of a patch file, for editors."""
+    """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""
+    _print_schema("patch")
+
+
+@cli.command("schema")
+@click.argument("kind", type=click.Choice(["card", "job", "patch"]))
+def print_schema(kind: Any) -> None:
+    """Prints the JSON Schema of model cards, configs or patch files, so that editors complete and check them."""
+    _print_schema(kind)
+
+
+def _print_schema(kind: Any) -> None:
     import json
 
-    from torchport.commands.patches import schema
+    from torchport.commands.schema import schema
 
-    terminal.say(json.dumps(schema(), indent=2))
+    terminal.say(json.dumps(schema(kind), indent=2))
 
 
 @cli.command()

@@ -1,7 +1,7 @@
 """Every way torchport can fail, as one tree.
 
 TorchportError
-├── ConfigError            a mistake in YAML or on the command line
+├── ConfigError            TP100  a mistake in YAML or on the command line
 │   ├── SyntaxYamlError        TP101  not YAML, or YAML with tags, anchors or several documents
 │   ├── DuplicateKeyError      TP102  a mapping has one key twice
 │   ├── UnknownKeyError        TP103  a key that nothing reads
@@ -26,22 +26,22 @@ TorchportError
 │   ├── StaleTraceError        TP212  a program is traced again without its patches
 │   ├── ReplacementError       TP213  the Python file or function of an entry is missing or unusable
 │   └── StubCalledError        TP214  code called something from a package that is not installed
-├── LoadError              weights
+├── LoadError              TP300  weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
 │   ├── CheckpointBrokenError  TP302  a file that is truncated or is not safetensors
 │   ├── CheckpointForeignError TP303  keys or shapes of another model
 │   └── UnfilledWeightError    TP304  a tensor without values after loading
-├── ShardError             placement
+├── ShardError             TP400  placement
 │   ├── MeshError              TP401  a mesh that does not fit the devices, the heads or the batch
 │   ├── DeadRuleError          TP402  a rule that matches no tensor
 │   ├── UnmatchedError         TP403  a tensor that no rule matches
-│   ├── PlacementError         TP404  an array that is not where its rule puts it
+│   ├── PlacementError         TP404  an array that is not where its rule puts it, or that JAX cannot hold
 │   └── StackError             TP405  blocks that cannot run under one scan
 ├── MachineError               TP501  this machine cannot run the job
 │   ├── TopologyError          TP502  a program cannot be compiled for an absent TPU
 │   ├── VmemError              TP503  a tile that does not fit the chip's vector memory
 │   └── LostProcessError       TP504  another process of the run was killed, or its host is lost
-├── SaveError              artefacts
+├── SaveError              TP600  artefacts
 │   ├── ArtefactMissingError   TP601  the input of a stage is missing
 │   ├── ArtefactBrokenError    TP602  an artefact that is damaged
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
@@ -51,6 +51,8 @@ TorchportError
 └── AttentionError             TP801  an implementation of attention cannot compute this call
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
+
+Over 400 lines: all errors are here, so that one file shows them. Their examples are in `commands/examples.py`.
 """
 
 from __future__ import annotations
@@ -111,6 +113,8 @@ def kinds() -> list[type[TorchportError]]:
 
 class ConfigError(TorchportError):
     """A mistake in YAML or on the command line."""
+
+    id = "TP100"
 
 
 class SyntaxYamlError(ConfigError):
@@ -270,6 +274,8 @@ class StubCalledError(PatchError):
 class LoadError(TorchportError):
     """Weights that cannot be read as this model's."""
 
+    id = "TP300"
+
 
 class CheckpointMissingError(LoadError):
     """There is no such folder, repository or file, or the repository cannot be reached."""
@@ -298,6 +304,8 @@ class UnfilledWeightError(LoadError):
 class ShardError(TorchportError):
     """A placement that is impossible, or that the devices did not make."""
 
+    id = "TP400"
+
 
 class MeshError(ShardError):
     """The mesh does not fit the devices, the heads, a dim of a tensor, or the batch."""
@@ -318,7 +326,7 @@ class UnmatchedError(ShardError):
 
 
 class PlacementError(ShardError):
-    """The sharding of an array, as read back from the devices, differs from its rule."""
+    """An array is not where its rule puts it; or JAX has no such numbers, because they have 64 bits."""
 
     id = "TP404"
 
@@ -364,6 +372,8 @@ class StackError(ShardError):
 
 class SaveError(TorchportError):
     """An artefact that cannot be read or written."""
+
+    id = "TP600"
 
 
 class ArtefactMissingError(SaveError):

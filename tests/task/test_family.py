@@ -132,6 +132,14 @@ def test_a_family_that_lacks_a_name_says_which_and_what_it_is(world, name):
     )
 
 
+def test_a_family_with_variants_needs_their_task(world):
+    world.write(f"{GOOD}\nVARIANTS = ('480p_t2v',)\n")
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: 'patches/up/stages.py' has no task. "
+        "Add task, the function of a variant's name that returns what its network makes: 't2v' or 'i2v'."
+    )
+
+
 @pytest.mark.parametrize("stages", ["3", "()", "[*STAGES]", "('decode', *STAGES)", "None"])
 def test_stages_that_are_none_are_refused(world, stages):
     world.write(f"{GOOD}\nSTAGES = {stages}\n")

@@ -1,26 +1,76 @@
-"""`torchport explain`: what every error means, out of the docstrings of their classes."""
+"""`torchport explain`: what every error means, out of the docstring of its class, with examples and the cure."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 
 from torchport import errors
+from torchport.commands.examples import EXAMPLES
+
+START = """\
+An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is 2, or 130
+after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` all of it.
+
+In the examples, `up` is the package that the patches change, and `some` is a model card."""
 
 
 def page() -> str:
     """Returns the documentation of every error as Markdown, one section for each id."""
-    parts = [
-        "# Errors",
-        "An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is "
-        "2, or 130 after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` "
-        "all of it.",
+    return "\n\n".join(["# Errors", START, *(f"## {section(kind.id)}" for kind in errors.kinds())]) + "\n"
+
+
+def section(key: str) -> str:
+    """Returns what an error means, a wrong and a right example, and the cure; of a group, what lies in it.
+
+    Args:
+        key: The error's id, in letters of any case.
+
+    Raises:
+        UnknownNameError: No error has this id.
+    """
+    kinds = {kind.id: kind for kind in errors.kinds()}
+    kind = kinds.get(key.upper())
+    if kind is None:
+        place, fact = f"torchport explain {key}", f"There is no error {key}"
+        raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(kinds)), name=key)
+    parts = [f"{kind.id} {kind.__name__}", inspect.getdoc(kind) or "", *_group(kind), *_example(kind.id)]
+    return "\n\n".join(parts)
+
+
+def _group(kind: type[errors.TorchportError]) -> list[str]:
+    """Returns a paragraph about the errors that a kind consists of, or about the group that it is part of."""
+    inner = kind.__subclasses__()
+    if inner:
+        listed = "\n".join(f"- {one.id} `{one.__name__}`: {_first_line(one)}" for one in inner)
+        return [f"This is a group. Its errors:\n\n{listed}"]
+    group = kind.__bases__[0]
+    if group is errors.TorchportError:
+        return []
+    return [f"It is a `{group.__name__}` ({group.__dict__['id']}): {_first_line(group)}"]
+
+
+def _first_line(kind: type[errors.TorchportError]) -> str:
+    return (inspect.getdoc(kind) or "").splitlines()[0]
+
+
+def _example(key: str) -> list[str]:
+    if key not in EXAMPLES:
+        return []
+    example = EXAMPLES[key]
+    blocks = [("Upstream:", "python", example.upstream)] if example.upstream else []
+    blocks += [("Wrong:", example.language, example.wrong), ("Right:", example.language, example.right)]
+    return [
+        *(f"{title}\n\n```{language}\n{text}\n```" for title, language, text in blocks),
+        textwrap.fill(f"Cure: {example.cure}", 120, break_on_hyphens=False),
     ]
-    for kind in errors.kinds():
-        group = kind.__bases__[0]
-        above = "" if group is errors.TorchportError else f"\n\nA `{group.__name__}`: {_plain(group).splitlines()[0]}"
-        parts.append(f"## {kind.id} {kind.__name__}\n\n{_plain(kind)}{above}")
-    return "\n\n".join(parts) + "\n"
 
 
-def _plain(kind: type[errors.TorchportError]) -> str:
-    return inspect.getdoc(kind) or ""
+def _nearest(key: str, known: list[str]) -> str:
+    """Returns a remedy that names the id with the nearest number."""
+    if not re.fullmatch(r"TP[0-9]{1,9}", key):
+        return errors.nearest(key, known)
+    number = int(key[2:])
+    closest = min(known, key=lambda one: abs(int(one[2:]) - number))
+    return f"Did you mean '{closest}'? Known: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""`torchport patches list|show|lock|schema`: the patches of a folder, as data."""
+"""`torchport patches list|show|lock`: the patches of a folder, as data."""
 
 from __future__ import annotations
 
@@ -90,8 +90,3 @@ def lock(
             check_apply(upstreams)
         drift.lock(entries)
     return lines
-
-
-def schema() -> dict[str, Any]:
-    """Returns the JSON Schema of a file of entries."""
-    return patch.schema()

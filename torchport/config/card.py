@@ -1,4 +1,7 @@
-"""What a model is, and how to run it: model cards and jobs."""
+"""What a model is, and how to run it: model cards and jobs.
+
+Over 400 lines: every field has its meaning below it. docs/cards.md, docs/jobs.md and the JSON Schemas come from these.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,29 @@ def _regex(text: str) -> str:
     return text
 
 
+_CLASS_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
+
 def _importable(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+    if not re.fullmatch(_CLASS_PATH, text):
         raise ValueError("It must be 'package.module:Class'")
     return text
 
 
-Regex = Annotated[str, pydantic.AfterValidator(_regex)]
-ClassPath = Annotated[str, pydantic.AfterValidator(_importable)]
+Regex = Annotated[str, pydantic.AfterValidator(_regex), pydantic.WithJsonSchema({"type": "string", "format": "regex"})]
+ClassPath = Annotated[
+    str,
+    pydantic.AfterValidator(_importable),
+    pydantic.WithJsonSchema({"type": "string", "pattern": f"^{_CLASS_PATH}$"}),
+]
 Word = Annotated[str, pydantic.Field(min_length=1)]
 
 
+_FAMILY_PATH = r"\w+/\w+"
+
+
 def _beside_patches(text: str) -> str:
-    if not re.fullmatch(r"\w+/\w+", text):
+    if not re.fullmatch(_FAMILY_PATH, text):
         raise ValueError(
             "It must be 'folder/file', a Python file in patches/ without its ending; "
             "before, it was a module of torchport"
@@ -52,7 +65,11 @@ def _beside_patches(text: str) -> str:
     return text
 
 
-FamilyPath = Annotated[str, pydantic.AfterValidator(_beside_patches)]
+FamilyPath = Annotated[
+    str,
+    pydantic.AfterValidator(_beside_patches),
+    pydantic.WithJsonSchema({"type": "string", "pattern": f"^{_FAMILY_PATH}$"}),
+]
 
 
 def _beside_family(text: str) -> str:
@@ -93,16 +110,18 @@ class Rule(Frozen):
     """One sharding rule: the tensors whose whole name matches, and the mesh axes of their dims."""
 
     match: Regex
+    """A regular expression for the whole name of a tensor. The first rule that matches is used."""
     spec: Spec
+    """The axis of each dim, from dim 0 on: `[tp]`, `[null, tp]`, `[[dp, tp]]`; or `replicate`."""
     otherwise: list[Spec] = []
-    """Specs to try in this order where an axis does not divide its dim; without them that is an error."""
+    """Specs to try in this order if an axis does not divide its dim. Without them that is an error."""
 
 
 class WeightRule(Rule):
     """A rule for weights."""
 
     gather: bool = False
-    """Whether they are gathered where they are used, those of stacked blocks one block at a time: FSDP."""
+    """Whether it is split in memory and gathered where it is used (FSDP). Stacked blocks are gathered one at a time."""
 
     @pydantic.model_validator(mode="after")
     def _splits(self) -> WeightRule:
@@ -115,22 +134,26 @@ class ActivationRule(Frozen):
     """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
 
     match: Regex
+    """A regular expression for the whole name of a module."""
     outputs: list[Spec | None]
-    """One for each output tensor, in order; null leaves one to the compiler."""
+    """A spec for each tensor that the module returns, in order. `null` leaves that tensor to the compiler."""
     uneven: bool = False
-    """Whether the compiler may pad a dim that its axes do not divide; otherwise that is an error."""
+    """Whether the compiler may pad a dim that its axes do not divide. Otherwise that is an error."""
 
 
 class Strategy(Frozen):
     """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
 
     mesh: dict[Axis, pydantic.PositiveInt]
-    """The mesh that it is made for. It is used if a config has no mesh, or if a flag changes only the strategy."""
+    """Its mesh, `{dp: 2, tp: 4}`. It is used if a config has no mesh, or if a flag changes only the strategy."""
     weights: dict[str, list[WeightRule]]
+    """By network, the rules for its parameters and buffers. Every network of the family needs rules."""
     inputs: dict[str, list[Rule]]
+    """By network, the rules for the tensors that it is called with."""
     activations: dict[str, list[ActivationRule]] = {}
+    """By network, the rules for what its modules return."""
     divides: dict[Axis, str] = {}
-    """For an axis, the `component.key` of the checkpoint's configuration whose value it must divide."""
+    """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
 
 class RenameRule(Frozen):
@@ -161,7 +184,7 @@ class Component(Frozen):
     """
 
     class_: ClassPath = pydantic.Field(alias="class")
-    """The class, as `package.module:Class`."""
+    """Its Python class, `package.module:Class`. docs/porting.md says what a class must offer."""
     build: BuilderPath | None = None
     """What builds the module where arguments in YAML do not suffice: `file.py:function`, in the folder of the card's
     family. It takes the arguments as keywords, and returns a module of `class`. No file is to be read in it."""
@@ -182,7 +205,7 @@ class Component(Frozen):
     dtype: DType | None = None
     """Of its weights; none if torchport loads no weights for it. A config may choose another one under `dtypes`."""
     precision: Literal["default", "high", "highest"] = "default"
-    """Of float32 products on a TPU, whose own default rounds their inputs to bfloat16."""
+    """The precision of its float32 products on a TPU. The TPU's own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}
     """The published configuration, if the class's defaults differ; it gives the shapes before any download. For a
     module that has no `config.json`, the keyword arguments that build it."""
@@ -190,7 +213,7 @@ class Component(Frozen):
     """Tensors of the published checkpoint that the class does not use, by whole name, as the file calls them; any other
     one is refused."""
     parameters: pydantic.PositiveInt | None = None
-    """How many the published checkpoint has, so that the memory is known before any download."""
+    """The number of parameters in the published checkpoint, so that the memory is known before any download."""
 
     @pydantic.model_validator(mode="after")
     def _computes(self) -> Component:
@@ -208,100 +231,125 @@ class Stack(Frozen):
     """Repeated blocks that run as one under a scan."""
 
     carries: list[str]
-    """The parameters of a block's `forward` that its outputs become for the next block, in order."""
+    """The parameters of a block's `forward` that receive the outputs of the block before it, in order."""
     first: pydantic.NonNegativeInt = 0
-    """How many of the first blocks are not stacked: those in which a carry gets another dtype or shape, for example."""
+    """The number of blocks at the beginning that are not stacked: those in which a carry gets another dtype, for
+    example."""
     last: pydantic.NonNegativeInt = 0
-    """How many of the last blocks are not stacked."""
+    """The number of blocks at the end that are not stacked."""
 
 
 class ScoreBound(Frozen):
     """Attention whose queries and keys leave a norm: the gains of those norms bound its scores."""
 
     component: str
+    """The network that the attention is in."""
     queries: Annotated[list[Regex], pydantic.Field(min_length=1)]
-    """The gains of every norm that queries leave, by whole name; those of one block have the same number in it."""
+    """Regular expressions for the gains of the norms that queries leave. The gains of one block have its number."""
     keys: Annotated[list[Regex], pydantic.Field(min_length=1)]
+    """The same for keys."""
 
 
 class Checkout(Frozen):
     """An upstream that is no installed package, but a repository that the user has cloned."""
 
     package: str
+    """The package in the checkout, a folder at its root. It is importable during a run."""
     has: str
-    """A file that only this upstream has, from the repository's root."""
+    """A file that only this upstream has, as a path from the root of the checkout."""
     others: dict[str, str] = {}
-    """Files of other upstreams that have a package of the same name, and what each of these upstreams is."""
+    """For other upstreams with a package of the same name: a file that one of them has, and what that upstream is."""
     url: str
+    """Where to clone it from. Errors show it."""
 
 
 class FrameRule(Frozen):
     """The number of frames must be `multiple_of` * n + `plus`."""
 
     multiple_of: pydantic.PositiveInt
+    """The frames that the VAE makes of one latent frame."""
     plus: pydantic.NonNegativeInt
+    """The frames beside those, such as a first frame that is encoded alone."""
 
 
 class TinyTokenizer(Frozen):
     """A tokenizer trained in a second on a few sentences, for a card's tiny checkpoint."""
 
     corpus: list[str]
+    """The sentences that it is trained on."""
     vocab_size: pydantic.PositiveInt
+    """The number of tokens in its vocabulary, at most."""
     special_tokens: list[str]
+    """Tokens that are never split."""
     eos_token: str
+    """The token that ends a text."""
     pad_token: str
+    """The token that pads a text."""
     chat_template: str
-    """Jinja; `{filler}` in it becomes as many filler tokens as `prefix_tokens` wants."""
+    """A template in Jinja. `{filler}` in it becomes as many filler tokens as `prefix_tokens` asks for."""
     prefix_tokens: pydantic.PositiveInt | None = None
-    """Tokens that precede the user's text once the template is applied; only where upstream crops a fixed number."""
+    """The number of tokens that the template puts before the user's text. Set it only if upstream crops that many."""
     system_message_of: str | None = None
-    """The upstream function, `module:Class.function`, whose default argument `system_message` is in the prefix."""
+    """An upstream function, `module:Class.function`. The default of its argument `system_message` is in the prefix."""
 
 
 class Tiny(Frozen):
     """The tiny, seeded checkpoint of a card: the real classes with small configurations."""
 
     seed: int
+    """The seed of all weights."""
     scale: pydantic.PositiveFloat
-    """Standard deviation times sqrt(fan-in) of every weight of two dims or more."""
+    """The standard deviation times sqrt(fan-in) of every weight that has two dims or more."""
     components: dict[str, dict[str, Any]]
     """By component: its small configuration, or the keyword arguments that build it."""
     tokenizers: dict[str, TinyTokenizer] = {}
+    """By component, the tokenizer to train for it."""
 
 
 class Card(Frozen):
     """A model card, `configs/models/<name>.yaml`: what a model is, as data."""
 
     model: str
+    """The model's name, which is also the name of this file without its ending. `--model` takes it."""
     title: str
+    """One line for `torchport models`."""
     family: FamilyPath
-    """Its stages: a Python file in `patches/`, named as patches are: `diffusers/some_stages`."""
+    """Its stages: a Python file in `patches/`, without its ending: `diffusers/some_stages` (docs/families.md)."""
     artefacts: str
-    """Stage files of cards with one value here interchange, as far as shapes allow."""
+    """A name for the format of its stage files. Cards with the same name can read each other's, if the shapes agree."""
     pipeline: ClassPath | None = None
-    """The diffusers pipeline that reads the checkpoint; none for a layout of upstream's own, where components may name
-    a `file` or a `build`."""
+    """The diffusers pipeline that reads the checkpoint. Leave it out if the checkpoint has a layout of its own, where
+    components may name a `file` or a `build`."""
     upstream: dict[str, str]
+    """The installed packages that the model's code comes from, each with a range of versions: `">=0.42,<0.43"`."""
     checkout: Checkout | None = None
+    """The model's code, if it is a repository that the user clones (`--upstream-path`) and no installed package."""
     checkpoint: Word
+    """The published weights, `owner/repo@revision`, or a folder. `--checkpoint` and a config replace it."""
     demo: str = "configs/demo.yaml"
     """The config that runs the tiny checkpoint on a machine without an accelerator."""
     variant: Word | None = None
-    """Which of several networks in the checkpoint, where a config names none."""
+    """Which of several networks in the checkpoint is used if the config names none."""
     patches: dict[StageName, list[str]]
+    """By stage, its patches: `folder` for all files in `patches/folder/`, `folder/file` for one."""
     original: list[str] = []
-    """Patches that the original needs too, beside all plumbing: without them it cannot run here."""
+    """The patches that `--backend original` needs too. Entries with `plumbing: true` are always among them."""
     components: dict[str, Component]
+    """The parts of the checkpoint, by name."""
     stacks: dict[str, dict[str, Stack]] = {}
-    """By component, and by the name of the list of blocks in it."""
+    """By network, and by the path of a list of blocks in it: the blocks that are compiled as one."""
     score_bounds: dict[str, ScoreBound] = {}
-    """By the name under which a patch's attention refers to it."""
+    """Attention with bounded scores, by the name that a patch's attention calls it by."""
     frames: FrameRule
+    """The numbers of frames that the model can make."""
     size_multiple_of: pydantic.PositiveInt
+    """Height and width must be multiples of this, in pixels."""
     strategies: dict[str, Strategy]
+    """The sharding strategies, by name (docs/sharding.md)."""
     tiny: Tiny
+    """A small copy of the model with random weights, for demos and tests."""
     overrides: bool = False
-    """Whether it takes the place of the card with the same name in a pack under its own."""
+    """Whether it takes the place of the card with the same name in a pack under its own (docs/packs.md)."""
 
     def folder(self, component: str, variant: str | None) -> str:
         """Returns where a component lies in a checkpoint, relative to its root."""
@@ -323,31 +371,41 @@ class Job(Frozen):
 
     # Limits for any machine: sizes of x264; twelve hours; rates of displays; noise levels in training; 16 bits.
     height: Annotated[int, pydantic.Field(gt=0, le=16_384)]
+    """The video's height in pixels."""
     width: Annotated[int, pydantic.Field(gt=0, le=16_384)]
+    """The video's width in pixels."""
     frames: Annotated[int, pydantic.Field(gt=0, le=2**20)]
+    """The number of frames. The card's `frames` says which numbers the model can make."""
     fps: Annotated[int, pydantic.Field(gt=0, le=240)]
+    """Frames per second of video.mp4."""
     steps: Annotated[int, pydantic.Field(gt=0, le=1_000)]
+    """The number of denoising steps."""
     guidance_scale: Annotated[float, pydantic.Field(ge=1.0, le=1_000.0, allow_inf_nan=False)]
+    """The scale of classifier-free guidance. 1.0 is off."""
     machine: str
+    """The devices: `v6e:2x4` is a TPU slice of v6e chips, `cpu:8` is 8 virtual CPU devices."""
     mesh: dict[Axis, pydantic.PositiveInt] = {}
-    """By default the strategy's."""
+    """The number of devices along each axis, `{dp: 2, tp: 4}`. Without it, the strategy's mesh is used."""
     strategy: str
+    """One of the card's strategies."""
     checkpoint: Word | None = None
+    """The weights: a folder, `owner/repo@revision`, or `tiny` for small random ones. By default the card's."""
     variant: Word | None = None
-    """Which of several networks in the checkpoint; by default the card's."""
+    """Which of several networks in the checkpoint is used. By default the card's."""
     dtypes: dict[str, DType] = {}
+    """By component, a dtype that replaces the card's."""
     attention: Implementation | None = None
-    """The implementation of attention in compiled programs; by default the platform's own."""
+    """The implementation of attention in compiled programs. By default the platform's own (docs/attention.md)."""
     stacked: bool = True
     """Whether the blocks that the card's `stacks` name are compiled as one."""
     text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None
-    """Text is cut to the longest prompt's tokens, rounded up to a multiple of this; by default it is not cut."""
+    """Text is cut to the tokens of the longest prompt, rounded up to a multiple of this. By default it is not cut."""
     vae_tiling: bool | None = None
-    """Whether the VAE decodes in overlapping tiles; by default, as upstream does."""
+    """Whether the VAE decodes in overlapping tiles. By default it does what upstream does."""
     save_every: pydantic.PositiveInt = 5
-    """Denoising steps between two savings of the unfinished latents."""
+    """The number of denoising steps between two savings of the unfinished latents."""
     overrides: bool = False
-    """Whether it takes the place of the config with the same name in a pack under its own."""
+    """Whether it takes the place of the config with the same name in a pack under its own (docs/packs.md)."""
 
     @property
     def devices(self) -> int:

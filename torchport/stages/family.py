@@ -1,4 +1,4 @@
-"""What a family of models is made of: stages as plain functions of tensors, and what they are given."""
+"""What a family of models is made of: stages as plain functions of tensors, and what they are called with."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class Call(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of what a stage makes.
+    """What to make: the fields of the config, and the flags of the command line.
 
     Attributes:
-        prompt: What to show.
-        negative_prompt: What to avoid.
-        seed: Of the noise.
-        height: In pixels.
-        width: In pixels.
-        frames: Of the video.
-        steps: Denoising steps.
-        guidance_scale: Of classifier-free guidance; 1.0 is off.
-        dtypes: Of the components, by name.
+        prompt: What the video shows.
+        negative_prompt: What the video does not show.
+        seed: The seed of the noise.
+        height: The video's height in pixels.
+        width: The video's width in pixels.
+        frames: The video's number of frames.
+        steps: The number of denoising steps.
+        guidance_scale: The scale of classifier-free guidance; 1.0 is off.
+        dtypes: The dtype of each component that has weights, by name.
         vae_tiling: Whether the VAE decodes in overlapping tiles; None: as upstream does.
-        variant: Which of several networks in the checkpoint.
+        variant: Which of several networks in the checkpoint is used.
         image: A file with the first frame, for image-to-video.
         text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
     """
@@ -118,8 +118,10 @@ class Steps:
 
     Attributes:
         track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
-        finished: Called after each step with its number (from 1) and what the loop would need to go on.
-        resume: The number of finished steps, and the state that a stopped run passed to `finished` after them.
+        finished: To be called after each step, `finished(number, state)`: its number, from 1, and all tensors that the
+            loop needs to continue after it, by names of the family's own. A scheduler's history is among them.
+        resume: The number of finished steps and the state that a stopped run passed to `finished` after them; None for
+            a loop that starts at its beginning.
     """
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
@@ -129,22 +131,25 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a family, as data that `run` carries down the path.
+    """One stage of a family.
 
     Attributes:
         name: encode, denoise or decode.
-        run: The verb: `run(parts, call, settings, steps, **inputs)` returns the artefact's tensors.
-        uses: The settings that change what it makes; its manifest has these, and a flag for another has no effect.
-        needs: The stages whose artefacts are its inputs.
-        parts: The components it uses whole, on the host.
-        network: The component that goes through torchax, or None.
-        submodule: The attribute of the network that is compiled (`decoder`), or "" for all of it.
-        meta: Components of which it needs the configuration alone; built without storage.
-        prepare: Called as `prepare(parts, settings)` between building the network and placing its weights.
-        like: Returns what its inputs are like, `like(parts, settings)`: shapes and dtypes, for planning.
-        load: Returns parts that upstream loads in ways of its own: `load(folder of the checkpoint, settings)`.
-        loads: The components that `load` reads: their files are accounted for before upstream sees them.
-        call: How the network is called, `call(module, settings, **inputs)`; by default with the inputs as keywords.
+        run: The stage's function: `run(parts, call, settings, steps, **inputs)` returns its outputs, tensors by name.
+        uses: The names of the settings that change its outputs. A stage is made again if one of these differs.
+        needs: The stages whose outputs are its inputs.
+        parts: The components that it uses whole, on the host.
+        network: The component that is compiled; None for a stage that runs in PyTorch on the host.
+        submodule: The part of the network that is compiled, such as `decoder`; "" for all of it.
+        meta: The components of which it needs only the configuration. They are built without weights.
+        prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
+            constants that depend on the settings become buffers here.
+        like: Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a
+            run, `shard show` and `plan` call the stage with them.
+        load: Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint,
+            settings)`.
+        loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
+        call: How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords.
             It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the
             network's, up to 1 MiB; make larger ones buffers of the module in `prepare`.
         outputs: Names of what the network returns, in the order of a tuple or list, or else its keys or attributes:

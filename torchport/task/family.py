@@ -24,6 +24,8 @@ NAMES = {
     "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None where the card says it all",
 }
 """What every family has, and what it is."""
+WITH_VARIANTS = {"task": "the function of a variant's name that returns what its network makes: 't2v' or 'i2v'"}
+"""What a family with VARIANTS has beside these."""
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
@@ -43,9 +45,10 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
             at = document.place(["components", name, "build"])
             _loaded(file.with_name(component.build.partition(":")[0]), card, at)
             builder(module, component.build, at)
-    missing = [name for name in NAMES if not hasattr(module, name)]
+    names = {**NAMES, **(WITH_VARIANTS if getattr(module, "VARIANTS", ()) else {})}
+    missing = [name for name in names if not hasattr(module, name)]
     if missing:
-        remedy = "; ".join(f"{name}, {NAMES[name]}" for name in missing)
+        remedy = "; ".join(f"{name}, {names[name]}" for name in missing)
         raise ReplacementError(place, f"'{path}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):

@@ -26,20 +26,25 @@ Range = Annotated[str, pydantic.Field(min_length=1, max_length=100)]
 
 
 class Close(Frozen):
-    """How close: max|a - b| / max|b| stays within `bound`, for the dtype named, if one is."""
+    """How close two outputs a and b are.
+
+    Attributes:
+        bound: The largest max|a - b| / max|b|.
+        dtype: The dtype that the bound is for. Without it, the bound is for all.
+    """
 
     bound: float = pydantic.Field(gt=0)
     dtype: str | None = None
 
 
 class Equivalence(Frozen):
-    """What a patch promises about the numbers: exactly one of the four.
+    """What a patch promises about the numbers: the word `bitwise` (the same bits), or exactly one of these keys.
 
     Attributes:
         bitwise: The same bits. Written as the plain word `bitwise`.
-        algebraic: Equal in real arithmetic, and why.
-        close: Equal within bounds.
-        lossy: Not equal, and why that is accepted.
+        algebraic: Equal in real arithmetic, apart from rounding. The text says why.
+        close: Equal within a bound.
+        lossy: Not equal. The text says why that is accepted.
     """
 
     bitwise: bool = False
@@ -71,10 +76,10 @@ class Equivalence(Frozen):
 
 
 class Lifetime(Frozen):
-    """How long a patch is in force: the whole run, or while one package's modules execute.
+    """How long a patch is in force: the word `run` (the whole run), or this key.
 
     Attributes:
-        while_importing: The package; None is written as the plain word `run`.
+        while_importing: A package. The patch is in force only while its modules are imported.
     """
 
     while_importing: Package | None = None
@@ -98,10 +103,10 @@ class Rewrite(Frozen):
     """An edit of a run of statements in one upstream function.
 
     Attributes:
-        match: The statements; `$name` matches any expression, `$...name` on a line of its own any statements.
-        put: The function that is called instead; its parameters are names visible at that point.
-        gives: The names that take what it returns; by default the one name that the run binds.
-        times: How often the run stands in the function, exactly.
+        match: The statements. `$name` matches any expression, `$...name` on a line of its own any statements.
+        put: The function that is called instead, `file.py:function`. Its parameters are names of upstream's function.
+        gives: The names that take what `put` returns. By default the one name that the statements bind.
+        times: How often the statements appear in the function, exactly.
     """
 
     match: Text
@@ -114,8 +119,8 @@ class StandIn(Frozen):
     """An absent package, and who may import what stands in for it.
 
     Attributes:
-        package: The top-level package.
-        importers: The modules that see the stub; nobody else does.
+        package: The top-level package that is not installed.
+        importers: The modules that can import the stub. No other module can.
     """
 
     package: Package
@@ -142,29 +147,29 @@ class Entry(Frozen):
     """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op`, `stub` and `instance` is given.
 
     Attributes:
-        id: Unique among all entries that are read together.
-        target: `module:attribute.path` in upstream. Of an `instance` the class of what is exchanged, or its method.
-        replace: `file.py:name` of what takes the target's place.
-        wrap: `file.py:function` that receives the original as its first argument.
-        rewrite: The edit of a run of statements.
-        op: `file.py:function`, a torchax lowering for a torch function or ATen overload.
-        stub: A stand-in for a package that is absent; every call of it raises. Not needed where it is installed.
-        instance: The exchange of submodules of a loaded component, or of a method of them.
-        why: What fails, or is slow, without it.
-        reported: The upstream issue or pull request, or `none: ` and why there is none.
+        id: A name of its own, such as `up.attention`, unique among all entries.
+        target: What is changed in upstream: `module:attribute.path`. Of an `instance` it is the class of
+            what is exchanged, or its method.
+        replace: What takes the target's place: `file.py:name`.
+        wrap: A function that receives the original as its first argument: `file.py:function`.
+        rewrite: An edit of some statements of the target.
+        op: A torchax lowering for the target, a torch function or ATen overload: `file.py:function`.
+        stub: A stand-in for a package that is not installed. Calling it raises an error.
+        instance: An exchange of submodules of a loaded component, or of a method of them.
+        why: What fails, or is slow, without the patch.
+        reported: The upstream issue or pull request; or `none: ` and why there is none.
         until: When to delete the entry.
-        fits: The distributions and versions that it was written for.
-        equivalence: What it promises about the numbers.
-        must_be_called: The stages in which not being called is an error.
-        plumbing: True if no tensor passes through it.
-        needed: Versions (all must hold) and a `probe` (`file.py:function`, true if needed) that say where
-            the fault exists.
-        scope: `global` if the target lies outside its own package, in torch, in jax or in Python's library.
-        scope_reason: Why that is safe; required with `scope: global`.
-        lifetime: `run`, or `{while_importing: package}`.
-        relies_on: Callees, as targets, whose change is drift as well.
-        counted: False for a replacement or wrapper so hot that counting its calls would show.
-        overrides: True if it takes the place of the patch with the same id in a pack under its own.
+        fits: The distributions that the patch was written for, each with a range of versions (PEP 440) or `"*"`.
+        equivalence: What the patch promises about the numbers.
+        must_be_called: The stages that fail if they do not call the patch.
+        plumbing: Whether no tensor passes through the target. The original backend applies such a patch, too.
+        needed: Where the fault exists: ranges of versions, which must all hold, and a `probe: file.py:function`.
+        scope: `global` if the target is shared by everybody: in torch, in jax or in Python's library.
+        scope_reason: Why that is safe. Required with `scope: global`.
+        lifetime: How long the patch is in force.
+        relies_on: Other upstream functions, as targets, that the patch depends on. A change in them is drift.
+        counted: Whether calls are counted. False is for very hot functions: a replacement then adds no frame.
+        overrides: Whether it takes the place of the patch with the same id in a pack under its own (docs/packs.md).
     """
 
     id: str = pydantic.Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$", max_length=120)
@@ -185,7 +190,7 @@ class Entry(Frozen):
     needed: dict[str, Range] | None = pydantic.Field(default=None, min_length=1)
     scope: Literal["package", "global"] = "package"
     scope_reason: Text | None = None
-    lifetime: Lifetime = Lifetime.model_validate("run")
+    lifetime: Lifetime = pydantic.Field(Lifetime.model_validate("run"), json_schema_extra={"default": "run"})
     relies_on: list[TargetName] = []
     counted: bool = True
     overrides: bool = False

@@ -1,0 +1,180 @@
+"""The examples that `torchport explain` shows are true: a wrong one raises its id, and the right one does not."""
+
+import ast
+import contextlib
+import copy
+import shlex
+
+import click
+import pytest
+import yaml
+from fakes.patch_world import World
+
+from torchport import patch, shard
+from torchport.__main__ import cli
+from torchport.commands.examples import EXAMPLES
+from torchport.config import machine, parse_document, read_document, validated
+from torchport.config.card import Card, Job, Rule, check_job
+from torchport.errors import TorchportError, kinds
+
+NOT_PROVED = {
+    "TP200": "a process that ends",
+    "TP207": "a lock file",
+    "TP302": "weights", "TP303": "weights", "TP304": "weights",
+    "TP404": "a network", "TP405": "a network", "TP801": "a network",
+    "TP501": "a TPU", "TP502": "a TPU", "TP503": "a TPU",
+    "TP504": "several hosts",
+    "TP601": "a run", "TP602": "a run", "TP603": "a run", "TP604": "a run", "TP605": "a run", "TP701": "a run",
+}  # fmt: skip
+"""What an example needs that is not proved here; its own tests provoke each of these errors."""
+PROVED = sorted(EXAMPLES.keys() - NOT_PROVED.keys())
+
+
+def test_every_error_that_is_no_group_has_an_example():
+    groups = {kind.id for kind in kinds() if kind.__subclasses__()}
+    assert {kind.id for kind in kinds()} - groups <= EXAMPLES.keys() <= {kind.id for kind in kinds()}
+    assert list(EXAMPLES) == sorted(EXAMPLES) and NOT_PROVED.keys() <= EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("key", EXAMPLES)
+def test_an_example_can_be_read(key):
+    example = EXAMPLES[key]
+    assert example.wrong != example.right and example.cure.endswith((".", ")."))
+    for text in (example.wrong, example.right):
+        if example.language == "python":
+            ast.parse(text)
+        elif example.language == "sh":
+            assert commands(text) or key in ("TP504", "TP701"), "a line of torchport's"
+        elif key not in ("TP101", "TP102"):  # YAML that cannot be read; the tests below read the right one
+            assert parse_document(text, "example.yaml").data
+    ast.parse(example.upstream)
+
+
+def commands(text):
+    """torchport's command lines among the lines of a shell, each accepted by its own parser."""
+    lines = [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("torchport ")]
+    for arguments in lines:
+        command, rest = cli, arguments
+        while isinstance(command, click.Group):
+            command, rest = command.commands[rest[0]], rest[1:]
+        context = click.Context(command)
+        command.make_parser(context).parse_args(list(rest))
+    return lines
+
+
+def with_fields(document, text):
+    """A shipped file whose fields are those of an example, where it has them."""
+    fields = parse_document(text, "example.yaml").data
+    return parse_document(yaml.safe_dump({**document.data, **fields}), "example.yaml")
+
+
+def try_job(text, root):
+    document = with_fields(read_document(root / "configs" / "demo.yaml"), text)
+    job = validated(Job, document)
+    check_job(job, validated(Card, read_document(root / "configs" / "models" / "hunyuan.yaml")), document)
+    devices = machine.parse_machine(job.machine, "machine").devices
+    shard.check_mesh(job.mesh, devices, job.machine, document.place(["mesh"]))
+
+
+def try_rules(text):
+    rules = [Rule.model_validate(rule) for rule in parse_document(text, "rules.yaml").data]
+    shapes = {
+        f"blocks.{n}.{name}": (32, 8)[:dims] for n in range(2) for name, dims in (("up.weight", 2), ("up.bias", 1))
+    }
+    shard.match(rules, shapes, {"tp": 4}, "rules.yaml:1")
+
+
+ENTRY = {
+    "why": "A test.",
+    "reported": "none: a test",
+    "until": "never",
+    "fits": {"torch": "*"},
+    "equivalence": "bitwise",
+}
+UPSTREAM = "def f(x):\n    return x * 2\n"
+FUNCTIONS = """
+def new(x): return x + x
+def new_of_two(x, y): return x + y
+def doubled(x): return x * 2
+def apply_new(x): return [x + x]
+"""
+
+
+def entries_of(world, items):
+    """The entries of an example, with the fields that every entry must have, from a file."""
+    entries = [{"id": f"up.e{n}", **copy.deepcopy(ENTRY), **item} for n, item in enumerate(items)]
+    world.python(FUNCTIONS)
+    (world.patches / "up" / "p.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
+    return patch.read(world.patches, ["up/p"])
+
+
+def try_patch(text, upstream, world):
+    world.write("up/m.py", upstream)
+    with patch.applied(entries_of(world, parse_document(text, "example.yaml").data), stage="denoise") as ledger:
+        import up.m
+
+        with contextlib.suppress(AttributeError):  # the upstream of some examples has no f
+            up.m.f(1)
+        ledger.check_called()
+
+
+def try_python(text, world):
+    world.write("up/m.py", UPSTREAM)
+    entries = entries_of(world, [{"target": "up.m:f", "replace": "p.py:new"}])
+    exec(compile(text, "example.py", "exec"), {"patch": patch, "entries": entries})
+
+
+def try_commands(text, torchport, capsys):
+    """Runs torchport's lines in a folder of their own; a refusal is raised again by its id."""
+    for arguments in commands(text):
+        arguments = ["hunyuan" if word == "some" else word for word in arguments]
+        code, _, err = torchport(*arguments, capsys=capsys)
+        if code:
+            raise AssertionError(err[-1])
+
+
+@pytest.fixture
+def attempt(root, tmp_path, monkeypatch, request):
+    """Tries one side of an example; returns the id of the error that it raises, or None."""
+
+    def attempt(example, text):
+        world = World(tmp_path, monkeypatch) if example.kind in ("patch", "python") else None
+        try:
+            if example.kind == "job":
+                try_job(text, root)
+            elif example.kind == "rules":
+                try_rules(text)
+            elif example.kind == "patch":
+                try_patch(text, example.upstream or UPSTREAM, world)
+            elif example.kind == "python":
+                try_python(text, world)
+            else:
+                raise AssertionError(f"Nothing tries a '{example.kind}'")
+        except TorchportError as error:
+            return error.id
+        finally:
+            if world is not None:
+                world.close()
+        return None
+
+    return attempt
+
+
+@pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind != "command"])
+def test_a_wrong_example_raises_its_id(attempt, key):
+    assert attempt(EXAMPLES[key], EXAMPLES[key].wrong) == key
+
+
+@pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind != "command"])
+def test_a_right_example_raises_nothing(attempt, key):
+    assert attempt(EXAMPLES[key], EXAMPLES[key].right) is None
+
+
+@pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind == "command"])
+def test_a_wrong_command_is_refused_with_its_id(torchport, capsys, tmp_path, key):
+    for folder in ("patches", "configs/models"):
+        (tmp_path / "my_pack" / folder).mkdir(parents=True)
+    with pytest.raises(AssertionError, match=rf"error\[{key}\]"):
+        try_commands(EXAMPLES[key].wrong, torchport, capsys)
+    if key == "TP108":
+        try_commands(EXAMPLES[key].right, torchport, capsys)

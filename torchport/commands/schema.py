@@ -1,0 +1,85 @@
+"""`torchport schema`: the JSON Schemas of cards, jobs and patch files, with the meaning of every field."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from types import ModuleType
+from typing import Any, Literal
+
+from torchport import patch
+from torchport.config import Frozen, card
+from torchport.patch.declared import entry
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+Kind = Literal["card", "job", "patch"]
+
+
+def schema(kind: Kind) -> dict[str, Any]:
+    """Returns the JSON Schema of a kind of YAML file, for editors.
+
+    A file that the schema refuses is refused by torchport, too. torchport also checks what no schema can say, such as
+    the number of frames that a model can make.
+
+    Args:
+        kind: What the file is: a model card, a config, or a list of patches.
+    """
+    if kind == "patch":
+        return _described(patch.schema(), entry)
+    model: type[Frozen] = card.Card if kind == "card" else card.Job
+    raw = model.model_json_schema(by_alias=True)
+    definitions = {**raw.pop("$defs", {}), model.__name__: raw}
+    top = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
+    return _described({**top, "$defs": definitions}, card)
+
+
+def _described(schema: dict[str, Any], module: ModuleType) -> dict[str, Any]:
+    """Returns a schema whose definitions and fields say what they mean, as the docstrings of a module's models do."""
+    for name, definition in schema["$defs"].items():
+        model = vars(module)[name]
+        definition["description"] = summary(model)
+        aliases = {field: info.alias or field for field, info in model.model_fields.items()}
+        _describe(definition, {aliases[field]: text for field, text in meanings(model).items()})
+    return schema
+
+
+def _describe(part: dict[str, Any], texts: dict[str, str]) -> None:
+    """Gives the fields of an object their meanings, also those of an object among alternatives."""
+    for key, field in part.get("properties", {}).items():
+        field.pop("title", None)  # the name again, in capitals
+        field["description"] = texts[key]
+    for alternative in part.get("anyOf", ()):
+        _describe(alternative, texts)
+
+
+def summary(model: type) -> str:
+    """Returns a class's docstring without its section of fields, on one line for each paragraph."""
+    text = (inspect.getdoc(model) or "").partition("\nAttributes:\n")[0].strip()
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def meanings(model: type) -> dict[str, str]:
+    """Returns the meaning of each field of a class: from `Attributes:` in its docstring, or from the text below it."""
+    texts: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if kind.__module__.startswith("torchport.") and kind is not Frozen:
+            texts |= _from_docstring(kind) | _below_fields(kind)
+    return texts
+
+
+def _from_docstring(kind: type) -> dict[str, str]:
+    section = (inspect.cleandoc(kind.__doc__ or "")).partition("\nAttributes:\n")[2]
+    fields = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+    return dict(" ".join(field.split()).split(": ", 1) for field in fields)
+
+
+def _below_fields(kind: type) -> dict[str, str]:
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
