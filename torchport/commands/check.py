@@ -261,7 +261,7 @@ def _read(folder: Path, names: Sequence[str], findings: list[Finding]) -> list[p
             patch.read(folder, [name])
             readable.append(name)
         except TorchportError as error:
-            findings.append(_finding(error, "schema"))
+            findings += [_finding(one, "schema") for one in (error, *error.others)]
     try:
         return patch.read(folder, readable)
     except TorchportError as error:  # two files that contradict each other

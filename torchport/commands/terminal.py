@@ -105,12 +105,14 @@ def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
 
 
 def run(command: click.Command) -> int:
-    """Runs a command line and returns its exit code; every refusal is one line on stderr, never a traceback."""
+    """Runs a command line and returns its exit code; a refusal is a line on stderr for each mistake, no traceback."""
     sys.unraisablehook = _unraisable
     try:
         return _run(command)
     except TorchportError as error:
-        _complain(f"error[{error.id}] {error}")
+        if log.isEnabledFor(logging.DEBUG) and error.trace:
+            _complain(_lines(error.trace.rstrip()))
+        _complain(error.report())
         return error.exit_code
     except click.ClickException as error:
         usage = io.StringIO()
