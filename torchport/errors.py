@@ -442,9 +442,9 @@ class ForeignError(TorchportError):
 class HostTensorError(ForeignError):
     """Code made a tensor while it was traced, and computes with it and a traced tensor.
 
-    `torch.tensor`, `torch.arange` and the like make a tensor of the host. Make it from a traced one, as
-    `x.new_tensor(...)` or `torch.arange(n, device=x.device)`. If it never changes, register it as a buffer of the
-    network in `Stage.prepare`.
+    `torch.tensor`, `torch.arange` and the like make a tensor of the host. Make it on the traced tensor's device, as
+    `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of the network in
+    `Stage.prepare`.
     """
 
     id = "TP902"

@@ -71,6 +71,7 @@ def rule_rows(request: Request) -> list[RuleRow]:
         patch.applied(task.patches(task.stages)),
         checkout.hushed(True),
     ):
+        network.check_classes(task)
         network.check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 

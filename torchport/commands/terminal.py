@@ -47,6 +47,16 @@ class Group(click.Group):
     command_class = Command
     group_class = type
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command. With -v, before it or as its own flag, an error's whole traceback is printed first."""
+        try:
+            return super().invoke(ctx)
+        except TorchportError as error:
+            verbose = ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)
+            if ctx.parent is None and verbose and error.trace:
+                _complain(_lines(error.trace.rstrip()))
+            raise
+
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
@@ -110,8 +120,6 @@ def run(command: click.Command) -> int:
     try:
         return _run(command)
     except TorchportError as error:
-        if log.isEnabledFor(logging.DEBUG) and error.trace:
-            _complain(_lines(error.trace.rstrip()))
         _complain(error.report())
         return error.exit_code
     except click.ClickException as error:

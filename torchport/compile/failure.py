@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import linecache
 import re
 import sys
@@ -38,6 +39,8 @@ from torchport.task import Task
 
 ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
 """Packages that every port runs on, beside Python's own modules: no frame of them is at fault."""
+HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly", "call_jax", "call_torch"}
+"""Functions of torchport that only pass a call on: what is raised there is for their caller to mend."""
 MOST_FRAMES = 2
 """Frames that are listed, the innermost ones."""
 
@@ -103,7 +106,9 @@ def error_of(task: Task, exception: BaseException) -> ForeignError | None:
     kind = failure.kind()
     fact, remedy, entry = _CURES[kind](failure)
     error = kind(culprit.place, fact, remedy, owner=culprit.owner)
-    listed = [frame for frame in every if frame.owner in OURS or frame is culprit][-MOST_FRAMES:]
+    ours = [frame for frame in every if frame.owner in OURS or frame is culprit]
+    # A comprehension has a frame of its own, on its function's line.
+    listed = [frame for frame, inner in zip(ours, [*ours[1:], None], strict=True) if frame != inner][-MOST_FRAMES:]
     left_out = len(every) - len(listed)
     error.details = [
         *(frame.text() for frame in listed),
@@ -133,6 +138,8 @@ def _culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
         culprit = next((frame for frame in reversed(every) if frame.owner != "engine"), None)
     else:
         culprit = next((frame for frame in reversed(every) if frame.owner in (*OURS, "torchport")), None)
+        if culprit is not None and culprit.owner == "torchport" and culprit.function.rpartition(".")[2] in HANDS_ON:
+            culprit = next((frame for frame in reversed(every) if frame.owner in OURS), None)
     return None if culprit is None or culprit.owner == "torchport" else culprit
 
 
@@ -199,6 +206,11 @@ class _Failure:
         """Where the card lists its patches."""
         return f"'patches' in {self.task.card_document.place(['patches'])}"
 
+    @property
+    def home(self) -> str:
+        """The module whose upstream an entry is for; of a family or a patch, the folder that it stands in."""
+        return self.frame.module.removeprefix("torchport_patches.")
+
     def kind(self) -> type[ForeignError]:
         """Returns the class of its error."""
         if is_absence(self.error):
@@ -211,12 +223,12 @@ class _Failure:
             return HostTensorError
         return TracedValueError if engine.is_traced_value(self.error) else ForeignError
 
-    def rewritten(self) -> Proposal | None:
+    def rewritten(self, why: str) -> Proposal | None:
         """Returns the entry that rewrites its statement. None outside upstream and outside functions."""
         if self.frame.owner in ("family", "patch") or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))
-        return proposal.statement(self.frame.module, text, self.frame.line, f"{self.reason}.") if text else None
+        return proposal.statement(self.frame.module, text, self.frame.line, why) if text else None
 
     def remedy(self, cure: str, entry: Proposal | None) -> str:
         """Returns the remedy: the entry to paste, or whose code is to be mended."""
@@ -232,17 +244,17 @@ def _small(text: str) -> str:
 
 
 def _host_tensor(failure: _Failure) -> Cure:
-    entry = failure.rewritten()
+    entry = failure.rewritten("Computes with a tensor of the host while it is traced.")
     fact = f"{failure.frame.caller} computes with a traced tensor and with one that was made beside it, on the host"
     cure = (
-        "Make it from a traced tensor, as x.new_tensor(...) or torch.arange(n, device=x.device), or register it as a "
-        "buffer of the network in Stage.prepare"
+        "Make it on the traced tensor's device, as torch.tensor(..., device=x.device), or register it as a buffer of "
+        "the network in Stage.prepare"
     )
     return fact, failure.remedy(cure, entry), entry
 
 
 def _traced_value(failure: _Failure) -> Cure:
-    entry = failure.rewritten()
+    entry = failure.rewritten("Asks for the value of a tensor while it is traced.")
     fact = f"{failure.frame.caller} asks for the value of a tensor, and while it is traced a tensor has none"
     cure = "Compute it from shapes, from settings, or with torch.where"
     return fact, failure.remedy(cure, entry), entry
@@ -252,26 +264,35 @@ def _no_lowering(failure: _Failure) -> Cure:
     target = engine.missing_operator(failure.error)
     fact = f"{failure.frame.caller} calls an operator that torchax cannot lower"
     if target is None or not target.startswith("torch.ops.aten:"):
-        entry = failure.rewritten()
+        entry = failure.rewritten("Calls an operator that torchax cannot lower.")
         return fact, failure.remedy("Compute it with other operators", entry), entry
-    home = failure.frame.module.removeprefix("torchport_patches.")
-    entry = proposal.operator(target, home, f"{failure.reason}.")
+    entry = proposal.operator(target, failure.home, "torchax has no lowering for it.")
     return fact, entry.remedy(failure.listed), entry
 
 
 def _cuda(failure: _Failure) -> Cure:
     task, target = failure.task, _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
+    why = "Asks for CUDA, also where there is none."
     if target is not None:
         names = _shipped(task, target)
         if names is not None and target not in {entry.target for entry in task.patches(task.stages)}:
             return fact, f"List {names} under {failure.listed}, for the stage that needs it", None
-        if names is None:
-            home = failure.frame.module.removeprefix("torchport_patches.")
-            entry: Proposal | None = proposal.function(target, home, f"{failure.reason}.")
-            return fact, failure.remedy("", entry), entry
-    entry = failure.rewritten()
-    return fact, failure.remedy("Take the device from a tensor or a module, as x.device", entry), entry
+    entry = (
+        failure.rewritten(why) if target is None else proposal.function(target, failure.home, why, _parameters(target))
+    )
+    if entry is None and (maker := _torch_maker(failure.frame)) is not None:
+        entry = proposal.function(maker, failure.home, why, "(...)", importing=True)
+    return fact, failure.remedy("" if target else "Take the device from a tensor, as x.device", entry), entry
+
+
+def _torch_maker(frame: Frame) -> str | None:
+    """Returns what moves a tensor to CUDA, or makes it there, where a module of upstream is imported, as a target."""
+    if frame.owner != "upstream" or frame.function != "<module>":
+        return None
+    method = re.search(r"\.(cuda|to)\(", frame.statement)
+    name = re.search(r"\btorch\.(\w+)\(", frame.statement)
+    return f"torch:Tensor.{method[1]}" if method else f"torch:{name[1]}" if name else None
 
 
 def _torch_cuda(failure: _Failure) -> str | None:
@@ -282,6 +303,16 @@ def _torch_cuda(failure: _Failure) -> str | None:
     names += [frame.function.partition(".")[0] for frame in failure.every if frame.module.startswith("torch.cuda")]
     public = [name for name in names if not name.startswith("_") and callable(getattr(torch.cuda, name, None))]
     return f"torch.cuda:{public[0]}" if public else None
+
+
+def _parameters(target: str) -> str:
+    """Returns the parameters of a function or class of torch.cuda, as its replacement must have them."""
+    import torch
+
+    try:
+        return str(inspect.signature(getattr(torch.cuda, target.partition(":")[2])))
+    except ValueError:  # of a function in C
+        return "(...)"
 
 
 def _shipped(task: Task, target: str) -> str | None:
@@ -306,11 +337,9 @@ def _absent_package(failure: _Failure) -> Cure:
     if failure.frame.owner in ("family", "patch"):
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
     if imported is None:
-        entry = failure.rewritten()
+        entry = failure.rewritten(f"Imports {package}, and the model runs without it.")
         return fact, f"Install it. If the model runs without it: {_small(failure.remedy('', entry))}", entry
-    entry = proposal.stub(
-        failure.frame.module, imported, package, f"{package} is imported, and the model runs without it."
-    )
+    entry = proposal.stub(failure.frame.module, imported, package, f"Imports {package}; the model runs without it.")
     return fact, f"Install it. If the model runs without it: {_small(entry.remedy(failure.listed))}", entry
 
 

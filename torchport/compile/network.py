@@ -18,7 +18,14 @@ from torchport import load, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program
 from torchport.config.card import WeightRule
-from torchport.errors import BadValueError, CheckpointBrokenError, nearest
+from torchport.errors import (
+    BadValueError,
+    CheckpointBrokenError,
+    TorchportError,
+    UnknownNameError,
+    nearest,
+    together,
+)
 from torchport.foreign import reading
 from torchport.load import checkpoint
 from torchport.progress import log
@@ -102,6 +109,33 @@ def _configuration(task: Task, component: str) -> tuple[str, dict[str, Any], str
         return entry.class_, dict(entry.published), component
     folder = task.component_folder(root, component)
     return entry.class_, checkpoint.read_json(folder / "config.json"), str(folder)
+
+
+def check_classes(task: Task) -> None:
+    """Refuses classes of a card that do not exist, and a network that is no module, all together.
+
+    Patches must be in place: the classes' modules are imported.
+
+    Raises:
+        UnknownNameError: There is no such module or class.
+        BadValueError: The class of a network is no `torch.nn.Module`.
+    """
+    networks = {stage.network for stage in task.stages}
+    names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
+    mistakes: list[TorchportError] = []
+    for name, component in task.card.components.items():
+        if name in networks | names:
+            place = task.card_document.place(["components", name, "class"])
+            try:
+                cls = load.class_of(component.class_, place)
+            except UnknownNameError as error:
+                mistakes.append(error)
+                continue
+            if name in networks and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+                fact = f"'{component.class_}' is a {type(cls).__name__}, and '{name}' is a network"
+                mistakes.append(BadValueError(place, fact, "Name a class that is a torch.nn.Module", name=name))
+    if mistakes:
+        raise together(mistakes)
 
 
 def check_heads(task: Task) -> None:

@@ -70,6 +70,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         patch.applied(task.patches([stage]), stage=stage.name) as ledger,
     ):
         with engine.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
+            network.check_classes(task)
             network.check_heads(task)
             outline = _outline(task, stage, devices)
             if not bounded:

@@ -98,12 +98,20 @@ def operator(target: str, module: str, why: str) -> Proposal:
         "why": why,
         "equivalence": PROMISE,
     }
-    write = f"{name}(...) with jax.numpy, which computes the operator from JAX arrays,"
+    write = f"{name}(...), which computes the operator with torchport.engine.call_jax,"
     return Proposal(_entry(fields, "torch"), f"{home}/lowerings", write)
 
 
-def function(target: str, module: str, why: str) -> Proposal:
-    """Returns a replacement of a function or class of torch, for an upstream module that calls it."""
+def function(target: str, module: str, why: str, parameters: str, *, importing: bool = False) -> Proposal:
+    """Returns a replacement of a function or class of torch, for an upstream module that calls it.
+
+    Args:
+        target: In torch.
+        module: The upstream module.
+        why: Of the entry.
+        parameters: Its own, in brackets.
+        importing: Whether it is in force only while modules of that upstream are imported.
+    """
     home = module.partition(".")[0]
     path = target.partition(":")[2]
     name = re.sub(r"\W", "_", path)
@@ -117,7 +125,9 @@ def function(target: str, module: str, why: str) -> Proposal:
         "scope_reason": "Without CUDA the call can only raise, and it is looked up when it is made.",
         "plumbing": True,
     }
-    write = f"{name}, which answers without CUDA,"
+    if importing:
+        fields |= {"lifetime": {"while_importing": home}, "scope_reason": f"In force only while {home} is imported."}
+    write = f"{name}{parameters}, which answers without CUDA,"
     return Proposal(_entry(fields, "torch"), f"{home}/cuda", write)
 
 
