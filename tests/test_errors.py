@@ -8,7 +8,7 @@ import pytest
 
 from torchport import errors
 from torchport.commands import explain
-from torchport.errors import TorchportError, kinds, nearest
+from torchport.errors import BadValueError, TorchportError, UnknownKeyError, kinds, nearest, together
 
 
 def classes():
@@ -112,3 +112,21 @@ def test_an_id_that_does_not_exist_is_refused_with_the_nearest(key, guess):
 def test_control_characters_are_shown_and_not_obeyed():
     error = TorchportError("a\x1b[2J.yaml:3", "'\x07\r\x85\u2028\u202e\ud800' is 1", "It must\nbe é or 画")
     assert str(error) == "a\\x1b[2J.yaml:3: '\\x07\\r\\x85\\u2028\\u202e\\ud800' is 1. It must be é or 画."
+
+
+def test_mistakes_that_are_found_together_are_one_error_with_a_line_and_an_id_each():
+    error = together([BadValueError("a:1", "One", "Mend it"), UnknownKeyError("a:2", "Two", "Mend it", key="x")])
+    assert type(error) is BadValueError and str(error) == "a:1: One. Mend it.\na:2: Two. Mend it."
+    assert error.sentence() == "a:1: One. Mend it."
+    assert error.report() == "error[TP107] a:1: One. Mend it.\nerror[TP103] a:2: Two. Mend it."
+    again = pickle.loads(pickle.dumps(error))
+    assert again.report() == error.report() and again.others[0].key == "x"
+    alone = BadValueError("a:1", "One", "Mend it")
+    assert together([alone]) is alone and alone.report() == "error[TP107] a:1: One. Mend it."
+
+
+def test_the_lines_below_an_error_are_printable_and_travel_with_it():
+    error = BadValueError("a:1", "One", "Mend it")
+    error.details, error.trace = ["  a\x1b[2J", "- id: b\n"], "Traceback"
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == "a:1: One. Mend it.\n  a\\x1b[2J\n- id: b " and again.trace == "Traceback"

@@ -4,7 +4,7 @@ import jinja2
 import pytest
 
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, StoppedError
-from torchport.foreign import brief, reading, refusals, tokenizing
+from torchport.foreign import brief, is_absence, is_cuda, reading, refusals, tokenizing
 
 
 @pytest.mark.parametrize("kind", [*refusals(), Exception])
@@ -27,6 +27,22 @@ def test_what_stops_a_run_and_what_is_refused_already_pass(raised):
     with pytest.raises(type(raised)) as caught, reading(CheckpointBrokenError, "x.json", "Not read", "Mend it"):
         raise raised
     assert caught.value is raised
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [ModuleNotFoundError("No module named 'x'", name="x"), AssertionError("Torch not compiled with CUDA enabled")],
+)
+def test_an_absent_package_and_cuda_are_no_files_fault(raised):
+    assert is_absence(raised) or is_cuda(raised)
+    with pytest.raises(type(raised)) as caught, reading(CheckpointBrokenError, "x.json", "Not read", "Mend it"):
+        raise raised
+    assert caught.value is raised
+
+
+def test_a_circle_of_imports_is_no_absence():
+    circle = "cannot import name 'a' from partially initialized module 'b' (most likely due to a circular import)"
+    assert not is_absence(ImportError(circle)) and is_absence(ImportError("cannot import name 'a' from 'b' (b.py)"))
 
 
 def test_the_reason_is_the_first_error_on_one_line():

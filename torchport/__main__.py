@@ -31,8 +31,9 @@ path_option = click.option(
 
 
 @click.group(cls=terminal.Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("-v", "--verbose", is_flag=True, help="Print the whole traceback of an error in a model's code.")
 @click.version_option(__version__)
-def cli() -> None:
+def cli(verbose: bool) -> None:
     """Runs PyTorch video models, written for GPUs, on TPU without editing them."""
 
 
@@ -65,7 +66,7 @@ def cli() -> None:
 @click.option("--processes", type=click.IntRange(1), metavar="N", help="On several hosts: the number of processes.")
 @click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: this process's number, from 0.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors and the path of the video.")
-@click.option("-v", "--verbose", is_flag=True, help="Print every patch, and upstream's own log.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every patch, upstream's own log, and whole tracebacks.")
 def run(
     distributed: bool,
     coordinator: str | None,
@@ -381,7 +382,7 @@ def _print_summary(summary: "Summary", quiet: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line; every refusal is one line and an exit code, never a traceback."""
+    """Runs the command line; a refusal is a line for each mistake and an exit code, never a traceback."""
     sys.exit(terminal.run(cli))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -38,6 +39,40 @@ def constant(tensor: Any) -> Any:
     import torchax
 
     return torchax.default_env().to_xla(tensor)
+
+
+def missing_operator(error: BaseException) -> str | None:
+    """Returns the operator that the engine cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
+
+    None for any other exception.
+    """
+    module = sys.modules.get("torchax.tensor")
+    if module is None or not isinstance(error, module.OperatorNotFound):
+        return None
+    name = re.search(r"(\w+)::(\w+)(\.\w+)?", str(error))
+    return f"torch.ops.{name[1]}:{name[2]}{name[3] or '.default'}" if name else ""
+
+
+def is_host_tensor(error: BaseException) -> bool:
+    """Returns whether an exception says that a tensor of the host meets one of the engine, or one on meta."""
+    return isinstance(error, AssertionError | RuntimeError) and _HOST_TENSOR.search(str(error)) is not None
+
+
+def is_traced_value(error: BaseException) -> bool:
+    """Returns whether an exception says that a value is asked for of a tensor that is traced, or is on meta."""
+    import jax
+
+    if isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError):
+        return True
+    if isinstance(error, jax.errors.TracerIntegerConversionError | jax.errors.NonConcreteBooleanIndexError):
+        return True
+    kinds = (NotImplementedError, RuntimeError, TypeError)
+    return isinstance(error, kinds) and _NO_VALUE.search(str(error)) is not None
+
+
+_HOST_TENSOR = re.compile(r"Expect a Tensor or a View but got|Tensor on device \w+ is not on the expected device")
+_NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta device type tensor|register_meta")
+"""What torchax and torch say. Source: torchax/tensor.py of torchax 0.0.13, and torch/_meta_registrations.py of 2.13."""
 
 
 def begin_trace() -> None:

@@ -48,9 +48,17 @@ TorchportError
 │   ├── OutputError            TP604  the output folder cannot be written
 │   └── NotFiniteError         TP605  a stage computed NaN or infinity
 ├── StoppedError               TP701  stopped by Ctrl-C or a signal; everything so far is saved
-└── AttentionError             TP801  an implementation of attention cannot compute this call
+├── AttentionError             TP801  an implementation of attention cannot compute this call
+└── ForeignError           TP901  code of upstream, of a family or of a patch raised an exception
+    ├── HostTensorError        TP902  a tensor that was made while tracing, and is not traced
+    ├── TracedValueError       TP903  the value of a tensor is asked for while it is traced
+    ├── CudaError              TP904  CUDA is asked for, and is not here
+    ├── AbsentPackageError     TP905  an import of a package, or of a name in it, that is not here
+    └── NoLoweringError        TP906  an operator that torchax cannot lower
 
-The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.`
+The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.` Below that line
+an error of TP901 to TP906 has the frames of foreign code, and where it helps an entry to paste. Mistakes that are found
+together are one error, with a line for each.
 
 Over 400 lines: all errors are here, so that one file shows them. Their examples are in `commands/examples.py`.
 """
@@ -58,7 +66,7 @@ Over 400 lines: all errors are here, so that one file shows them. Their examples
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 DRIFT_EXIT_CODE = 3  # of the commands that look for drift: an upstream changed under a patch
@@ -72,12 +80,20 @@ class TorchportError(Exception):
         fact: What is wrong, with the value. One sentence without its full stop.
         remedy: What must be, or the command to run. One sentence without its full stop.
         **culprit: The values at fault. Programs read them as attributes of the exception.
+
+    Attributes:
+        details: Lines below the first one: where foreign code failed, an entry to paste.
+        others: Further mistakes that were found together with this one.
+        trace: The traceback of the foreign exception, as Python prints it; empty where there is none.
     """
 
     id: ClassVar[str] = "TP100"
     exit_code: ClassVar[int] = 2
     on_every_process: bool = False
     """Whether all processes of the run raise it at the same point. Then each ends by itself, and none is killed."""
+    details: Sequence[str] = ()
+    others: Sequence[TorchportError] = ()
+    trace: str = ""
 
     def __init__(self, place: str, fact: str, remedy: str, **culprit: object) -> None:
         super().__init__(place, fact, remedy)
@@ -86,8 +102,26 @@ class TorchportError(Exception):
         self.remedy = remedy
         self.__dict__.update(culprit)
 
-    def __str__(self) -> str:
+    def sentence(self) -> str:
+        """Returns its first line alone."""
         return printable(f"{self.place}: {self.fact}. {self.remedy}.")
+
+    def __str__(self) -> str:
+        lines = [self.sentence(), *map(printable, self.details), *map(str, self.others)]
+        return "\n".join(lines)
+
+    def report(self) -> str:
+        """Returns what a terminal shows: each mistake with its id."""
+        lines = [f"error[{self.id}] {self.sentence()}", *map(printable, self.details)]
+        return "\n".join([*lines, *(other.report() for other in self.others)])
+
+
+def together(mistakes: Sequence[TorchportError]) -> TorchportError:
+    """Returns several mistakes as one error: the first, with the others below it."""
+    first, *others = mistakes
+    if others:
+        first.others = others
+    return first
 
 
 def printable(text: str) -> str:
@@ -411,3 +445,61 @@ class StoppedError(TorchportError):
 
     id = "TP701"
     exit_code = 130
+
+
+class ForeignError(TorchportError):
+    """Code of an upstream, of a family or of a patch raised an exception.
+
+    The error names the line of that code, and lists the frames that lead to it. Frames of PyTorch, JAX, torchax and
+    torchport are left out; `torchport -v COMMAND` prints them too. An exception of torchport's own code is a traceback:
+    report it.
+    """
+
+    id = "TP901"
+
+
+class HostTensorError(ForeignError):
+    """Code made a tensor while it was traced, and computes with it and a traced tensor.
+
+    `torch.tensor`, `torch.arange` and the like make a tensor of the host. Make it on the traced tensor's device, as
+    `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of the network in
+    `Stage.prepare`.
+    """
+
+    id = "TP902"
+
+
+class TracedValueError(ForeignError):
+    """Code asks for the value of a tensor while it is traced: then it has a shape and a dtype, and no value yet.
+
+    `if`, `assert` and `while` on a tensor ask for it, as do `.item()`, `int()`, `.tolist()`, `.numpy()`, and an index
+    of booleans. The error has a `rewrite` entry for the statement. The function that it names computes the same without
+    the value: from shapes, from a setting, or with `torch.where`.
+    """
+
+    id = "TP903"
+
+
+class CudaError(ForeignError):
+    """Code asks for CUDA on a machine without CUDA, while it is imported or when it is called.
+
+    `patches/torch/cuda.yaml` answers the usual calls: list `torch/cuda` under `patches` in the card. For another call
+    the error has an entry to paste.
+    """
+
+    id = "TP904"
+
+
+class AbsentPackageError(ForeignError):
+    """Code imports a package that is not installed, or a name that the installed package does not have.
+
+    If the model runs without the package, a `stub` stands in for it; the error has the entry to paste.
+    """
+
+    id = "TP905"
+
+
+class NoLoweringError(ForeignError):
+    """An operator has no lowering in torchax. The error has an `op` entry to paste, whose function is the lowering."""
+
+    id = "TP906"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,26 @@ def refusals() -> tuple[type[Exception], ...]:
     )  # fmt: skip
 
 
+def is_absence(error: BaseException) -> bool:
+    """Returns whether an exception says that a package, or a name in one, is not here: no file is at fault."""
+    if isinstance(error, ModuleNotFoundError):
+        return True
+    return (
+        isinstance(error, ImportError)
+        and re.match(r"cannot import name .* from '(?!partially)", str(error)) is not None
+    )
+
+
+def is_cuda(error: BaseException) -> bool:
+    """Returns whether an exception says that CUDA is not here."""
+    kinds = (AssertionError, AttributeError, RuntimeError)
+    return isinstance(error, kinds) and _CUDA.search(str(error)) is not None
+
+
+_CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|requires CUDA|CUDA generator|_cuda_|dummy base")
+"""What torch says where it has no CUDA. Source: torch/cuda/__init__.py, streams.py and _utils.py of torch 2.13."""
+
+
 @contextlib.contextmanager
 def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> Iterator[None]:
     """Turns what upstream raises while it reads files of a checkpoint into one line.
@@ -46,6 +67,8 @@ def reading(kind: type[TorchportError], place: str, fact: str, remedy: str) -> I
     try:
         yield
     except refusals() as error:
+        if isinstance(error, ModuleNotFoundError) or is_cuda(error):
+            raise
         raise kind(place, f"{fact}: {brief(error)}", remedy) from error
     except BaseException as error:
         if type(error) is Exception:  # tokenizers raises the bare class

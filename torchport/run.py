@@ -14,7 +14,7 @@ import torch
 from torchport import engine, load, patch, shard
 from torchport.bookkeeping.journey import Journey, log_patches
 from torchport.bookkeeping.output import output_folder
-from torchport.compile import kept, network, preflight
+from torchport.compile import failure, kept, network, preflight
 from torchport.config import checkout
 from torchport.errors import BadValueError, OutputError
 from torchport.load import checkpoint
@@ -77,6 +77,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
     entries = task.patches(task.stages)
     hush = not log.isEnabledFor(logging.DEBUG)
     with (
+        failure.explained(task),
         checkout.on_path(task.upstream),
         patch.applied(entries),
         checkout.hushed(hush),

@@ -291,6 +291,19 @@ def test_a_dtype_for_an_unknown_component_is_refused_with_the_nearest(pack, card
     assert "'hunyuan' has no component 'transfomer'. Did you mean 'transformer'?" in text
 
 
+def test_all_mistakes_of_a_job_are_named_together(pack, card):
+    changes = ("frames=18", "height=721", "strategy=tpp", "dtypes={vaee: float32, scheduler: float32}")
+    with pytest.raises(BadValueError) as caught:
+        job_with(pack, card, *changes)
+    assert [line.partition(".")[0] for line in str(caught.value).splitlines()] == [
+        "--set frames=18: 'frames' is 18",
+        "--set height=721: 'height' is 721",
+        "--set strategy=tpp: 'hunyuan' has no strategy 'tpp'",
+        "--set dtypes={vaee: float32, scheduler: float32}: 'hunyuan' has no component 'vaee'",
+        "--set dtypes={vaee: float32, scheduler: float32}: 'scheduler' has no weights, and so no dtype",
+    ]
+
+
 def test_a_dtype_for_a_component_without_weights_is_refused(pack, card):
     text = refused(BadValueError, lambda: job_with(pack, card, "dtypes.scheduler=float32"))
     assert text.startswith("--set dtypes.scheduler=float32: 'scheduler' has no weights")
@@ -450,6 +463,16 @@ def test_a_network_without_rules_is_refused(copied):
     card, document = copied.card("hunyuan")
     text = refused(MissingKeyError, lambda: cards.check_names(card, ["transformer", "vae"], document))
     assert text.endswith(": There are no rules for 'vae'. Add 'vae', a network of 'hunyuan'.")
+
+
+def test_all_wrong_names_of_a_card_are_named_together(copied):
+    card, document = copied.card("hunyuan")
+    with pytest.raises(MissingKeyError) as caught:
+        cards.check_names(card, ["transformer", "video_vae"], document)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(": There are no rules for 'video_vae'. Add 'video_vae', a network of 'hunyuan'.")
+    wrong = [line for line in lines if "'vae' is no network of 'hunyuan'" in line]
+    assert len(wrong) == 2 * len(card.strategies) and len(lines) == 4 * len(card.strategies)
 
 
 def test_every_shipped_card_names_its_own_networks_alone(pack):

@@ -206,6 +206,34 @@ def test_a_value_from_a_flag_is_called_by_its_flag():
     assert document.place(["a", "b", "c"]) == "--set a.b=1" and document.place(["a"]) == "a.yaml:1"
 
 
+def test_all_mistakes_of_a_file_are_named_together_each_with_its_line():
+    text = "count: 0\ninner: {name: 1, nam: b}\nseveral:\n- {name: a, sizes: [1, b, c]}\n- {}\nrato: 2.0\nratio: x\n"
+    with pytest.raises(ConfigError) as caught:
+        validated(Outer, parse_document(text, "a.yaml"))
+    assert type(caught.value) is WrongTypeError
+    assert str(caught.value).splitlines() == [
+        "a.yaml:1: 'count' is 0 (a number). It must be greater than 0.",
+        "a.yaml:2: 'inner.name' is 1 (a number). It must be text.",
+        "a.yaml:2: Unknown key 'inner.nam'. Did you mean 'name'? Known: name, sizes.",
+        "a.yaml:4: 'several.0.sizes.1' is 'b' (text). It must be a whole number.",
+        "a.yaml:4: 'several.0.sizes.2' is 'c' (text). It must be a whole number.",
+        "a.yaml:6: Unknown key 'rato'. Did you mean 'ratio'? Known: by_name, class, count, either, even, inner, ratio, "
+        "several.",
+        "a.yaml:7: 'ratio' is 'x' (text). It must be a number.",
+        "a.yaml:5: 'several.1.name' is missing. Add 'name'.",
+    ]
+    assert [other.id for other in caught.value.others[:2]] == ["TP105", "TP103"]
+
+
+def test_of_a_value_with_alternatives_only_one_is_named_but_all_its_mistakes():
+    with pytest.raises(ConfigError) as caught:
+        validated(Outer, parse_document(GOOD + "either: [a, 1, b]\n", "a.yaml"))
+    assert str(caught.value).splitlines() == [
+        "a.yaml:3: 'either.0' is 'a' (text). It must be a whole number.",
+        "a.yaml:3: 'either.2' is 'b' (text). It must be a whole number.",
+    ]
+
+
 YAML_LIKE = st.text(st.sampled_from("ab01.:-_{}[]&*!|>'\"#%@`~?,\\ \n\t\r\x00é\ud7ff\u2028\ufeffeE+ox<=")) | st.text()
 
 

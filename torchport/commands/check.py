@@ -262,7 +262,7 @@ def _read(folders: patch.Folders, names: Sequence[str], findings: list[Finding])
             patch.read(folders, [name])
             readable.append(name)
         except TorchportError as error:
-            findings.append(_finding(error, "schema"))
+            findings += [_finding(one, "schema") for one in (error, *error.others)]
     try:
         return patch.read(folders, readable)
     except TorchportError as error:  # two files that contradict each other

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchport import patch, shard
-from torchport.compile import network, preflight
+from torchport.compile import failure, network, preflight
 from torchport.config import checkout
 from torchport.config.card import Rule, Spec, dims_of
 from torchport.config.pack import find_pack
@@ -66,7 +66,13 @@ def rule_rows(request: Request) -> list[RuleRow]:
         ConfigError: The model or the config.
     """
     task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
-    with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
+    with (
+        failure.explained(task),
+        checkout.on_path(task.upstream),
+        patch.applied(task.patches(task.stages)),
+        checkout.hushed(True),
+    ):
+        network.check_classes(task)
         network.check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]
 

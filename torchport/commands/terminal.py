@@ -47,6 +47,16 @@ class Group(click.Group):
     command_class = Command
     group_class = type
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command. With -v, before it or as its own flag, an error's whole traceback is printed first."""
+        try:
+            return super().invoke(ctx)
+        except TorchportError as error:
+            verbose = ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)
+            if ctx.parent is None and verbose and error.trace:
+                _complain(_lines(error.trace.rstrip()))
+            raise
+
 
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [value]
@@ -105,7 +115,7 @@ def log_to_stderr(quiet: bool = False, verbose: bool = False) -> None:
 
 
 def run(command: click.Command) -> int:
-    """Runs a command line and returns its exit code; every refusal is one line on stderr, never a traceback."""
+    """Runs a command line and returns its exit code; a refusal is a line on stderr for each mistake, no traceback."""
     sys.unraisablehook = _unraisable
     try:
         return _run(command)
@@ -132,8 +142,8 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def complain(error: TorchportError) -> None:
-    """Prints an error to standard error."""
-    _complain(f"error[{error.id}] {error}")
+    """Prints an error to standard error: each mistake with its id."""
+    _complain(error.report())
 
 
 def _complain(text: str) -> None:

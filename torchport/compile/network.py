@@ -18,7 +18,14 @@ from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program
 from torchport.config.card import WeightRule
-from torchport.errors import BadValueError, CheckpointBrokenError, nearest
+from torchport.errors import (
+    BadValueError,
+    CheckpointBrokenError,
+    TorchportError,
+    UnknownNameError,
+    nearest,
+    together,
+)
 from torchport.foreign import reading
 from torchport.load import checkpoint, tiny
 from torchport.progress import log
@@ -159,6 +166,33 @@ def published(task: Task, component: str) -> Any:
         dtype = task.dtype(component) if component in task.settings.dtypes else None
         task.shapes[component] = load.published(*recipe(task, component, root), dtype)
     return task.shapes[component]
+
+
+def check_classes(task: Task) -> None:
+    """Refuses classes of a card that do not exist, and a network that is no module, all together.
+
+    Patches must be in place: the classes' modules are imported.
+
+    Raises:
+        UnknownNameError: There is no such module or class.
+        BadValueError: The class of a network is no `torch.nn.Module`.
+    """
+    networks = {stage.network for stage in task.stages}
+    names = {name for stage in task.stages for name in (*stage.parts, *stage.meta, *stage.loads(task.settings))}
+    mistakes: list[TorchportError] = []
+    for name, component in task.card.components.items():
+        if name in networks | names:
+            place = task.card_document.place(["components", name, "class"])
+            try:
+                cls = load.class_of(component.class_, place)
+            except UnknownNameError as error:
+                mistakes.append(error)
+                continue
+            if name in networks and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+                fact = f"'{component.class_}' is a {type(cls).__name__}, and '{name}' is a network"
+                mistakes.append(BadValueError(place, fact, "Name a class that is a torch.nn.Module", name=name))
+    if mistakes:
+        raise together(mistakes)
 
 
 def check_heads(task: Task) -> None:

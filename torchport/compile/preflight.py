@@ -62,10 +62,12 @@ def check(task: Task) -> None:
     """Refuses a task whose networks cannot run on its mesh and machine; patches must be in place.
 
     Raises:
+        UnknownNameError, BadValueError: A class of the card that does not exist, or is none of a network.
         ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
         AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
         MachineError: Too little memory for the activations that every compiler must hold.
     """
+    network.check_classes(task)
     memory = _memory(task)
     _require(task, memory, {})
     if task.original:

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from torchport.config.document import Document, Frozen
-from torchport.errors import BadValueError, MissingKeyError, UnknownKeyError, UnknownNameError, nearest
+from torchport.errors import (
+    BadValueError,
+    MissingKeyError,
+    TorchportError,
+    UnknownKeyError,
+    UnknownNameError,
+    nearest,
+    together,
+)
 
 StageName = Literal["encode", "denoise", "decode"]
 STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
@@ -414,18 +422,24 @@ class Job(Frozen):
 
 
 def check_job(job: Job, card: Card, document: Document) -> None:
-    """Refuses a job that this model cannot do, before anything is loaded.
+    """Refuses a job that this model cannot do, with all its mistakes, before anything is loaded.
 
     Raises:
         BadValueError: Frames or sizes that the VAE cannot divide, or a dtype for what has no weights.
         UnknownNameError: A strategy that the card has not.
         UnknownKeyError: A dtype for a component that the card has not.
     """
+    mistakes = list(_job_mistakes(job, card, document))
+    if mistakes:
+        raise together(mistakes)
+
+
+def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
     step, plus = card.frames.multiple_of, card.frames.plus
     if job.frames % step != plus % step or job.frames < plus:
         first = plus or step  # zero frames are no video
         below = max(first, (job.frames - plus) // step * step + plus)
-        raise BadValueError(
+        yield BadValueError(
             document.place(["frames"]),
             f"'frames' is {job.frames}",
             f"It must be {step}n+{plus}: the nearest are {below} and {below + step}",
@@ -435,7 +449,7 @@ def check_job(job: Job, card: Card, document: Document) -> None:
         value, unit = getattr(job, key), card.size_multiple_of
         if value % unit:
             below = max(unit, value // unit * unit)
-            raise BadValueError(
+            yield BadValueError(
                 document.place([key]),
                 f"'{key}' is {value}",
                 f"The VAE divides it by {unit}: the nearest are {below} and {below + unit}",
@@ -443,18 +457,20 @@ def check_job(job: Job, card: Card, document: Document) -> None:
             )
     if job.strategy not in card.strategies:
         fact, remedy = f"'{card.model}' has no strategy '{job.strategy}'", nearest(job.strategy, card.strategies)
-        raise UnknownNameError(document.place(["strategy"]), fact, remedy, name=job.strategy)
+        yield UnknownNameError(document.place(["strategy"]), fact, remedy, name=job.strategy)
     for name in job.dtypes:
         if name not in card.components:
             fact = f"'{card.model}' has no component '{name}'"
-            raise UnknownKeyError(document.place(["dtypes", name]), fact, nearest(name, card.components), key=name)
-        if card.components[name].dtype is None:
+            yield UnknownKeyError(document.place(["dtypes", name]), fact, nearest(name, card.components), key=name)
+        elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
-            raise BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+            yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
     """Refuses a card that has rules for a component that is no network of its family, or no rules for a network.
+
+    All such mistakes are named together.
 
     Args:
         card: The card.
@@ -466,11 +482,17 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
         MissingKeyError: A network has no rules for its weights or inputs.
         BadValueError: A file of one component in a checkpoint that a diffusers pipeline reads and writes.
     """
+    mistakes = list(_name_mistakes(card, networks, document))
+    if mistakes:
+        raise together(mistakes)
+
+
+def _name_mistakes(card: Card, networks: Collection[str], document: Document) -> Iterator[TorchportError]:
     for name, component in card.components.items():
         for key in ("build", "file") if card.pipeline is not None else ():
             if getattr(component, key) is not None:
                 fact = f"'{key}' is '{getattr(component, key)}', and 'pipeline' reads a layout that has no such thing"
-                raise BadValueError(document.place(["components", name, key]), fact, "Remove 'pipeline', or this")
+                yield BadValueError(document.place(["components", name, key]), fact, "Remove 'pipeline', or this")
     sections: list[tuple[list[str | int], Collection[str]]] = [(["stacks"], card.stacks)]
     for name, strategy in card.strategies.items():
         here: list[str | int] = ["strategies", name]
@@ -479,7 +501,7 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
         for kind, rules in (("weights", strategy.weights), ("inputs", strategy.inputs)):
             for network in sorted(set(networks) - set(rules)):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
-                raise MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
+                yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
     sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
     sections_of_names = [(path, names, "network", networks) for path, names in sections]
     sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
@@ -488,4 +510,4 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
         for name in names:
             if name not in known_names:
                 fact = f"'{name}' is no {word} of '{card.model}'"
-                raise UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)
+                yield UnknownKeyError(document.place([*path, name]), fact, nearest(name, known_names), key=name)

@@ -13,13 +13,14 @@ import pydantic
 import yaml
 
 from torchport.errors import (
-    ConfigError,
     DuplicateKeyError,
     MissingKeyError,
     SyntaxYamlError,
+    TorchportError,
     UnknownKeyError,
     WrongTypeError,
     nearest,
+    together,
 )
 from torchport.files import folder
 
@@ -214,33 +215,66 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     """Returns the document as a model.
 
     Raises:
-        UnknownKeyError, MissingKeyError, WrongTypeError: The first mistake in the file, with its line.
+        UnknownKeyError, MissingKeyError, WrongTypeError: Every mistake in the file, each with its line.
     """
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        mistakes = [(_path_in_file(document.data, e["loc"], e["type"]), e) for e in error.errors()]
+        mistakes = [_Mistake.of(document.data, e) for e in error.errors()]
         # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
-        mistakes.sort(
-            key=lambda m: (m[1]["type"] == "missing", document.line(m[0]), -len(m[0]), m[1]["type"] != "value_error")
-        )
-        raise _mistake(model, document, *mistakes[0]) from error
+        mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
+        kept: list[_Mistake] = []
+        for mistake in mistakes:
+            if not any(mistake.is_another_form_of(other) for other in kept):
+                kept.append(mistake)
+        raise together([_refusal(model, document, one.path, one.error) for one in kept]) from error
 
 
-def _path_in_file(data: Any, location: Sequence[str | int], kind: str) -> Location:
-    """Returns pydantic's location without the names that pydantic adds for alternatives."""
-    path: Location = ()
-    for number, part in enumerate(location, 1):
-        keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
-        if part in keys:
-            data = data[part]
-            path += (part,)
-        elif kind == "missing" and number == len(location):
-            path += (part,)
-    return path
+@dataclasses.dataclass(frozen=True)
+class _Mistake:
+    """One of pydantic's errors, by its path in the file.
+
+    Attributes:
+        error: Pydantic's.
+        path: Its location without the names that pydantic adds for alternatives.
+        alternatives: These names, by the path of the value that they are alternatives of.
+    """
+
+    error: Any
+    path: Location
+    alternatives: Mapping[Location, str]
+
+    @property
+    def kind(self) -> str:
+        return str(self.error["type"])
+
+    @classmethod
+    def of(cls, data: Any, error: Any) -> _Mistake:
+        """Returns one of pydantic's errors about some data."""
+        path: Location = ()
+        alternatives: dict[Location, str] = {}
+        location = error["loc"]
+        for number, part in enumerate(location, 1):
+            keys = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+            if part in keys:
+                data = data[part]
+                path += (part,)
+            elif error["type"] == "missing" and number == len(location):
+                path += (part,)
+            else:
+                alternatives[path] = f"{alternatives.get(path, '')} {part}"
+        return cls(error, path, alternatives)
+
+    def is_another_form_of(self, other: _Mistake) -> bool:
+        """Returns whether both are about one value: one is inside the other, or each is of another alternative."""
+        shared = self.alternatives.keys() & other.alternatives.keys()
+        if any(self.alternatives[path] != other.alternatives[path] for path in shared):
+            return True
+        shorter = min(len(self.path), len(other.path))
+        return self.path[:shorter] == other.path[:shorter]
 
 
-def _mistake(model: type[Frozen], document: Document, location: Location, error: Any) -> ConfigError:
+def _refusal(model: type[Frozen], document: Document, location: Location, error: Any) -> TorchportError:
     """Returns one of pydantic's errors as ours."""
     place = document.place(location)
     name = ".".join(str(part) for part in location) or "the file"

@@ -18,7 +18,7 @@ import jax
 
 from torchport import compile, engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import network, preflight
+from torchport.compile import failure, network, preflight
 from torchport.config import checkout
 from torchport.config.machine import Machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
@@ -64,8 +64,13 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
-    with checkout.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+    with (
+        failure.explained(task),
+        checkout.on_path(task.upstream),
+        patch.applied(task.patches([stage]), stage=stage.name) as ledger,
+    ):
         with engine.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
+            network.check_classes(task)
             network.check_heads(task)
             outline = _outline(task, stage, devices)
             if not bounded:

@@ -86,7 +86,7 @@ class Watch:
         """Publishes the failure to the others, and skips JAX's barrier at the end of this process."""
         code, text = 1, f"{type(error).__name__}: {error}"
         if isinstance(error, TorchportError):
-            code, text = error.exit_code, f"error[{error.id}] {error}"
+            code, text = error.exit_code, f"error[{error.id}] {error.sentence()}"
         elif isinstance(error, KeyboardInterrupt):
             code, text = errors.StoppedError.exit_code, AT_ONCE
         self._publish(code, text)

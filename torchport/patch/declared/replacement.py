@@ -16,9 +16,13 @@ from torchport.patch.declared.entry import Entry
 
 
 class Explained:
-    """Turns an exception of foreign code into one of our errors, chained to it. Our own errors stay as they are."""
+    """Turns an exception of foreign code into one of our errors, chained to it. Our own errors stay as they are.
 
-    def __init__(self, error: Callable[[BaseException], Exception]) -> None:
+    Args:
+        error: Returns the error of an exception. None for one that stays as it is.
+    """
+
+    def __init__(self, error: Callable[[BaseException], Exception | None]) -> None:
         self._error = error
 
     def __enter__(self) -> None:
@@ -26,7 +30,9 @@ class Explained:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if isinstance(value, Exception) and not isinstance(value, TorchportError):
-            raise self._error(value) from value
+            error = self._error(value)
+            if error is not None:
+                raise error from value
 
 
 def file_of(entry: Entry, reference: str) -> Path:

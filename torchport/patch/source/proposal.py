@@ -1,0 +1,309 @@
+"""Entries of patches to paste: what an error proposes for a statement, a function or a package of upstream."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+from packaging.version import Version
+
+from torchport.errors import ConflictError, RewriteError
+from torchport.patch.declared.entry import Entry, mistake
+from torchport.patch.rewriting import rewrite
+from torchport.patch.rewriting.flow import (
+    Chain,
+    Function,
+    arguments,
+    blocks,
+    exposed,
+    inner_blocks,
+    names_bound,
+    read_after,
+)
+from torchport.patch.rewriting.pattern import runs, statements
+
+LONGEST = 4
+"""Lines of a statement that is written out in a `match`; the blocks of a longer one become holes."""
+PROMISE = {"algebraic": "say here why it computes the same"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """An entry to paste.
+
+    Attributes:
+        text: The entry as YAML, a list with one item. It follows the schema.
+        names: What to list in a card: `upstream/file`.
+        write: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
+    """
+
+    text: str
+    names: str
+    write: str = ""
+
+    def remedy(self, listed: str) -> str:
+        """Returns what to do with it. `listed` is where the card lists its patches."""
+        write = f"write {self.write} in {self.names.partition('/')[2]}.py beside it, " if self.write else ""
+        return f"Paste the entry below into patches/{self.names}.yaml, {write}and list {self.names} under {listed}"
+
+
+def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
+    """Returns a stand-in for a package that is absent.
+
+    Args:
+        module: The upstream module that imports it.
+        imported: The statement that does.
+        package: The top-level package.
+        why: Of the entry.
+    """
+    home = module.partition(".")[0]
+    fields = {
+        "id": f"{_slug(home)}.{_slug(package)}",
+        "target": f"{package}:{_taken(imported, package)}",
+        "stub": {"package": package, "importers": [module]},
+        "why": why,
+        "plumbing": True,
+        "equivalence": "bitwise",
+    }
+    return Proposal(_entry(fields, home), f"{home}/imports")
+
+
+def _taken(imported: ast.stmt, package: str) -> str:
+    """Returns a name that a statement imports from a package."""
+    aliases = imported.names if isinstance(imported, ast.Import | ast.ImportFrom) else []
+    if isinstance(imported, ast.ImportFrom):
+        path = [
+            *(imported.module or package).split(".")[1:],
+            *(alias.name for alias in aliases[:1] if alias.name != "*"),
+        ]
+    else:
+        path = [part for alias in aliases for part in alias.name.split(".")[1:]][:1]
+    return ".".join(path) or package
+
+
+def operator(target: str, module: str, why: str) -> Proposal:
+    """Returns a lowering of an operator, `torch.ops.aten:name.overload`, for an upstream module that calls it."""
+    home = module.partition(".")[0]
+    name = re.sub(r"\W", "_", target.partition(":")[2].removesuffix(".default")).strip("_")
+    fields = {
+        "id": f"{_slug(home)}.{_slug(name)}",
+        "target": target,
+        "op": f"lowerings.py:{name}",
+        "why": why,
+        "equivalence": PROMISE,
+    }
+    write = f"{name}(...), which computes the operator with torchport.engine.call_jax,"
+    return Proposal(_entry(fields, "torch"), f"{home}/lowerings", write)
+
+
+def function(target: str, module: str, why: str, parameters: str, *, importing: bool = False) -> Proposal:
+    """Returns a replacement of a function or class of torch, for an upstream module that calls it.
+
+    Args:
+        target: In torch.
+        module: The upstream module.
+        why: Of the entry.
+        parameters: Its own, in brackets.
+        importing: Whether it is in force only while modules of that upstream are imported.
+    """
+    home = module.partition(".")[0]
+    path = target.partition(":")[2]
+    name = re.sub(r"\W", "_", path)
+    fields = {
+        "id": f"{_slug(home)}.{_slug(target)}",
+        "target": target,
+        "replace": f"cuda.py:{name}",
+        "why": why,
+        "equivalence": "bitwise",
+        "scope": "global",
+        "scope_reason": "Without CUDA the call can only raise, and it is looked up when it is made.",
+        "plumbing": True,
+    }
+    if importing:
+        fields |= {"lifetime": {"while_importing": home}, "scope_reason": f"In force only while {home} is imported."}
+    write = f"{name}{parameters}, which answers without CUDA,"
+    return Proposal(_entry(fields, "torch"), f"{home}/cuda", write)
+
+
+def statement(module: str, text: str, line: int, why: str) -> Proposal | None:
+    """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
+
+    Args:
+        module: The upstream module.
+        text: Its source.
+        line: From 1.
+        why: Of the entry.
+
+    Returns:
+        None for a statement outside all functions: no patch can change it.
+    """
+    spot = _spot(ast.parse(text), line)
+    if spot is None:
+        return None
+    home, name = module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
+    fields = {
+        "id": f"{_slug(home)}.{_slug('.'.join(spot.names))}-{line}",
+        "target": f"{module}:{'.'.join(spot.names)}",
+        "why": why,
+        "equivalence": PROMISE,
+    }
+    for change in _changes(spot, f"tracing.py:{name}"):
+        candidate, parameters = {**fields, "rewrite": change}, _parameters(spot)
+        if _is_possible(candidate, home, text, line, parameters):
+            gives = change.get("gives", sorted(names_bound([spot.statement])))
+            returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
+            write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
+            return Proposal(_entry(candidate, home), f"{home}/tracing", write)
+    write = f"{name}({ast.unparse(spot.function.args)}), which does what the function does,"
+    return Proposal(_entry({**fields, "replace": f"tracing.py:{name}"}, home), f"{home}/tracing", write)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spot:
+    """A statement, and the function of a module or class that it belongs to.
+
+    Attributes:
+        names: The function's path in its module.
+        function: The function.
+        block: The block that the statement stands in.
+        index: Its index there.
+        chain: The way to the block.
+    """
+
+    names: tuple[str, ...]
+    function: Function
+    block: list[ast.stmt]
+    index: int
+    chain: Chain
+
+    @property
+    def statement(self) -> ast.stmt:
+        return self.block[self.index]
+
+
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _spot(tree: ast.Module, line: int) -> _Spot | None:
+    """Returns the innermost statement on a line that belongs to a function's own scope."""
+    names: list[str] = []
+    body: list[ast.stmt] = tree.body
+    while True:
+        inside = next((node for node in _definitions(body) if _covers(node, line)), None)
+        if inside is None:
+            return None
+        names.append(inside.name)
+        if not isinstance(inside, ast.ClassDef):
+            break
+        body = inside.body
+    spots = [
+        _Spot(tuple(names), inside, block, index, chain)
+        for block, chain in blocks(inside)
+        for index, node in enumerate(block)
+        if _covers(node, line)
+    ]
+    return spots[-1] if spots else None
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+        else:
+            for block in inner_blocks(node):
+                yield from _definitions(block)
+
+
+def _changes(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:
+    """Yields the forms of a rewrite of a statement, the plainest first."""
+    inside = names_bound([spot.statement])
+    after = sorted(read_after(spot.function, spot.chain, spot.block, spot.index + 1) & inside)
+    for match in _matches(spot.statement):
+        change: dict[str, Any] = {"match": match, "put": put}
+        if len(inside) > 1:
+            change["gives"] = after
+        times = len(list(runs(spot.function, statements(match))))
+        yield change if times == 1 else {**change, "times": times}
+
+
+def _matches(node: ast.stmt) -> Iterator[str]:
+    """Yields a statement as a pattern: written out if it is short, and with holes for its blocks."""
+    text = ast.unparse(node)
+    if len(text.splitlines()) <= LONGEST:
+        yield text
+    hollow = copy.deepcopy(node)
+    holes = [block for block in inner_blocks(hollow) if block]
+    for number, block in enumerate(holes):
+        block[:] = [ast.Expr(ast.Name(f"_torchport_hole_{number}"))]
+    if holes:
+        yield re.sub(r"_torchport_hole_(\d+)", r"$...block\1", ast.unparse(ast.fix_missing_locations(hollow)))
+
+
+def _parameters(spot: _Spot) -> list[str]:
+    """Returns the names that a statement reads of those that its function has bound before it."""
+    local = arguments(spot.function) | names_bound(spot.function.body)
+    return sorted(exposed([spot.statement])[0] & local)
+
+
+def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, parameters: Sequence[str]) -> bool:
+    """Returns whether a rewrite can be made in a module's source."""
+
+    def find(tree: ast.Module) -> Function:
+        spot = _spot(tree, line)
+        assert spot is not None
+        return spot.function
+
+    entry = Entry.model_validate(_whole(fields, home))
+    try:
+        rewrite.edit(entry, text, find, parameters)
+    except (RewriteError, ConflictError):
+        return False
+    return True
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
+    """Returns all fields of an entry, in their usual order."""
+    fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fits(package)}
+    order = ("id", "target", "replace", "rewrite", "op", "stub", "why", *fixed, "equivalence")
+    every = {**fields, **fixed}
+    return {key: every[key] for key in (*order, *(key for key in every if key not in order)) if key in every}
+
+
+def fits(package: str) -> dict[str, str]:
+    """Returns the version of a package that is installed, as `fits` of an entry; any of a checkout's."""
+    names = importlib.metadata.packages_distributions().get(package, [])
+    if not names:
+        return {package: "*"}
+    version = Version(importlib.metadata.version(names[0]))
+    return {names[0]: f"=={version.base_version}" if version.local else f"=={version}"}
+
+
+def _entry(fields: Mapping[str, Any], package: str) -> str:
+    """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
+    whole = _whole(fields, package)
+    first = mistake(Entry.model_validate(whole))
+    assert first is None, first
+    lines = [line for key, value in whole.items() for line in _lines(key, value)]
+    return "\n".join([f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
+
+
+def _lines(key: str, value: Any) -> list[str]:
+    """Returns a field as lines of YAML, a text of several lines as a block."""
+    if key == "rewrite":
+        return ["rewrite:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
+    if isinstance(value, str) and "\n" in value:
+        return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
+    flow = isinstance(value, dict | list)
+    text = yaml.safe_dump(value, default_flow_style=flow, sort_keys=False, width=10_000, allow_unicode=True)
+    return [f"{key}: {text.removesuffix('...' + chr(10)).strip()}"]
