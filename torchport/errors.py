@@ -1,7 +1,7 @@
 """Every way torchport can fail, as one tree.
 
 TorchportError
-├── ConfigError            a mistake in YAML or on the command line
+├── ConfigError            TP100  a mistake in YAML or on the command line
 │   ├── SyntaxYamlError        TP101  not YAML, or YAML with tags, anchors or several documents
 │   ├── DuplicateKeyError      TP102  a mapping has one key twice
 │   ├── UnknownKeyError        TP103  a key that nothing reads
@@ -26,12 +26,12 @@ TorchportError
 │   ├── StaleTraceError        TP212  a program is traced again without its patches
 │   ├── ReplacementError       TP213  the Python file or function of an entry is missing or unusable
 │   └── StubCalledError        TP214  code called something from a package that is not installed
-├── LoadError              weights
+├── LoadError              TP300  weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
 │   ├── CheckpointBrokenError  TP302  a file that is truncated or is not safetensors
 │   ├── CheckpointForeignError TP303  keys or shapes of another model
 │   └── UnfilledWeightError    TP304  a tensor without values after loading
-├── ShardError             placement
+├── ShardError             TP400  placement
 │   ├── MeshError              TP401  a mesh that does not fit the devices, the heads or the batch
 │   ├── DeadRuleError          TP402  a rule that matches no tensor
 │   ├── UnmatchedError         TP403  a tensor that no rule matches
@@ -41,7 +41,7 @@ TorchportError
 │   ├── TopologyError          TP502  a program cannot be compiled for an absent TPU
 │   ├── VmemError              TP503  a tile that does not fit the chip's vector memory
 │   └── LostProcessError       TP504  another process of the run was killed, or its host is lost
-├── SaveError              artefacts
+├── SaveError              TP600  artefacts
 │   ├── ArtefactMissingError   TP601  the input of a stage is missing
 │   ├── ArtefactBrokenError    TP602  an artefact that is damaged
 │   ├── ArtefactForeignError   TP603  an artefact of another run, model or schema
@@ -72,7 +72,7 @@ class TorchportError(Exception):
         **culprit: The values at fault. Programs read them as attributes of the exception.
     """
 
-    id: ClassVar[str] = "TP100"
+    id: ClassVar[str] = "TP000"
     exit_code: ClassVar[int] = 2
     on_every_process: bool = False
     """Whether all processes of the run raise it at the same point. Then each ends by itself, and none is killed."""
@@ -102,7 +102,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def kinds() -> list[type[TorchportError]]:
-    """Returns every kind of error that has an id of its own, by id."""
+    """Returns every kind of error that is raised, by id: all ids that a command can print."""
     every: list[type[TorchportError]] = [TorchportError]
     for kind in every:
         every += kind.__subclasses__()
@@ -111,6 +111,8 @@ def kinds() -> list[type[TorchportError]]:
 
 class ConfigError(TorchportError):
     """A mistake in YAML or on the command line."""
+
+    id = "TP100"
 
 
 class SyntaxYamlError(ConfigError):
@@ -264,6 +266,8 @@ class StubCalledError(PatchError):
 class LoadError(TorchportError):
     """Weights that cannot be read as this model's."""
 
+    id = "TP300"
+
 
 class CheckpointMissingError(LoadError):
     """There is no such folder, repository or file, or the repository cannot be reached."""
@@ -291,6 +295,8 @@ class UnfilledWeightError(LoadError):
 
 class ShardError(TorchportError):
     """A placement that is impossible, or that the devices did not make."""
+
+    id = "TP400"
 
 
 class MeshError(ShardError):
@@ -355,6 +361,8 @@ class StackError(ShardError):
 
 class SaveError(TorchportError):
     """An artefact that cannot be read or written."""
+
+    id = "TP600"
 
 
 class ArtefactMissingError(SaveError):

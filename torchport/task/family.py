@@ -11,15 +11,8 @@ from torchport.config.pack import Pack
 from torchport.errors import ReplacementError
 from torchport.patch.declared import replacement
 from torchport.stages.family import Stage
-
-NAMES = {
-    "STAGES": "a tuple of `torchport.stages.family.Stage`, in the order in which they run",
-    "TAKES_IMAGE": "whether --image may be given",
-    "VARIANTS": "the names of the networks in one checkpoint; () for one",
-    "batch": "the number of conditions that go through the network at a guidance scale",
-    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None for diffusers' layout",
-}
-"""What every family has, and what it is."""
+from torchport.stages.module import NAMES as NAMES
+from torchport.stages.module import check_complete
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
@@ -39,10 +32,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     if early:
         fact = f"'{path}' imports '{early[0]}' when it is loaded, before its patches are applied"
         raise ReplacementError(place, fact, "Import it inside the functions", family=card.family)
-    missing = [name for name in NAMES if not hasattr(module, name)]
-    if missing:
-        remedy = "; ".join(f"{name}, {NAMES[name]}" for name in missing)
-        raise ReplacementError(place, f"'{path}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
+    check_complete(card.family, vars(module), place)
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         fact = f"STAGES in '{path}' is no tuple of Stages"
