@@ -170,9 +170,9 @@ def _groups(folder: Path, names: Iterable[str], stages: Sequence[Together], repo
 
 def _aids(folder: Path, stage: Together, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches without which upstream may not even import: plumbing and stubs."""
-    known = patch.upstreams(folder)
     names, original = (
-        [name for name in some if name.partition("/")[0] in known] for some in (stage.names, stage.original)
+        [name for name in some if not any(static_check.absent_patches(folder, name, ""))]  # the card's mistake
+        for some in (stage.names, stage.original)
     )
     reading = Report()
     needed = {entry.id for entry in static_check.read(folder, original, reading)}

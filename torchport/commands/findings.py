@@ -67,8 +67,9 @@ class Report:
         self.cases.append(Case(entry.place, entry.id, step, skipped))
 
     def add(self, error: TorchportError, step: str, patch: str = "", review: str = "") -> None:
-        """Adds a refusal as a finding."""
-        self.findings.append(of_error(error, step, patch, review))
+        """Adds a refusal as a finding, once."""
+        finding = of_error(error, step, patch, review)
+        self.findings += [] if finding in self.findings else [finding]
 
     def extend(self, other: Report) -> None:
         """Adds what another report has and this one has not; a patch is tried in more than one process."""

@@ -202,6 +202,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
         report.cases.append(Case(document.place(), "", "card"))
         for error in _mistakes(pack, card, document):
             report.add(error, "card")
+        _check_demo(pack, card, document, report)
     if not models:
         for file in sorted((pack.root / "configs").glob("*.yaml")):
             _check_config(pack, file, [card for card, _ in cards], report)
@@ -232,30 +233,36 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
     """Yields what a card names that is not there, or that contradicts itself."""
     for stage, names in card.patches.items():
         for number, name in enumerate(names):
-            yield from _absent_patches(pack, name, document.place(["patches", stage, number]))
+            yield from absent_patches(pack.patches, name, document.place(["patches", stage, number]))
         yield from _conflicts(pack, names)
     for number, name in enumerate(card.original):
-        yield from _absent_patches(pack, name, document.place(["original", number]))
+        yield from absent_patches(pack.patches, name, document.place(["original", number]))
     try:
         networks = _networks(pack, card, document)
         if networks is not None:
             check_names(card, networks, document)
     except TorchportError as error:
         yield error
+
+
+def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> None:
+    """Checks that a card's demo is there, and that the model can do it."""
     try:
         job, job_document = pack.job(card.demo)
         check_job(job, card, job_document)
     except UnknownNameError as error:
         place = document.place(["demo"]) if error.place.startswith("--config") else error.place
-        yield UnknownNameError(place, error.fact, error.remedy)
+        report.add(UnknownNameError(place, error.fact, error.remedy), "card")
+    except BadValueError as error:
+        report.add(error, "job")
     except TorchportError as error:
-        yield error
+        report.add(error, "schema")
 
 
-def _absent_patches(pack: Pack, name: str, place: str) -> Iterator[TorchportError]:
+def absent_patches(folder: Path, name: str, place: str) -> Iterator[TorchportError]:
     """Yields the refusal of a name of patches, at the line of a card; mistakes inside the file are not the card's."""
     try:
-        patch.read(pack.patches, [name])
+        patch.read(folder, [name])
     except UnknownNameError as error:
         yield UnknownNameError(place, error.fact, error.remedy, name=name)
     except BadValueError as error:
