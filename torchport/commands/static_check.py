@@ -249,14 +249,13 @@ def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> N
     """Checks that a card's demo is there, and that the model can do it."""
     try:
         job, job_document = pack.job(card.demo)
-        check_job(job, card, job_document)
     except UnknownNameError as error:
-        place = document.place(["demo"]) if error.place.startswith("--config") else error.place
-        report.add(UnknownNameError(place, error.fact, error.remedy), "card")
-    except BadValueError as error:
-        report.add(error, "job")
+        report.add(UnknownNameError(document.place(["demo"]), error.fact, error.remedy), "card")
     except TorchportError as error:
         report.add(error, "schema")
+    else:
+        for mistake in _job_mistake(job, card, job_document):
+            report.add(mistake, "job")
 
 
 def absent_patches(folder: Path, name: str, place: str) -> Iterator[TorchportError]:
