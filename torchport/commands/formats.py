@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -103,10 +104,8 @@ def _location(place: str, root: Path) -> dict[str, Any]:
 
 def _uri(file: str, root: Path) -> str:
     """Returns a file as a reference: relative to a repository if it lies in it, else absolute."""
-    path = Path.cwd() / file
-    if path.is_relative_to(root):
-        return urllib.parse.quote(path.relative_to(root).as_posix())
-    return path.as_uri() if Path(file).is_absolute() else urllib.parse.quote(Path(file).as_posix())
+    path = Path(os.path.normpath(Path.cwd() / file))
+    return urllib.parse.quote(path.relative_to(root).as_posix()) if path.is_relative_to(root) else path.as_uri()
 
 
 def _fingerprint(finding: Finding, root: Path) -> str:
