@@ -236,7 +236,7 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
 
     The locks of the packs that --path names are written, or torchport's own if none is named.
     """
-    from torchport.commands.check import require_applied
+    from torchport.commands.check import require_applied, stages_of
     from torchport.commands.patches import lock
     from torchport.config.checkout import existing
     from torchport.config.pack import find_pack
@@ -245,7 +245,8 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     pack = find_pack(paths)
-    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout)
+    stages = stages_of(pack)
+    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout, stages=stages)
     lines = lock(pack.folders, names, only_check, check_apply, [one.patches for one in pack.checked])
     for line in lines:
         terminal.say(line)
@@ -277,46 +278,44 @@ def _print_schema(kind: Any) -> None:
 
 @cli.command()
 @click.argument("names", nargs=-1)
-@click.option("--model", metavar="NAME", help="Check a card's patches, and count their calls with its tiny weights.")
+@click.option("--model", metavar="NAME", help="Check a card and its patches, and count their calls with tiny weights.")
+@click.option("--static", is_flag=True, help="In seconds: read files and upstream's source; run and import nothing.")
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "sarif", "github"]),
+    type=click.Choice(["text", "json", "sarif", "github", "junit", "markdown"]),
     default="text",
     show_default=True,
     help="The format of the findings.",
 )
+@click.option(
+    "--report",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write them to a file: .sarif, .xml (JUnit), .md, .json or .txt. Repeatable.",
+)
 @path_option
-def check(
-    names: tuple[str, ...], model: str | None, upstream_path: Path | None, form: str, paths: tuple[str, ...]
-) -> None:
-    """Tries patches against the upstreams that are installed: those of --path, or all of torchport's own.
+def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
+    """Tries patches against the upstreams that are installed, and reads cards and configs.
+
+    It checks the packs that --path names, or torchport's own if none is named.
 
     The exit code is 0 if there is no finding. It is 3 for drift, 4 for a patch that comes too late or leaves an alias,
     5 for a patch that is not called, and 1 if there is nothing but other findings. If several apply, it is the lowest
     of 3, 4 and 5.
     """
-    from torchport import patch
-    from torchport.commands import check as command
-    from torchport.config.checkout import existing
-    from torchport.config.pack import find_pack
+    from torchport.commands import findings, formats
+    from torchport.commands.check import Flags, report_of
 
-    if sys.stderr.isatty():  # bars; where nobody waits, the findings are all that is written
-        terminal.log_to_stderr()
-    pack, called = find_pack(paths), None
-    if model is not None:
-        card, _ = pack.card(model)
-        names = (*names, *dict.fromkeys(["torchax", *(name for stage in card.patches.values() for name in stage)]))
-
-        def called() -> list[command.Finding]:
-            return command.demo_called(pack, model, upstream_path)
-
-    folder = None if upstream_path is None else existing(upstream_path)
-    names = names or tuple(patch.upstreams([one.patches for one in pack.checked]))
-    findings = command.check(pack.folders, names, folder, called)
-    terminal.say(command.FORMATS[form](findings))
-    sys.exit(command.exit_code(findings))
+    terminal.log_to_stderr()
+    formats.check_files(files)
+    report = report_of(Flags(**options))
+    formats.write(report, files)
+    terminal.say(formats.FORMATS[form](report))
+    sys.exit(findings.exit_code(report.findings))
 
 
 @cli.command()

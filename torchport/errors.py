@@ -87,7 +87,7 @@ class TorchportError(Exception):
         trace: The traceback of the foreign exception, as Python prints it; empty where there is none.
     """
 
-    id: ClassVar[str] = "TP100"
+    id: ClassVar[str] = "TP000"
     exit_code: ClassVar[int] = 2
     on_every_process: bool = False
     """Whether all processes of the run raise it at the same point. Then each ends by itself, and none is killed."""
@@ -138,7 +138,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def kinds() -> list[type[TorchportError]]:
-    """Returns every kind of error that has an id of its own, by id."""
+    """Returns every kind of error that is raised, by id: all ids that a command can print."""
     every: list[type[TorchportError]] = [TorchportError]
     for kind in every:
         every += kind.__subclasses__()

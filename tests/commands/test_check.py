@@ -7,8 +7,9 @@ import json
 import pytest
 from fakes.patch_world import World
 
-from torchport.commands import check, patches
-from torchport.commands.check import Finding
+from torchport.commands import check, formats, patches
+from torchport.commands.check import Group
+from torchport.commands.findings import Finding, Report, exit_code
 from torchport.errors import UnknownNameError, UnsupportedError
 from torchport.processes.child import Ended
 
@@ -28,7 +29,7 @@ def _entries(world, *targets, put="new"):
 
 
 def _check(world):
-    return check.check(world.patches, ["up"], upstream_path=world.site)
+    return check.check(world.patches, ["up"], upstream_path=world.site).findings
 
 
 def test_a_locked_pack_is_clean(world):
@@ -36,8 +37,8 @@ def test_a_locked_pack_is_clean(world):
     assert patches.lock(world.patches, ["up"], check=True) == ["up.m:f: new", "up.m:g: new"]
     assert patches.lock(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
     assert _check(world) == []
-    assert check.exit_code([]) == 0
-    assert check.as_text([]) == "clean"
+    assert exit_code([]) == 0
+    assert formats.text(Report()) == "clean"
 
 
 def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
@@ -52,9 +53,9 @@ def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
         ("TP207", "up.f", "drift"),
         ("TP207", "up.h", "drift"),
     ]
-    assert check.exit_code(findings) == 3
-    assert check.exit_code([f for f in findings if f.id != "TP207"]) == 4
-    assert check.exit_code([f for f in findings if f.id == "TP201"]) == 1
+    assert exit_code(findings) == 3
+    assert exit_code([f for f in findings if f.id != "TP207"]) == 4
+    assert exit_code([f for f in findings if f.id == "TP201"]) == 1
 
 
 def test_patches_of_instances_are_locked_listed_and_checked_against_their_targets_source(world):
@@ -133,16 +134,16 @@ def test_an_upstreams_patches_share_a_process_and_all_that_come_late_share_anoth
 
     def call(function, folder, groups, mode, *, ended, **options):
         calls.append((mode, groups))
-        if groups == [["ends"]] or len(groups) > 1:
+        if groups == [Group(("ends",))] or len(groups) > 1:
             raise ended(Ended(7, ""))
-        return [Finding("TP201", "a", "b", "", "apply")]
+        return Report([Finding("TP201", "a", "b", "", "apply")])
 
     monkeypatch.setattr(check.child, "call", call)
     for name in ("up", "other", "ends"):
         (world.patches / name).mkdir(exist_ok=True)
-    findings = check.check(world.patches, ["up/p", "other", "up/q", "ends", "up/p"])
-    up, other = ["up/p", "up/q"], ["other"]
-    assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [["ends"]])]
+    findings = check.check(world.patches, ["up/p", "other", "up/q", "ends", "up/p"]).findings
+    up, other = Group(("up/p", "up/q")), Group(("other",))
+    assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [Group(("ends",))])]
     assert calls[3:] == [("late", [up, other]), ("late", [up]), ("late", [other])]
     assert [finding.text.partition(" and")[0] for finding in findings] == [
         "b",
@@ -155,7 +156,7 @@ def test_two_upstreams_that_come_late_in_one_process_are_each_checked(world):
     world.python("def new(a): return 'new'\n", upstream="other")
     world.yaml("id: other.f\n  target: other.m:f\n  replace: p.py:new", upstream="other")
     _entries(world, "f", "absent")
-    findings = check.check(world.patches, ["up", "other"], upstream_path=world.site)
+    findings = check.check(world.patches, ["up", "other"], upstream_path=world.site).findings
     assert {(finding.id, finding.patch) for finding in findings} == {
         ("TP201", "up.absent"),
         ("TP203", "other.f"),
@@ -165,12 +166,14 @@ def test_two_upstreams_that_come_late_in_one_process_are_each_checked(world):
     }
 
 
-def test_where_nobody_waits_the_findings_are_all_that_is_written(world, torchport, capsys):
+def test_where_nobody_sees_a_bar_each_upstream_has_a_line(world, torchport, capsys, caplog):
     _entries(world, "f")
     patches.lock(world.patches)
     (world.patches.parent / "configs" / "models").mkdir(parents=True)
     command = ("check", "--path", world.patches.parent, "--upstream-path", world.site)
+    assert torchport(*command, "--static", capsys=capsys) == (0, ["clean"], []) and caplog.messages == []
     assert torchport(*command, capsys=capsys) == (0, ["clean"], [])
+    assert caplog.messages == ["check ...", "check up (1 of 1) ...", "check patches after their modules ..."]
 
 
 def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
@@ -196,43 +199,15 @@ def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
 def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
     entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
     row = {"id": "up.one", "state": "applied", "calls": 0}
-    (finding,) = check.not_called([row], entries, "denoise")
+    report = check.not_called([row], entries, "denoise")
+    (finding,) = report.findings
     assert finding.text == "'up.one' was not called in denoise (it is applied). Find what is called instead of up.m:f."
-    assert check.exit_code([finding]) == 5
-    assert check.not_called([row], entries, "decode") == []
-    assert check.not_called([{**row, "calls": 2}], entries, "denoise") == []
-    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == []
-    assert "not in the ledger" in check.not_called([], entries, "denoise")[0].text
-    assert check.check(world.patches, ["up"], world.site, called=lambda: [finding])[-1] == finding
-
-
-def test_findings_are_written_in_four_formats():
-    found = [Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")]
-    assert check.as_text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 findings"
-    assert check.as_github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
-    assert json.loads(check.as_json(found))[0]["patch"] == "up.one"
-    (result,) = json.loads(check.as_sarif(found))["runs"][0]["results"]
-    assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
-    assert set(check.FORMATS) == {"text", "json", "sarif", "github"}
-
-
-def test_what_github_would_take_for_a_command_of_its_own_is_escaped():
-    text = "100%\r\n::warning::a\x85b\u2028c\u2029d\x1b[31m, e: f"
-    (line,) = check.as_github([Finding("TP101", "patches/up/a,b:c%.yaml:3", text, "", "schema")]).splitlines()
-    assert line == (
-        "::error file=patches/up/a%2Cb%3Ac%25.yaml,line=3,title=TP101::"
-        "100%25%0D%0A::warning::a\\x85b\\u2028c\\u2029d\\x1b[31m, e: f"
-    )
-    (line,) = check.as_github([Finding("TP200", "a\nb", "c", "", "apply")]).splitlines()
-    assert line == "::error title=TP200::c"
-
-
-def test_findings_are_one_line_each_without_control_characters():
-    found = [Finding("TP103", "a\x1b.yaml:1", "Unknown key '\x1b[2J'.\nAnd\r\u2028more.", "", "schema")]
-    lines = check.as_text(found).splitlines()
-    assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 findings"]
-    for form in check.FORMATS.values():
-        assert all(letter.isprintable() or letter == "\n" for letter in form(found))
+    assert exit_code([finding]) == 5
+    assert check.not_called([row], entries, "decode") == Report()
+    assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
+    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
+    assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
+    assert check.check(world.patches, ["up"], world.site, called=lambda: report).findings[-1] == finding
 
 
 def test_patches_are_listed_and_shown_as_data(world):

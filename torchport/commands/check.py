@@ -2,12 +2,10 @@
 
 It needs no accelerator and no weights, goes on after a finding, and gathers all of them.
 
-The patches of one upstream share a process in which its modules are imported under them. Two upstreams cannot: what
-the first imports, the second would find imported before its patches. Patches that come late to modules can, so all of
-them share one more process, which imports everything once.
-
-Over 400 lines: what is tried, the processes that try it, and the formats of a finding are one command; nothing else
-uses a part of it.
+The patches of one upstream share a process in which its modules are imported under them, beside those of other
+upstreams without which a card's stage could not import it: one that touches CUDA at import needs the patches of
+torch.cuda. Two upstreams cannot share one: what the first imports, the second would find imported before its patches.
+Patches that come late to modules can, so all of them share one more process, which imports everything once.
 """
 
 from __future__ import annotations
@@ -25,140 +23,240 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch, progress
+from torchport.commands import static_check
+from torchport.commands.findings import Finding, Report, of_entry, of_error
 from torchport.config.card import Card
-from torchport.config.pack import Pack
-from torchport.errors import (
-    DriftError,
-    PatchError,
-    TargetError,
-    TorchportError,
-    UnknownNameError,
-    UnsupportedError,
-    nearest,
-    printable,
-)
-from torchport.patch.declared import replacement, versions
-from torchport.patch.source import checks, drift
-from torchport.patch.source.source import shown
+from torchport.config.checkout import existing
+from torchport.config.pack import Pack, find_pack
+from torchport.errors import NotCalledError, PatchError, TargetError, TorchportError, UnsupportedError
+from torchport.patch.declared import replacement
+from torchport.patch.source.source import is_there, shown
 from torchport.processes import child
-
-# Exit codes: the lowest of 3, 4 and 5 that occurs; 1 for findings of any other sort.
-_CODES = {"TP207": 3, "TP203": 4, "TP204": 4, "TP206": 5}
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
+class Together:
+    """What a stage of a card puts in force together.
 
     Attributes:
-        id: The diagnostic id, as TP207.
-        place: `file:line`.
-        text: What is wrong and what to do, without the place.
-        patch: The entry's id, or empty for a whole file.
-        step: schema, targets, drift, apply, undo or called.
+        names: The patches, as the card names them, and torchax's.
+        original: Those that the original needs too, beside all plumbing.
+        home: The highest folder of patches that the card sees.
     """
 
-    id: str
-    place: str
-    text: str
-    patch: str
-    step: str
+    names: tuple[str, ...]
+    original: tuple[str, ...] = ()
+    home: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What is tried in one process.
+
+    Attributes:
+        names: `upstream` or `upstream/file`, all of one upstream.
+        beside: The ids of patches of others, without which a stage could not import that upstream.
+        chosen: The folders whose patches are tried; None for all.
+    """
+
+    names: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+    chosen: tuple[Path, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The command line of `torchport check`.
+
+    Attributes:
+        names: `upstream` or `upstream/file`.
+        model: The name of a card, or None.
+        static: Whether nothing is run or imported.
+        upstream_path: Where the upstream stands, if it is not installed.
+        paths: The packs.
+    """
+
+    names: tuple[str, ...] = ()
+    model: str | None = None
+    static: bool = False
+    upstream_path: Path | None = None
+    paths: tuple[str, ...] = ()
+
+
+def report_of(flags: Flags) -> Report:
+    """Returns what is found over what a command line names; over the packs of --path if it names nothing.
+
+    Raises:
+        ConfigError: It names what is not there.
+    """
+    pack, report = find_pack(flags.paths), Report()
+    checkout = None if flags.upstream_path is None else existing(flags.upstream_path)
+    names, models = list(flags.names), [] if flags.model is None else [flags.model]
+    if models or not names:
+        report.extend(static_check.check_cards(pack, models))
+    cards = [card for card, _ in static_check.read_cards(pack, models, Report())]
+    if models:
+        names += _names_of(pack, cards)
+    if models and not names:  # the card cannot be read
+        return report
+    chosen = None if names else tuple(one.patches for one in pack.checked)
+    names = names or patch.upstreams([one.patches for one in pack.checked])
+    if not names:  # a pack of cards alone; without names, all patches would be checked
+        return report
+    if flags.static:
+        report.extend(static_check.check(pack.folders, names, checkout, chosen))
+        return report
+    called = None if flags.model is None else functools.partial(demo_called, pack, flags.model, flags.upstream_path)
+    report.extend(check(pack.folders, names, checkout, called, together(pack, cards), chosen))
+    return report
+
+
+def _names_of(pack: Pack, cards: Iterable[Card]) -> list[str]:
+    """Returns the patches that cards name and the pack has; what it has not is a finding of the card."""
+    known = patch.upstreams(pack.folders)
+    names = dict.fromkeys(name for stage in together(pack, cards) for name in stage.names)
+    return [name for name in names if name.partition("/")[0] in known]
+
+
+def stages_of(pack: Pack) -> list[Together]:
+    """Returns what the stages of a pack's cards put in force; what cannot be read is left to `torchport check`."""
+    return together(pack, (card for card, _ in static_check.read_cards(pack, (), Report())))
+
+
+def together(pack: Pack, cards: Iterable[Card]) -> list[Together]:
+    """Returns what the stages of some cards put in force."""
+    return [
+        Together(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
+        for card in cards
+        for names in card.patches.values()
+    ]
 
 
 def check(
     folders: patch.Folders,
     names: Sequence[str] = (),
     upstream_path: Path | None = None,
-    called: Callable[[], Iterable[Finding]] | None = None,
-) -> list[Finding]:
+    called: Callable[[], Report] | None = None,
+    stages: Sequence[Together] = (),
+    chosen: tuple[Path, ...] | None = None,
+) -> Report:
     """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
 
     Args:
         folders: The folders of patches, from the top.
         names: `upstream` or `upstream/file`.
         upstream_path: Where the upstream stands, if it is not installed.
-        called: Runs a model's tiny weights and returns `not_called` of its manifests.
+        called: Runs a model's tiny weights and returns what was not called.
+        stages: What stages put in force together. An upstream is tried beside what such a stage needs to import it.
+        chosen: The folders whose patches are tried; all of them if None.
+
+    Raises:
+        UnknownNameError: There are no patches of a name.
     """
-    known = patch.upstreams(folders)
-    for name in names:
-        if name.partition("/")[0] not in known:
-            raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
-    groups = _by_upstream(names or known)
-    findings: list[Finding] = []
+    report = Report()
+    groups = _groups(folders, static_check.known_names(folders, names), stages, report)
+    groups = [dataclasses.replace(group, chosen=chosen) for group in groups]
     alive = []  # an upstream that ends the process under its patches would end that of all the others
-    for group in progress.track(groups, "check", "upstream"):
-        found, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
-        findings += found
+    for number, group in enumerate(progress.track(groups, "check", "upstream"), 1):
+        progress.note(f"check {', '.join(group.names)} ({number} of {len(groups)}) ...")
+        result, ended = _in_fresh_process(folders, [group], "armed", upstream_path)
+        report.extend(result)
         alive += [] if ended else [group]
     with progress.waiting("check patches after their modules"):
-        findings += _late(folders, alive, upstream_path)
-    return [*dict.fromkeys(findings), *(called() if called else ())]
+        report.extend(_late(folders, alive, upstream_path))
+    if called is not None:
+        report.extend(called())
+    return report
 
 
-def _by_upstream(names: Iterable[str]) -> list[list[str]]:
-    """Returns the names in groups, one for each upstream."""
-    groups: dict[str, list[str]] = {}
+def _groups(folders: patch.Folders, names: Iterable[str], stages: Sequence[Together], report: Report) -> list[Group]:
+    """Returns what each process tries: an upstream for each set of patches that stages put in force beside it."""
+    by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        groups.setdefault(name.partition("/")[0], []).append(name)
-    return list(groups.values())
+        by_upstream.setdefault(name.partition("/")[0], []).append(name)
+    aids = [(stage, _aids(folders, stage, report)) for stage in stages]
+    groups = []
+    for upstream, chosen in by_upstream.items():
+        using = [ids for stage, ids in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
+        sets = [ids for ids in dict.fromkeys(using) if not any(ids < other for other in using)]
+        groups += [Group(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
+    return groups
 
 
-def _late(folders: patch.Folders, groups: list[list[str]], upstream_path: Path | None) -> list[Finding]:
+def _aids(folders: patch.Folders, stage: Together, report: Report) -> frozenset[str]:
+    """Returns the ids of a stage's patches without which upstream may not even import: plumbing and stubs."""
+    names, original = (
+        [
+            name for name in some if not any(static_check.absent_patches(folders, name, "", stage.home))
+        ]  # the card's mistake
+        for some in (stage.names, stage.original)
+    )
+    reading = Report()
+    needed = {entry.id for entry in static_check.read(folders, original, reading, stage.home)}
+    entries = static_check.read(folders, names, reading, stage.home)
+    report.findings += reading.findings
+    return frozenset(entry.id for entry in entries if entry.plumbing or entry.stub or entry.id in needed)
+
+
+def _late(folders: patch.Folders, groups: list[Group], upstream_path: Path | None) -> Report:
     """Returns the findings of patches whose modules were imported before them; all groups share one process.
 
     Where that ends without an answer, each group has a process of its own, which says whose modules end it.
     """
     if not groups:
-        return []
-    found, ended = _in_fresh_process(folders, groups, "late", upstream_path)
+        return Report()
+    report, ended = _in_fresh_process(folders, groups, "late", upstream_path)
     if not ended or len(groups) == 1:
-        return found
-    return [one for group in groups for one in _late(folders, [group], upstream_path)]
+        return report
+    report = Report()
+    for group in groups:
+        report.extend(_late(folders, [group], upstream_path))
+    return report
 
 
-def require_applied(folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None) -> None:
+def require_applied(
+    folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None, stages: Sequence[Together] = ()
+) -> None:
     """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
 
     Args:
         folders: The folders of patches, from the top.
         names: The upstreams.
         upstream_path: Where the upstream stands, if it is not installed.
+        stages: What stages put in force together.
 
     Raises:
         UnsupportedError: The first patch that cannot be applied, and why.
     """
-    for finding in check(folders, names, upstream_path):
+    for finding in check(folders, names, upstream_path, stages=stages).findings:
         if finding.step != "drift":
             fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
             remedy = f"See all findings with: torchport check {' '.join(names)}"
             raise UnsupportedError(finding.place, fact, remedy, patch=finding.patch)
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns 0 if there are none, else the lowest of 3 drift, 4 late or aliased, 5 not called; 1 for any other."""
-    codes = {_CODES.get(finding.id, 1) for finding in findings}
-    return min(codes - {1}, default=1) if codes else 0
-
-
-def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> list[Finding]:
+def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
     """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
     calls = {row["id"]: row for row in rows}
-    result = []
+    report = Report()
     for entry in entries:
         row = calls.get(entry.id)
-        skipped = row is not None and row["state"] == "not needed"
-        if stage in entry.must_be_called and not skipped and not (row and row["calls"]):
+        if stage not in entry.must_be_called or (row is not None and row["state"] == "not needed"):
+            continue
+        report.try_entry(entry, "called")
+        if not (row and row["calls"]):
             state = row["state"] if row else "not in the ledger"
             text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
-            result.append(Finding("TP206", entry.place, f"{text} of {entry.target}.", entry.id, "called"))
-    return result
+            text = f"{text} of {entry.target}."
+            report.findings.append(Finding(NotCalledError.id, entry.place, text, entry.id, "called"))
+    return report
 
 
 SMALL = ("height=64", "width=64", "frames=5", "steps=1")
 """The demo at a size of seconds: every stage runs, and every patch has its chance to be called."""
 
 
-def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Finding]:
+def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
 
     Args:
@@ -179,12 +277,12 @@ def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> list[Find
             with progress.waiting(f"run {model}'s demo"):
                 child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
         except TorchportError as error:
-            return [_finding(error, "called")]
-        findings = []
+            return Report([of_error(error, "called")])
+        report = Report()
         for stage, names in card.patches.items():
             rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
-            findings += not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage)
-        return findings
+            report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
+        return report
 
 
 def _demo_ended(card: Card, end: child.Ended) -> PatchError:
@@ -197,17 +295,17 @@ def _ended(name: str, end: child.Ended) -> PatchError:
 
 
 def _in_fresh_process(
-    folders: patch.Folders, groups: list[list[str]], mode: str, upstream_path: Path | None
-) -> tuple[list[Finding], bool]:
-    """Returns the findings of some groups of names in one process, and whether it ended without an answer."""
+    folders: patch.Folders, groups: Sequence[Group], mode: str, upstream_path: Path | None
+) -> tuple[Report, bool]:
+    """Returns what one process finds over some groups, and whether it ended without an answer."""
     ends: list[child.Ended] = []
 
     def refusal(end: child.Ended) -> PatchError:
         ends.append(end)
-        return _ended(", ".join(name for group in groups for name in group), end)
+        return _ended(", ".join(name for group in groups for name in group.names), end)
 
     try:
-        found: list[Finding] = child.call(
+        report: Report = child.call(
             "torchport.commands.check:walked",
             *(folders, groups, mode),
             ended=refusal,
@@ -215,117 +313,111 @@ def _in_fresh_process(
             first=[] if upstream_path is None else [upstream_path],
         )
     except TorchportError as error:
-        return [_finding(error, "apply")], bool(ends)
-    return found, False
+        return Report([of_error(error, "apply")]), bool(ends)
+    return report, False
 
 
-def _finding(error: TorchportError, step: str, key: str = "") -> Finding:
-    kind = "TP200" if type(error) is PatchError else error.id  # of no kind that has an id of its own
-    return Finding(kind, error.place, f"{error.fact}. {error.remedy}.", key, step)
-
-
-def walked(folders: patch.Folders, groups: Sequence[Sequence[str]], mode: str) -> list[Finding]:
-    """Returns the findings of groups of upstreams or files, one group after the other in this process, a fresh one.
+def walked(folders: patch.Folders, groups: Sequence[Group], mode: str) -> Report:
+    """Returns what is found over groups, one after the other in this process, a fresh one.
 
     Args:
         folders: The folders of patches, from the top.
-        groups: Names of one upstream each: `upstream` or `upstream/file`.
+        groups: What to try.
         mode: "armed" imports the targets under the patches, "late" before them.
     """
-    return [finding for names in groups for finding in _walked(folders, names, mode)]
+    report = Report()
+    for group in groups:
+        _walk(folders, group, mode, report)
+    return report
 
 
-def _walked(folders: patch.Folders, names: Sequence[str], mode: str) -> list[Finding]:
-    findings: list[Finding] = []
-    entries = _read(folders, names, findings)
-    good = [entry for entry in entries if _is_sound(entry, findings)]
+def _walk(folders: patch.Folders, group: Group, mode: str, report: Report) -> None:
+    entries = static_check.read(folders, group.names, report)
+    mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
+    good = [entry for entry in mine if _is_sound(entry, entries, report)]
+    aids = _applied_first(folders, group, good, report)
     while good:
         try:
-            with patch.applied(_import_aids(folders, good)):
-                _tried(good, mode, findings)
+            with patch.applied(aids, accept_drift=True):
+                _try(good, mode, report)
             break
         except PatchError as error:
             culprit = str(vars(error).get("patch", ""))
-            findings.append(_finding(error, "apply", culprit))
-            rest = [entry for entry in good if entry.id != culprit]
-            if len(rest) == len(good):
+            report.add(error, "apply", culprit)
+            count = len(good) + len(aids)
+            good, aids = ([entry for entry in part if entry.id != culprit] for part in (good, aids))
+            if len(good) + len(aids) == count:
                 break
-            good = rest
-    return findings
 
 
-def _read(folders: patch.Folders, names: Sequence[str], findings: list[Finding]) -> list[patch.Entry]:
-    """Returns the entries of what can be read, each file once; the rest becomes findings."""
-    readable = []
-    for name in names:
-        try:
-            patch.read(folders, [name])
-            readable.append(name)
-        except TorchportError as error:
-            findings += [_finding(one, "schema") for one in (error, *error.others)]
-    try:
-        return patch.read(folders, readable)
-    except TorchportError as error:  # two files that contradict each other
-        findings.append(_finding(error, "schema"))
-        return []
+def _applied_first(
+    folders: patch.Folders, group: Group, entries: Sequence[patch.Entry], report: Report
+) -> list[patch.Entry]:
+    """Returns the entries without which the targets' packages would not import at all.
 
-
-def _import_aids(folders: patch.Folders, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
-    """Returns the shipped entries without which the targets' packages would not import at all."""
+    They are those that stages put in force beside them, and all that are in force while such a package is imported. A
+    package that is not here is none that the targets' packages import.
+    """
     packages = {entry.module.partition(".")[0] for entry in entries}
     chosen = {entry.id for entry in entries}
-    every = patch.read(folders, patch.upstreams(folders))
-    return [e for e in every if e.lifetime.while_importing in packages and e.id not in chosen]
+    aside = Report()
+    every = static_check.read(folders, patch.upstreams(folders), aside)
+    aids = [e for e in every if e.id in group.beside or e.lifetime.while_importing in packages]
+    aids = [entry for entry in aids if entry.id not in chosen and (entry.stub or is_there(entry.package))]
+    aids = [entry for entry in aids if _is_sound(entry, every, aside)]
+    report.findings += aside.findings
+    return aids
 
 
-def _is_sound(entry: patch.Entry, findings: list[Finding]) -> bool:
+def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> bool:
     """Checks what needs no import of upstream; returns whether the entry can be tried."""
     try:
-        if versions.outcome(entry) is not None:
+        fits = static_check.is_needed(entry, report)
+        if fits is None:
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
-        if not entry.has_source:
-            return True
-        found = _drifted(entry, findings)
-        checks.check_source(entry, loaded)
-        if found == "unlocked":
-            text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}."
-            findings.append(Finding("TP207", entry.place, text, entry.id, "drift"))
     except TorchportError as error:
-        findings.append(_finding(error, "targets", entry.id))
+        report.try_entry(entry, "targets")
+        report.add(error, "targets", entry.id)
         return False
-    return True
+    return static_check.check_source(entry, loaded, entries, report) and fits
 
 
-def _drifted(entry: patch.Entry, findings: list[Finding]) -> str | None:
-    """Returns what the lock says of a target; a drift is noted, and what it led to is looked for all the same."""
-    try:
-        return drift.check(entry)
-    except DriftError as error:
-        findings.append(_finding(error, "drift", entry.id))
-        return None
-
-
-def _tried(entries: Sequence[patch.Entry], mode: str, findings: list[Finding]) -> None:
+def _try(entries: Sequence[patch.Entry], mode: str, report: Report) -> None:
     """Applies, applies twice, undoes, and compares the namespaces."""
     modules = sorted({entry.module for entry in entries if entry.edits})
     if mode == "late":
         served = {importer for entry in entries if entry.stub for importer in entry.stub.importers}
         _import_all([module for module in modules if module not in served])  # those cannot come before their stub
     before = _identities(modules)
+    for entry in entries:
+        report.try_entry(entry, "apply")
     with patch.applied(entries, accept_drift=True) as ledger:
         _import_all(modules)
-        findings += _unapplied(ledger.rows(), entries)
+        report.findings += _unapplied(ledger.rows(), entries)
         inside = _identities(modules)
         with patch.applied(entries, accept_drift=True):
             pass
         if _identities(modules) != inside:
-            findings.append(Finding("TP200", "patch.applied", "A second application changed something.", "", "apply"))
-    after = _identities(modules)
+            report.findings.append(of_entry(entries[0], "A second application changed something.", "apply"))
+    _compare(before, _identities(modules), entries, report)
+
+
+def _compare(
+    before: Mapping[str, list[tuple[str, int]]],
+    after: Mapping[str, list[tuple[str, int]]],
+    entries: Sequence[patch.Entry],
+    report: Report,
+) -> None:
+    """Adds a finding for each namespace that is not what it was, at the first patch of its module."""
+    first = {entry.module: entry for entry in reversed(entries)}
+    for entry in first.values():
+        if entry.module in before:
+            report.try_entry(entry, "undo")
     for key in sorted(before.keys() & after.keys()):
         if not _is_left_alone(before[key], after[key]):
-            text = "The namespace is not what it was before the patches were applied and undone."
-            findings.append(Finding("TP200", key, text, "", "undo"))
+            text = f"The namespace {key} is not what it was before the patches were applied and undone."
+            report.findings.append(of_entry(first[key.partition(":")[0]], text, "undo"))
 
 
 def _is_left_alone(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> bool:
@@ -341,7 +433,7 @@ def _unapplied(rows: Sequence[Mapping[str, Any]], entries: Sequence[patch.Entry]
     for row in rows:
         if row["state"] not in ("applied", "used", "not needed") and row["id"] not in waiting:
             text = f"'{row['id']}' is {row['state']} after its module was imported. Find who changed it."
-            result.append(Finding("TP200", row["place"], text, row["id"], "apply"))
+            result.append(Finding(PatchError.id, row["place"], text, row["id"], "apply"))
     return result
 
 
@@ -374,57 +466,3 @@ def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
                 if isinstance(value, type) and value.__module__ == name:
                     result[f"{name}:{value.__qualname__}"] = [(k, id(v)) for k, v in vars(value).items()]
     return result
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """Returns the findings as a JSON list."""
-    return json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2)
-
-
-def as_text(findings: Sequence[Finding]) -> str:
-    """Returns one line per finding, and a last line that counts them."""
-    lines = [printable(f"{finding.place}: {finding.id} {finding.text}") for finding in findings]
-    return "\n".join([*lines, f"{len(findings)} findings" if findings else "clean"])
-
-
-def as_github(findings: Sequence[Finding]) -> str:
-    """Returns workflow commands that put each finding on its line of a pull request."""
-    lines = []
-    for finding in findings:
-        file, _, line = finding.place.rpartition(":")
-        at = f" file={_escaped(file, ':,')},line={line}," if line.isdecimal() else " "
-        lines.append(f"::error{at}title={_escaped(finding.id, ':,')}::{_escaped(finding.text)}")
-    return "\n".join(lines)
-
-
-def _escaped(text: str, more: str = "") -> str:
-    """Returns what a workflow command may hold: `%`, CR, LF and `more` as it reads them, other controls as `repr` does.
-
-    Source: `actions/toolkit`, packages/core/src/command.ts; properties need `:` and `,` as well.
-    """
-    held = {letter: f"%{ord(letter):02X}" for letter in f"%\r\n{more}"}
-    return "".join(held.get(letter) or printable(letter) for letter in text)
-
-
-def as_sarif(findings: Sequence[Finding]) -> str:
-    """Returns the findings as SARIF 2.1.0."""
-    results = []
-    for finding in findings:
-        file, _, line = finding.place.rpartition(":")
-        uri, start = (file, int(line)) if line.isdecimal() else (finding.place, 1)
-        region = {"artifactLocation": {"uri": uri}, "region": {"startLine": start}}
-        results.append(
-            {
-                "ruleId": finding.id,
-                "level": "error",
-                "message": {"text": finding.text},
-                "locations": [{"physicalLocation": region}],
-            }
-        )
-    rules = [{"id": key} for key in sorted({finding.id for finding in findings})]
-    run = {"tool": {"driver": {"name": "torchport", "rules": rules}}, "results": results}
-    schema = "https://json.schemastore.org/sarif-2.1.0.json"
-    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
-
-
-FORMATS = {"text": as_text, "json": as_json, "sarif": as_sarif, "github": as_github}

@@ -71,7 +71,11 @@ class Pack:
 
     def models(self) -> list[str]:
         """Returns the names of the model cards, sorted."""
-        return sorted({file.stem for pack in self.layers() for file in pack._configs("models/*.yaml")})
+        return sorted({name for pack in self.layers() for name in pack.cards_here()})
+
+    def cards_here(self) -> list[str]:
+        """Returns the names of the model cards in this folder alone."""
+        return [file.stem for file in self._configs("models/*.yaml")]
 
     def _configs(self, pattern: str) -> list[Path]:
         return list((self.root / "configs").glob(pattern))

@@ -231,7 +231,7 @@ def _patch_set(entries: Sequence[Entry], stage: str | None, accept_drift: bool) 
     """Returns a set that can be entered. Nothing of upstream has been imported or changed by then."""
     in_force = _records_in_force()
     fresh = _entries_not_in_force(entries, in_force)
-    _check_claims([record.entry for record in in_force.values()], fresh)
+    check_claims([record.entry for record in in_force.values()], fresh)
     records = _records_by_versions(fresh)
     _load_and_check(records.values())
     _check_drift(records.values(), accept_drift)
@@ -274,7 +274,7 @@ def _check_drift(records: Iterable[Record], accept_drift: bool) -> None:
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
 
 
-def _check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
+def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     """Checks new entries against each other and against those in force.
 
     Rewrites of one function may stand beside each other: whether their runs overlap is seen when they are matched.

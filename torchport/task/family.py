@@ -15,17 +15,8 @@ from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
 from torchport.stages.family import Stage
-
-NAMES = {
-    "STAGES": "a tuple of `torchport.stages.family.Stage`, in the order in which they run",
-    "TAKES_IMAGE": "whether --image may be given",
-    "VARIANTS": "the names of the networks in one checkpoint; () for one",
-    "batch": "the number of conditions that go through the network at a guidance scale",
-    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None where the card says it all",
-}
-"""What every family has, and what it is."""
-WITH_VARIANTS = {"task": "the function of a variant's name that returns what its network makes: 't2v' or 'i2v'"}
-"""What a family with VARIANTS has beside these."""
+from torchport.stages.module import NAMES as NAMES
+from torchport.stages.module import check_complete
 
 
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
@@ -45,11 +36,7 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
             at = document.place(["components", name, "build"])
             _loaded(file.with_name(component.build.partition(":")[0]), card, at)
             builder(module, component.build, at)
-    names = {**NAMES, **(WITH_VARIANTS if getattr(module, "VARIANTS", ()) else {})}
-    missing = [name for name in names if not hasattr(module, name)]
-    if missing:
-        remedy = "; ".join(f"{name}, {names[name]}" for name in missing)
-        raise ReplacementError(place, f"'{path}' has no {', '.join(missing)}", f"Add {remedy}", family=card.family)
+    check_complete(path, vars(module), place, bool(getattr(module, "VARIANTS", ())))
     stages = module.STAGES
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         fact = f"STAGES in '{path}' is no tuple of Stages"

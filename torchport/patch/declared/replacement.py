@@ -60,16 +60,22 @@ def load(entry: Entry, reference: str) -> Any:
     """
     path = file_of(entry, reference)
     name = reference.partition(":")[2]
-    with Explained(lambda error: _does_not_load(entry, path, error)):
+    with Explained(lambda error: does_not_load(entry, path, error)):
         module = _module(path, f"torchport_patches.{entry.upstream}.{path.stem}")
     if name not in vars(module):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
-        raise ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
+        raise no_such_name(entry, path, name, known)
     return vars(module)[name]
 
 
-def _does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
+def no_such_name(entry: Entry, path: Path, name: str, known: Iterable[str]) -> ReplacementError:
+    """Returns the refusal of a name that a file does not define."""
+    fact = f"'{path.name}' has no '{name}' for '{entry.id}'"
+    return ReplacementError(entry.place, fact, nearest(name, known), patch=entry.id)
+
+
+def does_not_load(entry: Entry, path: Path, error: BaseException) -> ReplacementError:
+    """Returns the refusal of a file that fails when it is loaded, or is not Python."""
     fact = f"'{path.name}' does not load for '{entry.id}': {said(error)}"
     return ReplacementError(entry.place, fact, "Mend the file", patch=entry.id)
 

@@ -24,8 +24,12 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def outcome(entry: Entry) -> str | None:
+def outcome(entry: Entry, probe: bool = True) -> str | None:
     """Returns why an entry is not needed, or None where it is to be applied.
+
+    Args:
+        entry: The entry.
+        probe: Whether its probe is run; without it the fault counts as there.
 
     Raises:
         UnsupportedError: The upstream that is installed is outside `fits`.
@@ -39,7 +43,7 @@ def outcome(entry: Entry) -> str | None:
     unaffected = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
     if unaffected:
         return f"{unaffected}; delete the entry when no supported upstream needs it"
-    if entry.needed and "probe" in entry.needed and not _run_probe(entry, entry.needed["probe"]):
+    if probe and entry.needed and "probe" in entry.needed and not _run_probe(entry, entry.needed["probe"]):
         return f"{entry.needed['probe']} finds no fault"
     return None
 

@@ -14,6 +14,9 @@ from torchport.patch.source import signature
 from torchport.patch.source.capture import imported_from
 from torchport.patch.source.source import Binding, SourceFile, at_import, shown, source_of
 
+UNKNOWN: Any = object()
+"""What an entry names, where nothing is run and its file does not say what it is: the target alone is checked."""
+
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
     """Checks entries against the source of their targets.
@@ -32,8 +35,14 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
 
 
 def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None) -> None:
-    """Checks one entry. `texts` holds what earlier rewrites have made of each file, by module."""
-    if entry.instance is not None:
+    """Checks one entry.
+
+    Args:
+        entry: The entry.
+        loaded: What it names, or `UNKNOWN`.
+        texts: What earlier rewrites have made of each file, by module.
+    """
+    if entry.instance is not None and loaded is not UNKNOWN:
         _check_put(entry, entry.instance.put, loaded)
     source = source_of(entry)
     if source is None:
@@ -45,11 +54,13 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         _check_scope(entry, binding)
     if binding.node is None or binding.depth < len(entry.path):
         return
+    if not entry.rewrite:
+        _check_home(entry, source, binding.node)
+    if loaded is UNKNOWN:
+        return
     if entry.rewrite:
         _check_rewrite(entry, source, binding.node, loaded, {} if texts is None else texts)
-        return
-    _check_home(entry, source, binding.node)
-    if entry.edits:
+    elif entry.edits:
         _check_shape(entry, source, binding.node, loaded)
 
 

@@ -218,6 +218,22 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
     return changed
 
 
+def review(entry: Entry, entries: Iterable[Entry]) -> str:
+    """Returns what locking an entry's target as it is now would change in the lock file, as a unified diff.
+
+    Args:
+        entry: The entry.
+        entries: All entries; those of the same target share its rows.
+    """
+    before = read_lock(entry.folder)
+    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.edits]
+    after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
+    others = {key: rows for key, rows in before.items() if key != entry.target}
+    name = Path(entry.place.rpartition(":")[0]).with_name(LOCK).as_posix()
+    old, new = (_yaml(locks.values()).splitlines() if locks else [] for locks in (before, others | after))
+    return "\n".join(difflib.unified_diff(old, new, name, name, lineterm="", n=2))
+
+
 def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")

@@ -162,6 +162,15 @@ def spec_of(module: str) -> ModuleSpec:
     return spec
 
 
+def is_there(module: str) -> bool:
+    """Returns whether an import would find a module."""
+    try:
+        spec_of(module)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
 def _top_spec(name: str) -> ModuleSpec:
     live = sys.modules.get(name)
     spec = None if live is None else vars(live).get("__spec__")

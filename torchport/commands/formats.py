@@ -1,0 +1,225 @@
+"""The formats in which `torchport check` writes its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from torchport import __version__, errors
+from torchport.commands.findings import Case, Finding, Report
+from torchport.errors import BadValueError, printable
+from torchport.files import folder
+from torchport.files.atomic import writing
+
+
+def text(report: Report) -> str:
+    """Returns one line per finding, and a last line that counts them."""
+    lines = [printable(f"{finding.place}: {finding.id} {finding.text}") for finding in report.findings]
+    return "\n".join([*lines, f"{len(lines)} findings" if lines else "clean"])
+
+
+def as_json(report: Report) -> str:
+    """Returns the findings as a JSON list."""
+    return json.dumps([dataclasses.asdict(finding) for finding in report.findings], indent=2)
+
+
+def github(report: Report) -> str:
+    """Returns workflow commands that put each finding on its line of a pull request."""
+    lines = []
+    for finding in report.findings:
+        file, line = _file_and_line(finding.place)
+        at = f" file={_escaped(file, ':,')},line={line}," if line else " "
+        lines.append(f"::error{at}title={_escaped(finding.id, ':,')}::{_escaped(finding.text)}")
+    return "\n".join(lines)
+
+
+def _file_and_line(place: str) -> tuple[str, int]:
+    """Returns a place's file and its line; the place and 0 where it has no line."""
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if line.isdecimal() else (place, 0)
+
+
+def _escaped(value: str, more: str = "") -> str:
+    """Returns what a workflow command may hold: `%`, CR, LF and `more` as it reads them, other controls as `repr` does.
+
+    Source: `actions/toolkit`, packages/core/src/command.ts; properties need `:` and `,` as well.
+    """
+    held = {letter: f"%{ord(letter):02X}" for letter in f"%\r\n{more}"}
+    return "".join(held.get(letter) or printable(letter) for letter in value)
+
+
+def sarif(report: Report) -> str:
+    """Returns the findings as SARIF 2.1.0, with files relative to the repository that the current folder is in."""
+    ids = sorted({finding.id for finding in report.findings})
+    root = _repository(Path.cwd())
+    results = [
+        {
+            "ruleId": finding.id,
+            "ruleIndex": ids.index(finding.id),
+            "level": "error",
+            "message": {"text": printable(finding.text)},
+            "locations": [{"physicalLocation": _location(finding.place, root)}],
+            "partialFingerprints": {"torchport/v1": _fingerprint(finding, root)},
+        }
+        for finding in report.findings
+    ]
+    driver = {"name": "torchport", "version": __version__, "rules": [_rule(id) for id in ids]}
+    run = {"tool": {"driver": driver}, "results": results}
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _rule(id: str) -> dict[str, Any]:
+    """Returns what SARIF knows of an id: the documentation of its class."""
+    kind = next(kind for kind in errors.kinds() if kind.id == id)
+    page = inspect.getdoc(kind) or ""
+    return {
+        "id": id,
+        "name": kind.__name__,
+        "shortDescription": {"text": page.partition("\n")[0]},
+        "fullDescription": {"text": page},
+        "help": {"text": f"{page}\n\nSee: torchport explain {id}"},
+        "defaultConfiguration": {"level": "error"},
+    }
+
+
+def _repository(here: Path) -> Path:
+    """Returns the root of the repository that a folder is in; the folder itself if it is in none."""
+    return next((one for one in (here, *here.parents) if (one / ".git").exists()), here)
+
+
+def _location(place: str, root: Path) -> dict[str, Any]:
+    file, line = _file_and_line(place)
+    return {"artifactLocation": {"uri": _uri(file, root)}, "region": {"startLine": max(line, 1)}}
+
+
+def _uri(file: str, root: Path) -> str:
+    """Returns a file as a reference: relative to a repository if it lies in it, else absolute."""
+    path = Path(os.path.normpath(Path.cwd() / file))
+    return urllib.parse.quote(path.relative_to(root).as_posix()) if path.is_relative_to(root) else path.as_uri()
+
+
+def _fingerprint(finding: Finding, root: Path) -> str:
+    """Returns a hash of a finding that stays the same when its lines move."""
+    what = re.sub(r"(:|\bline )\d+", "", finding.text)
+    parts = (finding.id, _uri(_file_and_line(finding.place)[0], root), finding.patch, finding.step, what)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def junit(report: Report) -> str:
+    """Returns a test case for each patch and step, in one suite per file, as JUnit's XML.
+
+    The elements and attributes are those that Jenkins' schema and Surefire's have in common: no file, no line.
+    """
+    suites: dict[str, dict[tuple[str, str], list[Case | Finding]]] = {}
+    everything: list[Case | Finding] = [*report.cases, *report.findings]
+    for one in everything:
+        file, _ = _file_and_line(one.place)
+        if isinstance(one, Finding) and one.patch:  # what upstream's file shows belongs to the patch
+            place = next((case.place for case in report.cases if case.patch == one.patch), one.place)
+            file, _ = _file_and_line(place)
+        suites.setdefault(file, {}).setdefault((one.patch, one.step), []).append(one)
+    root = ElementTree.Element("testsuites")
+    for file, tests in suites.items():
+        root.append(_suite(file, tests))
+    for name in ("tests", "failures", "errors"):
+        root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=False)
+
+
+def _suite(file: str, tests: Mapping[tuple[str, str], Sequence[Case | Finding]]) -> ElementTree.Element:
+    suite = ElementTree.Element("testsuite", name=printable(file))
+    for (patch, step), all_of_it in tests.items():
+        name = f"{patch or Path(file).name} {step}"
+        case = ElementTree.SubElement(suite, "testcase", classname=printable(file), name=printable(name), time="0")
+        failures = [one for one in all_of_it if isinstance(one, Finding)]
+        reasons = [one.skipped for one in all_of_it if isinstance(one, Case) and one.skipped]
+        if reasons and not failures:
+            ElementTree.SubElement(case, "skipped", message=printable(reasons[0]))
+        for one in failures:
+            failure = ElementTree.SubElement(case, "failure", type=one.id, message=printable(one.text))
+            failure.text = printable(f"{one.place}: {one.id} {one.text}")
+    counts = {"tests": "testcase", "failures": "testcase[failure]", "skipped": "testcase[skipped]"}
+    for key, path in counts.items():
+        suite.set(key, str(len(suite.findall(path))))
+    suite.set("errors", "0")
+    return suite
+
+
+def markdown(report: Report) -> str:
+    """Returns a page for whoever reviews: each finding with its patch, and what accepting a drift would lock."""
+    drifted = sorted({finding.patch for finding in report.findings if finding.review})
+    count = len(report.findings)
+    parts = [f"# torchport check: {count} finding{'s' * (count != 1)}" if count else "# torchport check: clean"]
+    for finding in report.findings:
+        kind = next(kind for kind in errors.kinds() if kind.id == finding.id)
+        what = (inspect.getdoc(kind) or "").partition("\n")[0]
+        parts += [f"## {finding.id} {finding.patch or finding.step}", what]
+        parts.append(_fenced(printable(f"{finding.place}: {finding.text}")))
+        if finding.review:
+            parts += ["The patch:", _fenced(_written(finding.place), "yaml")] if _written(finding.place) else []
+            parts += ["If it is still right, this changes in the lock file:", _fenced(finding.review, "diff")]
+    if drifted:
+        lock = "`torchport patches lock` writes these lines of `lock.yaml`, for review with the patch."
+        parts.append(f"{len(drifted)} patch{'es' * (len(drifted) != 1)} to review: {', '.join(drifted)}. {lock}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _fenced(content: str, language: str = "text") -> str:
+    """Returns lines as a block that shows them as they are: they are somebody else's, and no Markdown of ours."""
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", content)), 3)
+    lines = "\n".join(printable(line) for line in content.split("\n"))
+    return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def _written(place: str) -> str:
+    """Returns the entry at a place as it stands in its file; empty where there is no such file from here."""
+    file, line = _file_and_line(place)
+    if not line or not folder.has_file(Path(file)):
+        return ""
+    lines = folder.text(Path(file)).splitlines()[line - 1 :]
+    end = next((number for number, one in enumerate(lines) if number and one.startswith("- ")), len(lines))
+    return "\n".join(one for one in lines[:end] if not one.startswith("#")).rstrip()
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "text": text,
+    "json": as_json,
+    "sarif": sarif,
+    "github": github,
+    "junit": junit,
+    "markdown": markdown,
+}
+ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit", ".md": "markdown"}
+"""The format of a file that `--report` names, by its ending."""
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Refuses files that no report can be written to, before minutes are spent on it.
+
+    Raises:
+        BadValueError: An ending that is no format's.
+        OutputError: It cannot be written.
+    """
+    for file in files:
+        if file.suffix not in ENDINGS:
+            known = ", ".join(f"{ending} ({form})" for ending, form in ENDINGS.items())
+            raise BadValueError(f"--report {file}", f"'{file.suffix}' is the ending of no format", f"Known: {known}")
+        folder.check_writable("--report", file)
+
+
+def write(report: Report, files: Sequence[Path]) -> None:
+    """Writes a report to files, each in the format of its ending."""
+    for file in files:
+        with writing(file) as temporary:
+            temporary.write_text(FORMATS[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")

@@ -1,0 +1,363 @@
+"""`torchport check --static`: what files and upstream's source say, in this process. Nothing of upstream is imported.
+
+No Python of the pack runs either: the files that entries and cards name are parsed. `torchport check` begins with the
+same checks.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchport import patch
+from torchport.commands.findings import Case, Finding, Report
+from torchport.config import Document
+from torchport.config.card import Card, Job, check_job, check_names
+from torchport.config.checkout import on_path
+from torchport.config.machine import parse_machine
+from torchport.config.pack import Pack
+from torchport.errors import (
+    BadValueError,
+    ConfigError,
+    DriftError,
+    ReplacementError,
+    TargetError,
+    TorchportError,
+    UnknownNameError,
+    UnsupportedError,
+    nearest,
+)
+from torchport.files.folder import as_named
+from torchport.patch import patch_set
+from torchport.patch.declared import versions
+from torchport.patch.declared.reading import LOCK
+from torchport.patch.source import checks, drift
+from torchport.patch.source.parsed import parsed, tree_of
+from torchport.patch.source.source import binding_at
+from torchport.stages import module as family_module
+
+
+def check(
+    folders: patch.Folders,
+    names: Sequence[str] = (),
+    upstream_path: Path | None = None,
+    chosen: Sequence[Path] | None = None,
+) -> Report:
+    """Returns the findings over the patches of the upstreams or files that are named; of all if none is.
+
+    Args:
+        folders: The folders of patches, from the top.
+        names: `upstream` or `upstream/file`.
+        upstream_path: Where the upstream stands, if it is not installed.
+        chosen: The folders whose patches are checked; all of them if None.
+
+    Raises:
+        UnknownNameError: There are no patches of a name.
+    """
+    report = Report()
+    versions.installed.cache_clear()
+    entries = read(folders, known_names(folders, names), report)
+    with on_path(upstream_path):
+        for entry in entries:
+            if chosen is None or entry.folder.parent in chosen:
+                _check_written(entry, entries, report)
+    return report
+
+
+def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
+    """Returns the names, or all upstreams if there are none.
+
+    Raises:
+        UnknownNameError: There are no patches of a name.
+    """
+    known = patch.upstreams(folders)
+    for name in names:
+        if name.partition("/")[0] not in known:
+            raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
+    return list(names) or known
+
+
+def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
+    """Returns the entries of every file that can be read, each id once; each other file becomes a finding.
+
+    Args:
+        folders: The folders of patches, from the top.
+        names: `upstream` or `upstream/file`.
+        report: Takes the findings.
+        home: The highest folder in which the names are looked up, as `patch.read` takes it.
+    """
+    stack = [Path(folders)] if isinstance(folders, str | Path) else list(folders)
+    readable: dict[str, None] = {}
+    by_id: dict[str, patch.Entry] = {}
+    for root in stack if home is None else stack[stack.index(home) :]:
+        for name in dict.fromkeys(file for files in names for file in _files(root, files)):
+            try:
+                entries = patch.read(root, [name])
+            except TorchportError as error:
+                report.add(error, "schema")
+                continue
+            readable[name] = None
+            for entry in entries:
+                by_id.setdefault(entry.id, entry)
+    try:
+        by_id = {entry.id: entry for entry in patch.read(stack, list(readable), home)} if readable else {}
+    except TorchportError as error:  # files that contradict each other, or one above that cannot be read
+        report.add(error, "schema")
+    for entry in by_id.values():
+        report.try_entry(entry, "schema")
+    return list(by_id.values())
+
+
+def _files(root: Path, name: str) -> list[str]:
+    """Returns the names of an upstream's files in one folder, so that a bad one does not hide the others."""
+    upstream, _, chosen = name.partition("/")
+    files = sorted((root / upstream).glob("*.yaml"))
+    return [f"{upstream}/{file.stem}" for file in files if file.name != LOCK and (not chosen or file.stem == chosen)]
+
+
+def _check_written(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> None:
+    """Checks an entry and the file that it names, without running that."""
+    try:
+        loaded = parsed(entry, entry.reference) if entry.reference else None
+        if entry.needed and "probe" in entry.needed:
+            parsed(entry, entry.needed["probe"])
+    except TorchportError as error:
+        report.try_entry(entry, "targets")
+        report.add(error, "targets", entry.id)
+        return
+    fits = is_needed(entry, report, probe=False)
+    if fits is not None:
+        check_source(entry, loaded, entries, report)
+
+
+def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
+    """Returns whether an entry is to be applied here: False where its upstream is too old or new, None if not needed.
+
+    Args:
+        entry: The entry.
+        report: Takes the finding.
+        probe: Whether its probe is run.
+    """
+    try:
+        reason = versions.outcome(entry, probe)
+    except UnsupportedError as error:
+        report.try_entry(entry, "targets")
+        report.add(error, "targets", entry.id)
+        return False  # what changed in that version is looked for all the same
+    if reason is not None:
+        report.try_entry(entry, "targets", skipped=f"not needed: {reason}")
+        return None
+    return True
+
+
+def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry], report: Report) -> bool:
+    """Checks an entry against upstream's source; returns whether it can be tried.
+
+    Args:
+        entry: The entry.
+        loaded: What it names, or what stands for that.
+        entries: All entries: the lock has one row for all that change one target.
+        report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
+    """
+    report.try_entry(entry, "targets")
+    if not entry.edits:
+        return True
+    try:
+        state = _drift(entry, entries, report)
+        checks.check_source(entry, loaded)
+        if state == "unlocked":
+            report.findings.append(_unlocked(entry, entries))
+    except TorchportError as error:
+        report.add(error, "targets", entry.id)
+        return False
+    return True
+
+
+def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
+    text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}."
+    try:
+        review = drift.review(entry, entries)
+    except TargetError:  # what it relies on cannot be read, so there is no row to review
+        review = ""
+    return Finding(DriftError.id, entry.place, text, entry.id, "drift", review)
+
+
+def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> str | None:
+    """Returns what the lock says of a target; None where its source drifted, which becomes a finding."""
+    try:
+        state = drift.check(entry)
+    except DriftError as error:
+        state = None
+        report.add(error, "drift", entry.id, drift.review(entry, entries))
+    if state != "no source":
+        report.try_entry(entry, "drift")
+    return state
+
+
+def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
+    """Returns the findings over the model cards that are named; over all cards and configs if none is.
+
+    Args:
+        pack: Where they lie.
+        models: Names of cards.
+
+    Raises:
+        UnknownNameError: There is no card of a name.
+    """
+    report = Report()
+    cards = read_cards(pack, models or sorted({name for one in pack.checked for name in one.cards_here()}), report)
+    for card, document in cards:
+        report.cases.append(Case(document.place(), "", "card"))
+        for error in _mistakes(pack, card, document):
+            report.add(error, "card")
+        _check_demo(pack, card, document, report)
+    if not models:
+        known = [card for card, _ in read_cards(pack, (), Report())]
+        for file in sorted(file for one in pack.checked for file in (one.root / "configs").glob("*.yaml")):
+            _check_config(pack, file, known, report)
+    return report
+
+
+def read_cards(pack: Pack, models: Sequence[str], report: Report) -> list[tuple[Card, Document]]:
+    """Returns the cards that can be read, of all cards if none is named; each other becomes a finding.
+
+    Raises:
+        UnknownNameError: There is no card of a name.
+    """
+    cards = []
+    for name in models or pack.models():
+        try:
+            card, document = pack.card(name)
+        except UnknownNameError:
+            raise
+        except TorchportError as error:
+            report.add(error, "schema")
+            continue
+        report.cases.append(Case(document.place(), "", "schema"))
+        cards.append((card, document))
+    return cards
+
+
+def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields what a card names that is not there, or that contradicts itself."""
+    home = pack.home(card.model).patches
+    for stage, names in card.patches.items():
+        for number, name in enumerate(names):
+            yield from absent_patches(pack.folders, name, document.place(["patches", stage, number]), home)
+        yield from _conflicts(pack, names, home)
+    for number, name in enumerate(card.original):
+        yield from absent_patches(pack.folders, name, document.place(["original", number]), home)
+    try:
+        networks = _networks(pack, card, document)
+        if networks is not None:
+            check_names(card, networks, document)
+    except TorchportError as error:
+        yield error
+
+
+def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> None:
+    """Checks that a card's demo is there, and that the model can do it."""
+    try:
+        job, job_document = pack.job(pack.demo(card))
+    except UnknownNameError as error:
+        report.add(UnknownNameError(document.place(["demo"]), error.fact, error.remedy), "card")
+    except TorchportError as error:
+        report.add(error, "schema")
+    else:
+        for mistake in _job_mistake(job, card, job_document):
+            report.add(mistake, "job")
+
+
+def absent_patches(folders: patch.Folders, name: str, place: str, home: Path | None = None) -> Iterator[TorchportError]:
+    """Yields the refusal of a name of patches, at the line of a card; mistakes inside the file are not the card's."""
+    try:
+        patch.read(folders, [name], home)
+    except UnknownNameError as error:
+        yield UnknownNameError(place, error.fact, error.remedy, name=name)
+    except BadValueError as error:
+        if error.place == name:  # no name of patches at all
+            yield BadValueError(place, error.fact, error.remedy, name=name)
+    except TorchportError:
+        return
+
+
+def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[TorchportError]:
+    """Yields the refusal of two patches of one stage that claim one target."""
+    entries = read(pack.folders, names, Report(), home)  # what cannot be read is another finding
+    try:
+        patch_set.check_claims([], [entry for entry in entries if versions_fit(entry)])
+    except TorchportError as error:
+        yield error
+
+
+def versions_fit(entry: patch.Entry) -> bool:
+    """Returns whether an entry is to be applied here, as far as versions say."""
+    try:
+        return versions.outcome(entry, probe=False) is None
+    except UnsupportedError:
+        return False
+
+
+def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
+    """Returns the components that a family's stages compile, from its source. None if the source does not show it.
+
+    Raises:
+        UnknownNameError: There is no such file.
+        ReplacementError: It is not Python, or lacks a name.
+    """
+    place = document.place(["family"])
+    file = pack.family_file(card, place)
+
+    def refusal(error: Exception) -> ReplacementError:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+        fact = f"'{as_named(file)}{line}' does not load: {type(error).__name__}: {what}".rstrip(".")
+        return ReplacementError(place, fact, "Mend the file", family=card.family)
+
+    tree = tree_of(file, refusal)
+    bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
+    names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
+    family_module.check_complete(as_named(file), names, place, False)
+    return _networks_of(bindings["STAGES"].node)
+
+
+def _networks_of(statement: ast.stmt | None) -> set[str] | None:
+    """Returns the words after `network=` in a tuple of calls; None if there is another form in it."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
+    calls = value.elts if isinstance(value, ast.Tuple) else []
+    networks: set[str] = set()
+    for call in calls:
+        if not isinstance(call, ast.Call) or len(call.args) > 5:  # the sixth of a Stage is its network
+            return None
+        keywords = call.keywords
+        if any(keyword.arg is None for keyword in keywords):
+            return None
+        values = [keyword.value for keyword in keywords if keyword.arg == "network"]
+        if not all(isinstance(one, ast.Constant) for one in values):
+            return None
+        networks |= {str(one.value) for one in values if isinstance(one, ast.Constant) and one.value is not None}
+    return networks or None
+
+
+def _check_config(pack: Pack, file: Path, cards: Sequence[Card], report: Report) -> None:
+    """Checks a config: its fields, its machine, and that some card of the pack can do it."""
+    try:
+        job, document = pack.job(str(file))
+        report.cases.append(Case(document.place(), "", "schema"))
+        parse_machine(job.machine, document.place(["machine"]))
+        report.cases.append(Case(document.place(), "", "job"))
+    except TorchportError as error:
+        report.add(error, "schema")
+        return
+    refusals = [error for card in cards for error in _job_mistake(job, card, document)]
+    if cards and len(refusals) == len(cards):
+        report.add(refusals[0], "job")
+
+
+def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigError]:
+    try:
+        check_job(job, card, document)
+    except ConfigError as error:
+        yield error

@@ -1,0 +1,37 @@
+"""The module of a family: the names that its file must have. Who only reads the file needs no torch for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torchport.errors import ReplacementError
+
+NAMES = {
+    "STAGES": "a tuple of `torchport.stages.family.Stage`, in the order in which they run",
+    "TAKES_IMAGE": "whether --image may be given",
+    "VARIANTS": "the names of the networks in one checkpoint; () for one",
+    "batch": "the number of conditions that go through the network at a guidance scale",
+    "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None where the card says it all",
+}
+"""What every family has, and what it is."""
+WITH_VARIANTS = {"task": "the function of a variant's name that returns what its network makes: 't2v' or 'i2v'"}
+"""What a family with VARIANTS has beside these."""
+
+
+def check_complete(file: str, names: Collection[str], place: str, variants: bool) -> None:
+    """Refuses a family that lacks a name.
+
+    Args:
+        file: Its file, for the error.
+        names: The names that its file has.
+        place: Where the card names it.
+        variants: Whether it has VARIANTS.
+
+    Raises:
+        ReplacementError: All that it lacks.
+    """
+    needed = {**NAMES, **(WITH_VARIANTS if variants else {})}
+    missing = [name for name in needed if name not in names]
+    if missing:
+        remedy = "; ".join(f"{name}, {needed[name]}" for name in missing)
+        raise ReplacementError(place, f"'{file}' has no {', '.join(missing)}", f"Add {remedy}", file=file)
