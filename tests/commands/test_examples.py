@@ -91,7 +91,7 @@ ENTRY = {
     "fits": {"torch": "*"},
     "equivalence": "bitwise",
 }
-UPSTREAM = "def f(x):\n    return x * 2\n"
+UPSTREAM = "def f(x):\n    y = x * 2\n    return y\n"
 FUNCTIONS = """
 def new(x): return x + x
 def new_of_two(x, y): return x + y

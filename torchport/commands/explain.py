@@ -13,7 +13,8 @@ START = """\
 An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is 2, or 130
 after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` all of it.
 
-In the examples, `up` is the package that the patches change, and `some` is a model card."""
+In the examples, `up` is the package that the patches change, and `some` is a model card. Fields that every patch must
+have, such as `why` and `fits`, are left out, and so is everything else that does not matter."""
 
 
 def page() -> str:
@@ -60,7 +61,8 @@ def _example(key: str) -> list[str]:
         return []
     example = EXAMPLES[key]
     blocks = [("Upstream:", "python", example.upstream)] if example.upstream else []
-    blocks += [("Wrong:", example.language, example.wrong), ("Right:", example.language, example.right)]
+    for word, text in (("Wrong", example.wrong), ("Right", example.right)):
+        blocks.append((f"{word}, {example.place}:", example.language, text))
     return [
         *(f"{title}\n\n```{language}\n{text}\n```" for title, language, text in blocks),
         textwrap.fill(f"Cure: {example.cure}", 120, break_on_hyphens=False),
