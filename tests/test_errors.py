@@ -105,7 +105,8 @@ def test_every_class_has_an_id_and_each_group_lists_its_errors():
 
 def test_an_error_is_explained_by_a_wrong_and_a_right_example_and_the_cure():
     text = explain.section("tp103")
-    assert re.search(r"\nWrong:\n\n```yaml\nstep: 30\n```\n\nRight:\n\n```yaml\nsteps: 30\n```\n\nCure: Take", text)
+    assert "\n\nWrong, in a config:\n\n```yaml\nstep: 30\n```\n\n" in text
+    assert "\n\nRight, in a config:\n\n```yaml\nsteps: 30\n```\n\nCure: " in text
     assert "Upstream:\n\n```python\ndef f(x):" in explain.section("TP205")
 
 

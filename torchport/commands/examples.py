@@ -18,6 +18,17 @@ code: Other Python code. command: Lines for a shell.
 """
 
 
+_PLACES: dict[Kind, str] = {
+    "job": "in a config",
+    "card": "in a model card",
+    "rules": "as rules for the weights of a network",
+    "patch": "in a file of patches",
+    "python": "in Python",
+    "code": "in Python",
+    "command": "in a shell",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One error, provoked and mended.
@@ -35,6 +46,11 @@ class Example:
     right: str
     cure: str
     upstream: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the texts stand, in words."""
+        return _PLACES[self.kind]
 
     @property
     def language(self) -> str:
@@ -75,7 +91,6 @@ EXAMPLES = {
     match: y = x * 2
     put: p.py:doubled""",
         "Add the key. The tables in docs/ say what it means.",
-        upstream="def f(x):\n    y = x * 2\n    return y",
     ),
     "TP105": Example(
         "job",
@@ -152,8 +167,9 @@ with patch.applied(entries):
         "patch",
         "- target: up.m:f\n  replace: p.py:new",
         "- target: up.m:apply\n  replace: p.py:apply_new",
-        "Patch the function that uses the holder, or the holder itself. The error names the holder by the "
-        "expression that leads to it. docs/patches.md lists the forms that torchport changes by itself.",
+        "Something holds the function itself, here a frozen set. Patch a function that uses what it holds. The error "
+        "names the holder by the expression that leads to it. docs/patches.md lists the holders that torchport "
+        "changes by itself.",
         upstream="""\
 def f(x):
     return x * 2
@@ -416,7 +432,8 @@ with patch.applied(entries) as ledger:
     "TP605": Example(
         "code",
         "attention = scores.masked_fill(~mask, -math.inf).softmax(-1)  # NaN for a row without a valid key",
-        "attention = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)",
+        "attention = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)\n"
+        "attention = torch.where(mask, attention, 0.0)",
         "Run the same with `--backend original`. If that has no NaN, a patch or a precision is wrong: see traps 2 "
         "and 3 in MIGRATION_GUIDE.md. float16 overflows where bfloat16 does not.",
     ),

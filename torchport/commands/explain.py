@@ -16,7 +16,8 @@ that are found together, as those of one file, have a line each. Below TP901 to 
 code, the exception's own message and, where it helps, an entry to paste; `torchport -v COMMAND` prints the whole
 traceback first.
 
-In the examples, `up` is the package that the patches change, and `some` is a model card."""
+In the examples, `up` is the package that the patches change, and `some` is a model card. Fields that every patch must
+have, such as `why` and `fits`, are left out, and so is everything else that does not matter."""
 
 
 def page() -> str:
@@ -63,7 +64,8 @@ def _example(key: str) -> list[str]:
         return []
     example = EXAMPLES[key]
     blocks = [("Upstream:", "python", example.upstream)] if example.upstream else []
-    blocks += [("Wrong:", example.language, example.wrong), ("Right:", example.language, example.right)]
+    for word, text in (("Wrong", example.wrong), ("Right", example.right)):
+        blocks.append((f"{word}, {example.place}:", example.language, text))
     return [
         *(f"{title}\n\n```{language}\n{text}\n```" for title, language, text in blocks),
         textwrap.fill(f"Cure: {example.cure}", 120, break_on_hyphens=False),
