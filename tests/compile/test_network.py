@@ -110,3 +110,20 @@ def test_the_network_of_shapes_belongs_to_who_took_it(request_for):
     with patch.applied(task.patches(task.stages)):
         first, second = (network.as_shapes(task, task.stages[0])["vae"] for _ in range(2))
     assert first is not second
+
+
+def test_a_stage_says_what_its_network_returns(request_for, tiny_folder):
+    """In PyTorch as in a program: the decoder's one output, by its name."""
+    task = accept(request_for(backend="torchax", stage="decode", prompt=None))
+    stage = dataclasses.replace(
+        task.stages[0],
+        outputs=("sample",),
+        run=lambda parts, call, settings, steps, latents: call(hidden_states=latents)[0],
+    )
+    with aot.outlined(task, stage, jax.devices()) as outline:
+        [called] = outline.called
+        lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
+        assert isinstance(called.output, tuple) and lowered.out_tree.num_leaves == len(called.output) == 1
+    with patch.applied(task.patches([stage])):
+        eager = network.eager(task, stage, network.loaded(task, stage, tiny_folder), tiny_folder)
+    assert eager.outputs == ("sample",) and eager.name == "vae"
