@@ -15,7 +15,7 @@ from typing import Any
 
 from torchport.commands.schema import meanings, schema, summary
 from torchport.stages import family
-from torchport.task.family import NAMES, WITH_VARIANTS
+from torchport.stages.module import NAMES, WITH_VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- reference: python tools/reference.py --write -->\n", "<!-- end of the reference -->\n"

@@ -36,7 +36,7 @@ def test_a_sound_machine_has_nothing_bad_and_is_told_the_next_command(findings, 
     assert (found["tpu devices"].state, found["tpu devices"].fact) == ("note", "none: configs/demo.yaml runs without")
     assert found["host memory"].fact.endswith("GiB free") and found["python"].state == "ok"
     assert found["tiny checkpoint of hunyuan"].fact == str(tiny_folder)
-    assert advice(list(found.values()), str(root)) == (
+    assert advice(list(found.values()), [str(root)]) == (
         'Ready: torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
     )
 
@@ -130,7 +130,7 @@ def test_a_tpu_is_shown_with_its_memory(findings, monkeypatch):
 
 def test_things_to_mend_are_counted(root):
     bad = Diagnosis("bad", "a", "b")
-    assert advice([bad, Diagnosis("note", "a", "b"), bad], str(root)) == "2 thing(s) to mend."
+    assert advice([bad, Diagnosis("note", "a", "b"), bad], [str(root)]) == "2 thing(s) to mend."
 
 
 def test_it_tells_whether_compiled_programs_may_be_loaded(monkeypatch, tmp_path):

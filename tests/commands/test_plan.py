@@ -81,7 +81,7 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     assert (topology, keep, bounded, jobs) == (None, Path("kept"), True, 3)
     assert run("--calibrate", "--json", "--write", "a.yaml") == '{\n  "what": "calibrate"\n}'
     [first, (second, (file, outcome))] = calls
-    assert first == ("calibrate", (None, None)) and (second, file, outcome.what) == (
+    assert first == ("calibrate", ((), None)) and (second, file, outcome.what) == (
         "write",
         Path("a.yaml"),
         "calibrate",

@@ -191,7 +191,9 @@ class Cards:
         file.write_text(file.read_text().replace(old, new))
 
     def told(self, **flags):
-        return _told(check.report_of(Flags(path=str(self.root), static=True, upstream_path=self.world.site, **flags)))
+        return _told(
+            check.report_of(Flags(paths=(str(self.root),), static=True, upstream_path=self.world.site, **flags))
+        )
 
 
 @pytest.fixture

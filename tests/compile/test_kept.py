@@ -242,6 +242,22 @@ def test_a_damaged_executable_is_not_taken_after_an_edit(kept, counted, said):
     assert any("is damaged: the sha256" in line for line in said()) and kept.run()[1] == "cached"
 
 
+def test_edits_do_not_crowd_out_other_programs_and_their_entries_are_bounded(kept, monkeypatch):
+    monkeypatch.setattr(entry, "KEPT", 2)
+    monkeypatch.setattr(entry, "ENTRIES", 4)
+    kept.run(scale=2.0)
+    for number in range(3):
+        kept.parts["edit"] = number
+        kept.run()
+    kept.parts.pop("edit")
+    assert len(kept.entries_on_disk()) == 4 and kept.run(scale=2.0)[1] == "cached"
+    kept.parts["edit"] = 3
+    kept.run()
+    assert len(kept.entries_on_disk()) == 4
+    kept.parts.pop("edit")
+    assert kept.run(scale=2.0)[1] == "cached"
+
+
 def test_after_an_edit_that_exchanges_two_inputs_the_program_is_another(kept, mesh8):
     """What is lowered is the same text: JAX leaves out the input that is not used."""
     x = {"x": torch.ones(4, 8), "y": torch.zeros(4, 8)}

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import os
-import shutil
 
 import jax
 import pytest
@@ -156,14 +155,15 @@ def negated(original):
 
 @pytest.fixture
 def exchanging(root, tmp_path):
-    """The shipped pack, with two exchanges in the transformer that change its numbers; `original` may name them."""
+    """A pack with the shipped card and two exchanges in the transformer that change its numbers; `original` may name them."""
     folder = tmp_path / "pack"
-    for name in ("patches", "configs"):
-        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("lock.yaml"))
+    (folder / "patches" / "diffusers").mkdir(parents=True)
+    (folder / "configs" / "models").mkdir(parents=True)
     (folder / "patches" / "diffusers" / "exchange.yaml").write_text(EXCHANGES)
     (folder / "patches" / "diffusers" / "exchange.py").write_text(FUNCTIONS)
     card = folder / "configs" / "models" / "hunyuan.yaml"
-    text = card.read_text().replace("diffusers/hunyuan_video15, ", "diffusers/hunyuan_video15, diffusers/exchange, ")
+    text = (root / "configs" / "models" / "hunyuan.yaml").read_text() + "overrides: true\n"
+    text = text.replace("diffusers/hunyuan_video15, ", "diffusers/hunyuan_video15, diffusers/exchange, ")
     card.write_text(text)
 
     def named_by_original():
@@ -174,7 +174,7 @@ def exchanging(root, tmp_path):
 
 def test_an_exchange_is_in_run_and_in_plan_and_in_the_original_that_names_it(exchanging, texts, tmp_path):
     folder, named_by_original = exchanging
-    request = Request("hunyuan", "demo", prompt="A cat", path=str(folder), overrides=SIZE, backend="original")
+    request = Request("hunyuan", "demo", prompt="A cat", paths=(str(folder),), overrides=SIZE, backend="original")
 
     def latents(out, **fields):
         asked = dataclasses.replace(request, stage="denoise", prompt=None, out=tmp_path / out, **fields)
@@ -208,7 +208,26 @@ def test_an_exchange_of_a_part_that_the_stage_does_not_load_is_refused_before_an
     file.write_text(
         EXCHANGES.replace("component: transformer, path: proj_out", "component: text_encoder, path: proj_out")
     )
-    task = accept(Request("hunyuan", "demo", prompt="A cat", path=str(folder), overrides=SIZE, out=tmp_path / "out"))
+    task = accept(
+        Request("hunyuan", "demo", prompt="A cat", paths=(str(folder),), overrides=SIZE, out=tmp_path / "out")
+    )
     with patch.applied(task.patches(task.stages)), pytest.raises(TargetError) as caught:
         preflight.check(task)
     assert caught.value.fact == "'exchange.halved' is for the component 'text_encoder', which the stage does not load"
+
+
+def test_a_stage_says_what_its_network_returns(request_for, tiny_folder):
+    """In PyTorch as in a program: the decoder's one output, by its name."""
+    task = accept(request_for(backend="torchax", stage="decode", prompt=None))
+    stage = dataclasses.replace(
+        task.stages[0],
+        outputs=("sample",),
+        run=lambda parts, call, settings, steps, latents: call(hidden_states=latents)[0],
+    )
+    with aot.outlined(task, stage, jax.devices()) as outline:
+        [called] = outline.called
+        lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
+        assert isinstance(called.output, tuple) and lowered.out_tree.num_leaves == len(called.output) == 1
+    with patch.applied(task.patches([stage])):
+        eager = network.eager(task, stage, network.loaded(task, stage, tiny_folder), tiny_folder)
+    assert eager.outputs == ("sample",) and eager.name == "vae"

@@ -84,6 +84,11 @@ REFUSED = {
         "'copy_' writes values of the network into a tensor that is made on the host. "
         "Make that tensor with `device=x.device`, x a tensor of the network.",
     ),
+    "added to": (
+        lambda x: torch.tensor(0.0).add_(x[0, 0]),
+        "'add_' writes values of the network into a tensor that is made on the host. "
+        "Make that tensor with `device=x.device`, x a tensor of the network.",
+    ),
     "assigned to": (
         lambda x: torch.zeros(2, 4).__setitem__((slice(None), 0), x[:, 0]),
         "'__setitem__' writes values of the network into a tensor that is made on the host. "
@@ -96,7 +101,7 @@ REFUSED = {
     ),
     "drawn": (
         lambda x: x + torch.randn(4),
-        "'randn' draws numbers while the network is traced, and every call would have the same. "
+        "'randn' draws numbers while the network is traced, the same for every call. "
         "Draw them in the stage's verb, and pass them as an input.",
     ),
     "64 bits": (

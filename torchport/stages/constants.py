@@ -55,25 +55,20 @@ class Constants(TorchFunctionMode):
             dtype = kwargs.get("dtype") or args[0].dtype
             return self.convert(check(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"})))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(map(self._is_host, tensors)) and any(map(self.is_networks, tensors)):
+        if any(map(is_host, tensors)) and any(map(self.is_networks, tensors)):
             name = getattr(function, "__name__", "")
-            if self._is_host(kwargs.get("out")) or (_writes(name) and self._is_host(args[0])):
+            if is_host(kwargs.get("out")) or (_writes(name) and is_host(args[0])):
                 fact = f"'{name}' writes values of the network into a tensor that is made on the host"
                 raise BadValueError(place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network")
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
         output = function(*args, **kwargs)
         if function in RANDOM and is_host(output):
-            fact = (
-                f"'{function.__name__}' draws numbers while the network is traced, and every call would have the same"
-            )
+            fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
             raise BadValueError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
         return output
 
-    def _is_host(self, tensor: Any) -> bool:
-        return is_host(tensor) and tensor.ndim > 0
-
     def _constant(self, tensor: torch.Tensor) -> Any:
-        return self.convert(check(tensor)) if self._is_host(tensor) else tensor
+        return self.convert(check(tensor)) if is_host(tensor) and tensor.ndim else tensor
 
 
 def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
