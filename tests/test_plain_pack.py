@@ -240,8 +240,8 @@ def test_tiny_weights_whose_names_the_rules_leave_open_are_refused(plain):
     plain.change(LAST_RULE, r"      - {match: '(?:module|other)\.(.*)', to: '\1'}")
     assert refusal(lambda: written(plain)) == (
         f"{plain.line('(?:module')}: Rule 2, '(?:module|other)\\.(.*)', names no tensor of the tiny module. "
-        "Tiny weights need it turned round: put all that varies in 'match' into groups without groups inside, and use each of them "
-        "in 'to'."
+        "Tiny weights need it turned round: put all that varies in 'match' into groups without groups inside, and use "
+        "each of them in 'to'."
     )
 
 
