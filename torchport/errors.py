@@ -318,7 +318,7 @@ class CheckpointMissingError(LoadError):
 
 
 class CheckpointBrokenError(LoadError):
-    """A file is truncated, or is not safetensors or JSON."""
+    """A file is truncated, or is not safetensors, JSON or tensors of `torch.save`."""
 
     id = "TP302"
 
@@ -348,7 +348,7 @@ class MeshError(ShardError):
 
 
 class DeadRuleError(ShardError):
-    """A sharding rule matches no tensor, so it has no effect. Its module path is most often misspelt."""
+    """A rule for sharding or for names matches no tensor, so it has no effect. Its path is most often misspelt."""
 
     id = "TP402"
 

@@ -190,6 +190,36 @@ def test_a_mistake_is_refused_with_its_file_and_line(copied, name, old, new, kin
     assert text.startswith(f"configs/{name}.yaml:{line}: ") and fact in text, text
 
 
+@pytest.mark.parametrize(
+    ("field", "fact"),
+    [
+        ("build: make.py", "'components.guider.build' is 'make.py'. It must be 'file.py:function', a Python file in "
+         "the folder of the card's family."),
+        ("build: ../make.py:f", "It must be 'file.py:function'"),
+        ("build: make.py:f", "'build' makes a module that is loaded here, and it needs a 'dtype'."),
+        ("file: ''", "'components.guider.file' is '' (text). It must be "),
+        ("file: /x.pth", "'components.guider.file' is '/x.pth'. It must be the path of a file inside the checkpoint."),
+        ("file: a/../../x.pth", "It must be the path of a file inside the checkpoint."),
+        ("file: inner/", "It must be the path of a file inside the checkpoint."),
+        ("key: model", "'key' is one inside a file of torch.save, and there is no such 'file'."),
+        ("key: model, file: x.safetensors", "'key' is one inside a file of torch.save, and there is no such 'file'."),
+        ("pickle: x.pth", "Unknown key 'components.guider.pickle'. "),
+        (r"rename: [{match: '(a)', to: '\2'}]", r"'to' has \2; the groups of 'match' are \1."),
+        (r"rename: [{match: 'a', to: '\1'}]", r"'to' has \1; the groups of 'match' are none: 'match' has no group."),
+        (r"rename: [{match: '(a)', to: '\g<1>'}]", r"'to' has \g; the groups of 'match' are \1."),
+        ("rename: [{match: '(a', to: b}]", "It must be a regular expression: "),
+        ("rename: [{match: a}]", "'components.guider.rename.0.to' is missing. Add 'to'."),
+    ],
+)  # fmt: skip
+def test_where_a_components_files_lie_is_checked_as_far_as_a_card_can_say(copied, field, fact):
+    edit(copied, "models/hunyuan", "  guider: {", f"  guider: {{{field}, ")
+    with pytest.raises(ConfigError) as caught:
+        copied.card("hunyuan")
+    text = str(caught.value)
+    assert text.startswith(f"configs/models/hunyuan.yaml:{line_of(copied, 'models/hunyuan', 'guider: {')}: ")
+    assert fact in text
+
+
 def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
     job, document = pack.job("demo", ["frames=5", "mesh.tp=2", "dtypes={vae: bfloat16}", "checkpoint=a/b@c"])
     assert (job.frames, job.mesh, job.dtypes, job.checkpoint) == (5, {"dp": 2, "tp": 2}, {"vae": "bfloat16"}, "a/b@c")

@@ -1,4 +1,4 @@
-"""Small modules of diffusers' kind, for what no shipped model has."""
+"""Small modules, of diffusers' kind and plain ones, for what no shipped model has."""
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
@@ -28,3 +28,14 @@ class Forgetful(ModelMixin, ConfigMixin):
         super().__init__()
         self.proj = torch.nn.Linear(2, 2)
         self.register_buffer("inv_freq", torch.empty(4, device="meta"), persistent=False)
+
+
+class Plain(torch.nn.Module):
+    """No class of diffusers. It reads a value of what it computes, as constructors do."""
+
+    def __init__(self, dim, scale=2.0, **more) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(dim, dim)
+        self.factor = torch.full((1,), scale).item()
+        self.table = torch.arange(dim)
+        self.register_buffer("shift", torch.arange(float(dim)))

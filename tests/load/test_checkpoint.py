@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from torchport.config.card import Card, Component
 from torchport.errors import (
     CheckpointBrokenError,
     CheckpointForeignError,
@@ -110,6 +111,50 @@ def test_a_revision_is_passed_on_and_the_commit_is_the_identity(monkeypatch, tmp
         assert any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow_patterns"]) is (name in wanted), name
     checkpoint.locate("owner/repo", card)
     assert asked["revision"] == "main"
+
+
+def components_at(*places):
+    """A card whose components lie in these folders and files; nothing else of it is read here."""
+    entries = ({"class": "fakes.modules:Mixed", "folder": folder, "file": file} for folder, file in places)
+    parsed = {f"c{n}": Component.model_validate(entry) for n, entry in enumerate(entries)}
+    return Card.model_construct(model="some", pipeline=None, components=parsed)
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [
+        ([(".", "net.pth"), (".", "sub/{variant}.pt")], ["net.pth", "sub/v1.pt", "config.json", "x/config.json"]),
+        ([(".", "x.safetensors.index.json")], ["x.safetensors.index.json", "x-00001-of-00002.safetensors"]),
+        ([("vae", "v.pth"), ("inner/{variant}", None)], ["vae/v.pth", "vae/other.txt", "inner/v1/a.safetensors"]),
+        ([(".", None)], ["config.json", "vae/config.json", "README.md", "model.safetensors", "net.pth"]),
+        ([(".", None), ("vae", None)], ["README.md", "model.safetensors", "net.pth", "vae/v.pth", "vae/other.txt"]),
+    ],
+)
+def test_a_download_takes_the_files_that_the_card_names(monkeypatch, tmp_path, places, names):
+    repository = [
+        "config.json", "x/config.json", "README.md", "model.safetensors", "net.pth", "vae/v.pth", "sub/v1.pt",
+        "vae/other.txt", "vae/config.json", "inner/v1/a.safetensors", "inner/v2/a.safetensors", "y.safetensors",
+        "x.safetensors.index.json", "x-00001-of-00002.safetensors", "assets/x.mp4",
+    ]  # fmt: skip
+    downloads, revisions = set(), []
+
+    def download(repo, revision, allow_patterns=(), ignore_patterns=(), local_files_only=False):
+        if local_files_only:
+            raise LocalEntryNotFoundError("none")
+        revisions.append(revision)
+        wanted = (name for name in repository if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns))
+        downloads.update(n for n in wanted if not any(fnmatch.fnmatch(n, pattern) for pattern in ignore_patterns))
+        return str(tmp_path / "0123abcd")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    checkpoint._download("owner/repo@v1", components_at(*places), "v1")
+    assert revisions == ["v1", "0123abcd"][: len(revisions)] and set(names) <= downloads
+    json_files = {name for name in repository if name.endswith(".json")}
+    loose = {"README.md", "model.safetensors", "net.pth", "y.safetensors", "x-00001-of-00002.safetensors"}
+    in_root = loose if (".", None) in places else set()
+    assert downloads <= json_files | set(names) | in_root
 
 
 def test_a_local_checkpoint_is_found_and_an_absent_one_is_none(tiny_folder, tmp_path):

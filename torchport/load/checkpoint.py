@@ -223,12 +223,8 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
         words = index[name] if isinstance(index[name], list) else []
         classes = [str(word).removesuffix("Fast") for word in words]  # transformers 4 had two of each tokenizer
         if classes != [library.partition(".")[0], class_name]:
-            raise CheckpointForeignError(
-                str(file),
-                f"'{name}' is {index[name]}",
-                f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model",
-                component=name,
-            )
+            remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
+            raise CheckpointForeignError(str(file), f"'{name}' is {index[name]}", remedy, component=name)
 
 
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:

@@ -111,7 +111,12 @@ def text_encoder(component: Component, folder: Path, dtype: str, what: str) -> t
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read.
         CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+        BadValueError: The card names a file of its own for it.
     """
+    if component.file is not None:
+        name = class_of(component.class_).__name__
+        fact = f"'file' is '{component.file}', and transformers reads a {name} under names of its own"
+        raise BadValueError(str(folder), fact, "Add 'build', which makes one that torchport fills")
     checkpoint.weight_files(folder)
     account(component, folder)
     log.info("load %s ...", what)
