@@ -10,9 +10,12 @@ import click
 import pytest
 
 from torchport import __version__, errors
-from torchport.__main__ import cli
+from torchport.__main__ import _print_summary, cli
 from torchport.commands import explain
+from torchport.config.checkout import Upstream
 from torchport.processes import hosts
+from torchport.processes.git import Revision
+from torchport.run import Summary
 from torchport.task import Request, devices
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")
@@ -204,6 +207,13 @@ def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tm
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error[TP108] --path nowhere: ") and done.stderr.count("\n") == 1
+
+
+def test_the_summary_names_the_commit_of_a_checkout(capsys, tmp_path):
+    upstream = Upstream("up", Revision("1" * 40, dirty=True))
+    for quiet, text in ((True, f"{tmp_path}\n"), (False, f"\nup at commit 111111111111 with changes\n\n{tmp_path}\n")):
+        _print_summary(Summary(tmp_path, None, {}, 0, upstream), quiet)
+        assert capsys.readouterr().out == text
 
 
 def test_a_whole_run_prints_where_the_video_is_and_where_the_time_went(torchport, capsys, root, tmp_path):

@@ -377,6 +377,8 @@ def _print_summary(summary: "Summary", quiet: bool) -> None:
         terminal.say(f"{stage:8} {sum(parts.values()):7.1f} s   ({shown})")
     if summary.steps:
         terminal.say(f"{'':8} {summary.seconds['denoise run'] / summary.steps:7.2f} s/step")
+    if summary.upstream is not None:
+        terminal.say(f"{summary.upstream}")
     terminal.say(f"\n{made}")
 
 

@@ -36,12 +36,14 @@ class Summary:
         video: The video, if this run decoded one.
         seconds: By stage and verb: `denoise compile`, `denoise run`.
         steps: Denoising steps that this run took.
+        upstream: The upstream and its commit, if it is a checkout.
     """
 
     folder: Path
     video: Path | None
     seconds: dict[str, float]
     steps: int
+    upstream: checkout.Upstream | None = None
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
@@ -87,12 +89,12 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
     ):
         preflight.check(task)
         journey = Journey(task, _checkpoint(task), stopping, programs)
-        hosts.check_same({"checkpoint": journey.weights.digests})
+        hosts.check_same({"checkpoint": journey.weights.digests, "upstream": str(journey.upstream)})
         preflight.check_checkpoint(task, journey.weights.folder)
         try:
             for stage in journey.stages():
                 _travel(journey, stage)
-            return Summary(task.folder, journey.finish(), journey.seconds, journey.steps)
+            return Summary(task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.going_on()}") from error
 

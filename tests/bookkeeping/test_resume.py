@@ -16,10 +16,13 @@ import torch
 
 from torchport import save
 from torchport.bookkeeping import resume
+from torchport.config import checkout
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError, TorchportError
 from torchport.files import atomic
 from torchport.load import checkpoint
+from torchport.processes.git import Revision
 from torchport.processes.stopping import Stopping
+from torchport.progress import log
 from torchport.run import run
 from torchport.task import accept
 
@@ -434,6 +437,61 @@ def test_unfinished_latents_of_other_versions_are_refused(stopped, denoise, forg
     file = stopped / "denoise.partial.safetensors"
     forged(file, versions={**save.read_manifest(file).versions, "torch": "2.0.0"})
     assert "A run with version of torch '2.0.0' was stopped here, and this one has '" in refusal(denoise())
+
+
+@pytest.fixture
+def at_commit(monkeypatch):
+    """Makes this run one of a checkout at a commit."""
+
+    def at(commit, dirty=False):
+        upstream = checkout.Upstream("up", Revision(commit, dirty, "" if commit else "no git repository"))
+        monkeypatch.setattr(checkout, "upstream", lambda *_: upstream)
+        return upstream.row()
+
+    return at
+
+
+ONE, OTHER = "1" * 40, "2" * 40
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "fact"),
+    [
+        (OTHER, False, f"A run with commit of up '{ONE}' was stopped here, and this one has '{OTHER}'"),
+        (ONE, True, "A run with changes to up's commit False was stopped here, and this one has True"),
+        (None, False, f"A run with commit of up '{ONE}' was stopped here, and this one has None"),
+    ],
+)
+def test_unfinished_latents_of_another_commit_of_a_checkout_are_refused(
+    stopped, denoise, forged, at_commit, commit, dirty, fact
+):
+    forged(stopped / "denoise.partial.safetensors", upstream=at_commit(ONE))
+    at_commit(commit, dirty)
+    assert fact in refusal(denoise())
+
+
+def test_unfinished_latents_of_the_same_commit_are_finished(stopped, denoise, forged, at_commit):
+    forged(stopped / "denoise.partial.safetensors", upstream=at_commit(ONE))
+    summary = run(denoise())
+    assert summary.steps == 2 and str(summary.upstream) == "up at commit 111111111111"
+    assert save.read_manifest(stopped / "denoise.safetensors").upstream.commit == ONE
+
+
+def test_an_artefact_of_another_commit_is_taken_with_a_warning(encoded, denoise, forged, at_commit, tmp_path, caplog):
+    inputs = shutil.copytree(encoded, tmp_path / "inputs")
+    forged(inputs / "encode.safetensors", upstream=at_commit(ONE))
+    request = dataclasses.replace(denoise(), inputs=inputs)
+    for commit, words in ((ONE, []), (None, ["no commit (no git repository)"])):
+        at_commit(commit)
+        caplog.clear()
+        with caplog.at_level("WARNING", log.name):
+            run(request)
+        text = f"{inputs}/encode.safetensors was made by up at commit 111111111111; this run has up at "
+        assert [one.getMessage() for one in caplog.records] == [text + word for word in words]
+
+
+def test_a_run_of_installed_packages_has_no_upstream_in_its_manifest(stopped):
+    assert save.read_manifest(stopped / "denoise.partial.safetensors").upstream is None
 
 
 def test_the_remedy_names_all_three_ways_out(stopped, denoise):

@@ -137,7 +137,7 @@ def port(asked):
 def shown(task, monkeypatch):
     """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
     monkeypatch.setattr(shard, "accept", lambda request: task)
-    monkeypatch.setattr("torchport.patch.applied", lambda entries: contextlib.nullcontext())
+    monkeypatch.setattr("torchport.patch.applied", lambda entries, stage=None: contextlib.nullcontext())
     return shard.rule_rows(task.request)
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+from fakes.checkouts import committed
 
 from torchport.config import checkout as upstream
 from torchport.config.card import Checkout
@@ -84,3 +85,17 @@ def test_nothing_changes_for_installed_upstreams():
     before = list(sys.path)
     with upstream.on_path(None):
         assert sys.path == before
+
+
+def test_a_checkout_is_at_a_commit_with_or_without_changes(checkout):
+    folder = upstream.find(CHECKOUT, str(checkout))
+    assert str(upstream.upstream(CHECKOUT, folder)) == "someupstream at no commit (no git repository)"
+    commit = committed(checkout)
+    assert upstream.upstream(CHECKOUT, folder).row() == {"package": "someupstream", "commit": commit, "dirty": False}
+    (checkout / "someupstream" / "new.py").write_text("x = 2\n")
+    assert upstream.upstream(CHECKOUT, folder).row()["dirty"]
+    assert str(upstream.upstream(CHECKOUT, folder)) == f"someupstream at commit {commit[:12]} with changes"
+
+
+def test_installed_packages_are_at_no_commit():
+    assert upstream.upstream(None, None) is None

@@ -18,11 +18,12 @@ from torchport import compile, patch, save
 from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
+from torchport.config import checkout
 from torchport.config.card import STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
-from torchport.processes import hosts
+from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
 from torchport.save.manifest import SCHEMA, Manifest, versions
@@ -39,6 +40,7 @@ class Journey:
     Attributes:
         task: The task.
         weights: The checkpoint.
+        upstream: The upstream, if it is a checkout.
         stopping: Whether a stop is requested.
         programs: The kept programs.
         run: The run's name, which its artefacts carry.
@@ -50,10 +52,11 @@ class Journey:
     def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, programs: Programs) -> None:
         self.task = task
         self.weights = weights
+        self.upstream = checkout.upstream(task.card.checkout, task.upstream)
         self.stopping = stopping
         self.programs = programs
         self.run = ""
-        self.unfinished = resume.Unfinished(task)
+        self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
         self.steps = 0
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
@@ -83,7 +86,7 @@ class Journey:
             name = resume.unfinished_run(self.task)
             if name is None:
                 return secrets.token_hex(8), {}
-            manifests = resume.finished_manifests(self.task, name, self.weights)
+            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
             return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
 
         self.run, finished = hosts.from_first(before)
@@ -123,9 +126,17 @@ class Journey:
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
                 _check_flags(task, stage, save.file_of(folder, name), manifest)
+                self._compare_upstream(save.file_of(folder, name), manifest)
                 shas[name] = manifest.sha256
                 settings = {**manifest.settings, **settings}
         return {"shas": shas, "settings": settings}, tensors
+
+    def _compare_upstream(self, file: Path, manifest: Manifest) -> None:
+        """Warns of an artefact that another commit of the upstream made: as with versions, it is taken."""
+        if self.upstream is None or manifest.upstream is None or manifest.upstream.model_dump() == self.upstream.row():
+            return
+        theirs = git.Revision(manifest.upstream.commit, manifest.upstream.dirty, "unknown")
+        log.warning("%s was made by %s at %s; this run has %s", file, self.upstream.package, theirs, self.upstream)
 
     def inputs_of(self, stage: family.Stage) -> dict[str, str]:
         """Returns the sha256 of the artefacts that a stage reads, by stage."""
@@ -186,6 +197,7 @@ class Journey:
             "config": task.job.model_dump(),
             "backend": task.request.backend,
             "patches": ledger.rows(),
+            "upstream": None if self.upstream is None else self.upstream.row(),
             "programs": self.programs.rows.get(stage.name, []),
             "versions": versions(),
             "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},

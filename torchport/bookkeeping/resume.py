@@ -10,6 +10,7 @@ import pydantic
 import torch
 
 from torchport import save
+from torchport.config.checkout import Upstream
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -37,8 +38,9 @@ class Unfinished:
         step: How many steps the latents on the disk have gone through; 0 where there are none.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
         self.task = task
+        self.upstream = upstream
         self.step = 0
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -61,7 +63,7 @@ class Unfinished:
             ArtefactForeignError: Latents of another job lie there.
             ArtefactBrokenError: They are damaged.
         """
-        self.step, tensors = hosts.pair_from_first(lambda: _read_unfinished(self.task, weights, shas))
+        self.step, tensors = hosts.pair_from_first(lambda: _read_unfinished(self.task, weights, shas, self.upstream))
         return self.step, dict(tensors)
 
 
@@ -106,7 +108,7 @@ def steps(
 
 
 def _read_unfinished(
-    task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str]
+    task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str], upstream: Upstream | None
 ) -> tuple[int, dict[str, torch.Tensor]]:
     file = save.file_of(task.folder, PARTIAL)
     if not file.is_file():
@@ -114,7 +116,7 @@ def _read_unfinished(
     remedy = f"Finish that run, or remove {file.name}, or choose another --out"
     tensors, manifest = save.read(task.folder, PARTIAL, task.identity("denoise"), weights.digests, AFTER_REMOVAL)
     assert manifest is not None
-    differs = _difference(task, _denoise(task), manifest)
+    differs = _difference(task, _denoise(task), manifest, upstream)
     if differs is not None:
         key, theirs, ours = differs
         fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
@@ -129,14 +131,23 @@ def _read_unfinished(
     return done, tensors
 
 
-def _difference(task: Task, stage: family.Stage, manifest: Manifest) -> tuple[str, Any, Any] | None:
+def _difference(
+    task: Task, stage: family.Stage, manifest: Manifest, upstream: Upstream | None
+) -> tuple[str, Any, Any] | None:
     """Returns the first setting in which an artefact's run differs from this one: key, its value, ours."""
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
     theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
     theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
     ours |= {f"version of {name}": version for name, version in versions().items()}
+    if upstream is not None and manifest.upstream is not None:
+        theirs |= _upstream_settings(upstream.package, manifest.upstream.commit, manifest.upstream.dirty)
+        ours |= _upstream_settings(upstream.package, upstream.revision.commit, upstream.revision.dirty)
     return next(((key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value), None)
+
+
+def _upstream_settings(package: str, commit: str | None, dirty: bool) -> dict[str, Any]:
+    return {f"commit of {package}": commit, f"changes to {package}'s commit": dirty}
 
 
 def _denoise(task: Task) -> family.Stage:
@@ -173,13 +184,16 @@ def begin(task: Task, run: str) -> None:
         atomic.write_json(task.folder / UNFINISHED, {"run": run})
 
 
-def finished_manifests(task: Task, run: str, weights: checkpoint.Checkpoint) -> dict[str, Manifest]:
+def finished_manifests(
+    task: Task, run: str, weights: checkpoint.Checkpoint, upstream: Upstream | None = None
+) -> dict[str, Manifest]:
     """Returns the stages that a stopped or killed run of this very job finished, with their verified manifests.
 
     Args:
         task: The run; another job than the stopped one has nothing finished.
         run: The stopped run's name.
         weights: The checkpoint in use.
+        upstream: The upstream, if it is a checkout.
 
     Raises:
         ArtefactBrokenError: One of them is damaged.
@@ -191,7 +205,9 @@ def finished_manifests(task: Task, run: str, weights: checkpoint.Checkpoint) -> 
             break
         manifest = save.read_manifest(file)
         inputs = {name: manifests[name].sha256 for name in manifest.inputs if name in manifests}
-        if manifest.run != run or manifest.inputs != inputs or _difference(task, stage, manifest) is not None:
+        if manifest.run != run or manifest.inputs != inputs:
+            break
+        if _difference(task, stage, manifest, upstream) is not None:
             break
         save.read(task.folder, stage.name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
         manifests[stage.name] = manifest

@@ -192,7 +192,7 @@ class Component(Frozen):
     """
 
     class_: ClassPath = pydantic.Field(alias="class")
-    """Its Python class, `package.module:Class`. docs/porting.md says what a class must offer."""
+    """Its Python class, `package.module:Class`. docs/cards.md says which classes are taken."""
     build: BuilderPath | None = None
     """What builds the module where arguments in YAML do not suffice: `file.py:function`, in the folder of the card's
     family. It takes the arguments as keywords, and returns a module of `class`. No file is to be read in it."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torchport.config.card import Checkout
 from torchport.errors import UpstreamError
 from torchport.files.folder import expand_home, has_folder
+from torchport.processes import git
 
 
 def find(checkout: Checkout | None, named: str | None) -> Path | None:
@@ -42,6 +45,38 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
         raise UpstreamError(f"--upstream-path {named}", f"It has no {checkout.has}", clone)
     _check_imported(checkout, folder)
     return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Upstream:
+    """A checkout as manifests list it.
+
+    Attributes:
+        package: The package's name.
+        revision: Its commit.
+    """
+
+    package: str
+    revision: git.Revision
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {"package": self.package, "commit": self.revision.commit, "dirty": self.revision.dirty}
+
+    def __str__(self) -> str:
+        return f"{self.package} at {self.revision}"
+
+
+def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
+    """Returns what a checkout is at now, or None for a card whose upstreams are installed packages.
+
+    Args:
+        checkout: What the card says of it.
+        folder: What `find` returned.
+    """
+    if checkout is None or folder is None:
+        return None
+    return Upstream(checkout.package, git.revision(folder / checkout.package))
 
 
 def existing(path: str | Path) -> Path:

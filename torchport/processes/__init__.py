@@ -1,1 +1,1 @@
-"""Other processes, and what a process of torchport's may import: see `child` and `path`."""
+"""Other processes, and what a process of torchport's may import: see `child`, `git` and `path`."""

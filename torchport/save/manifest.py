@@ -46,6 +46,14 @@ class PatchRow(Written):
     place: str
 
 
+class UpstreamRow(Written):
+    """An upstream that is a checkout, as a manifest lists it; see `torchport.processes.git`."""
+
+    package: str
+    commit: str | None
+    dirty: bool
+
+
 class ProgramRow(Written):
     """A program as a manifest lists it; see `torchport.compile.kept.store`."""
 
@@ -64,6 +72,7 @@ class Manifest(Written):
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
+        upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
             run with the executable of an earlier one; or "cached", and not traced either.
         done: Of unfinished latents: how many steps they have gone through.
@@ -82,6 +91,7 @@ class Manifest(Written):
     config: dict[str, Any]
     backend: str
     patches: list[PatchRow]
+    upstream: UpstreamRow | None = None
     programs: list[ProgramRow] = []
     versions: dict[str, str]
     seconds: dict[str, float]
