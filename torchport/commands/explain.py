@@ -15,7 +15,7 @@ def page() -> str:
         "2, or 130 after Ctrl-C. `torchport explain ID` prints one section of this page, and `torchport explain --all` "
         "all of it. Mistakes that are found together, as those of one file, have a line each. Below TP901 to TP906 "
         "stand the frames of the model's code, the exception's own message, and where it helps an entry to paste; "
-        "`torchport -v COMMAND` prints the traceback first.",
+        "`torchport -v COMMAND` prints the whole traceback first.",
     ]
     for kind in errors.kinds():
         group = kind.__bases__[0]

@@ -1,9 +1,9 @@
 """Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
 
-from torchport.load.classes import class_of
 from torchport.load.module import (
     account_component,
     build,
+    class_of,
     default_dtype,
     fill,
     part,

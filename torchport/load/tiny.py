@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from torchport.config.card import Card, TinyTokenizer
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
-from torchport.load.classes import class_of
 from torchport.progress import log
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def write(card: Card, family: Path, arrange: Callable[[Make, Path], None] | None
                 arrange(make, work)
             else:
                 assert card.pipeline is not None
-                class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
+                _class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
             (work / DONE).touch()
             try:
                 work.rename(folder)
@@ -131,13 +130,18 @@ def _os_error(text: str) -> str | None:
 
 def _component(card: Card, name: str, **changes: Any) -> Any:
     """Returns one tiny component."""
-    cls = class_of(card.components[name].class_)
+    cls = _class_of(card.components[name].class_)
     if name in card.tiny.tokenizers:
         return _tokenizer(cls, card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
     part = _part(cls, {**card.tiny.components.get(name, {}), **changes})
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
     return part
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _part(cls: Any, config: dict[str, Any]) -> Any:
