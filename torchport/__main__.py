@@ -31,7 +31,7 @@ path_option = click.option(
 
 
 @click.group(cls=terminal.Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("-v", "--verbose", is_flag=True, help="Print the whole traceback of an error in a model's code.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the traceback of what led to an error.")
 @click.version_option(__version__)
 def cli(verbose: bool) -> None:
     """Runs PyTorch video models, written for GPUs, on TPU without editing them."""

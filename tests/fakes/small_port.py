@@ -22,15 +22,15 @@ frames: {multiple_of: 1, plus: 0}
 size_multiple_of: 1
 strategies:
   whole:
-    mesh: {dp: 1}
+    mesh: {tp: 8}
     weights: {net: [{match: '.*', spec: replicate}]}
-    inputs: {net: [{match: 'x', spec: replicate}]}
+    inputs: {net: [{match: 'x', spec: [tp]}]}
 tiny: {seed: 0, scale: 1.0, components: {net: {}}}
 """
 
 JOB = """\
 {height: 4, width: 4, frames: 1, fps: 8, steps: 1, guidance_scale: 1.0,
- machine: "cpu:1", strategy: whole, checkpoint: tiny}
+ machine: "cpu:8", strategy: whole, checkpoint: tiny}
 """
 
 MODEL = """\
@@ -68,7 +68,7 @@ def arrange_tiny(make, folder):
 
 
 def encode(parts, call, settings, steps):
-    return {"x": torch.ones(4, 4)}
+    return {"x": torch.ones(8, 4)}
 
 
 def denoise(parts, call, settings, steps, x):

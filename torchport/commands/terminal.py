@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -48,13 +49,13 @@ class Group(click.Group):
     group_class = type
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. With -v, before it or as its own flag, an error's whole traceback is printed first."""
+        """Runs a command. With -v, before it or as its own flag, the traceback of what led to an error comes first."""
         try:
             return super().invoke(ctx)
         except TorchportError as error:
-            verbose = ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)
-            if ctx.parent is None and verbose and error.trace:
-                _complain(_lines(error.trace.rstrip()))
+            trace = error.trace or (error.__cause__ and "".join(traceback.format_exception(error.__cause__)))
+            if ctx.parent is None and trace and (ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)):
+                _complain(_lines(trace.rstrip()))
             raise
 
 

@@ -118,6 +118,37 @@ def test_a_statement_that_stands_twice_is_rewritten_twice():
     assert Entry.model_validate(data).rewrite.times == 2
 
 
+ORIGIN = """\
+def f(x, given, n):
+    empty = (x == 0).all()
+    if n:
+        twice = x.any()
+    else:
+        twice = x.all()
+    a = b = x.any()
+    if not empty:
+        x = x + 1
+    assert twice
+    assert given
+    assert a
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        (8, "empty = (x == 0).all()"),  # rewritten where it is made
+        (10, "assert twice"),  # made in two places
+        (11, "assert given"),  # made elsewhere
+        (12, "assert a"),  # with another name
+    ],
+)
+def test_of_a_branch_on_a_name_the_statement_that_makes_the_name_is_rewritten(line, match):
+    [data] = yaml.safe_load(proposal.statement("up", ORIGIN, line, "A test.").text)
+    assert Entry.model_validate(data).rewrite.match == match
+
+
 def test_an_entry_fits_the_version_that_is_installed_and_any_of_a_checkout():
     import packaging
 

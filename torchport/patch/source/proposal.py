@@ -141,10 +141,13 @@ def statement(module: str, text: str, line: int, why: str) -> Proposal | None:
         why: Of the entry.
 
     Returns:
-        None for a statement outside all functions: no patch can change it.
+        None for a statement outside all functions, or in one that no entry can name: no patch can change it.
     """
     spot = _spot(ast.parse(text), line)
-    if spot is None:
+    origin = None if spot is None else _origin(spot)
+    if origin is not None:
+        spot, line = origin, origin.statement.lineno
+    if spot is None or not "".join([module, *spot.names]).isascii():
         return None
     home, name = module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
     fields = {
@@ -203,13 +206,30 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
         if not isinstance(inside, ast.ClassDef):
             break
         body = inside.body
-    spots = [
-        _Spot(tuple(names), inside, block, index, chain)
-        for block, chain in blocks(inside)
-        for index, node in enumerate(block)
-        if _covers(node, line)
-    ]
+    spots = [spot for spot in _spots(tuple(names), inside) if _covers(spot.statement, line)]
     return spots[-1] if spots else None
+
+
+def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
+    """Returns the statements of a function's own scope, outer ones before inner ones."""
+    return [
+        _Spot(names, function, block, index, chain) for block, chain in blocks(function) for index in range(len(block))
+    ]
+
+
+def _origin(spot: _Spot) -> _Spot | None:
+    """Returns the assignment of the name that a branch or an assertion tests: it is less to rewrite.
+
+    None if something else is tested, or the name is not made by one plain assignment.
+    """
+    test = getattr(spot.statement, "test", None)
+    test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
+    if not isinstance(test, ast.Name) or test.id in arguments(spot.function):
+        return None
+    makers = [one for one in _spots(spot.names, spot.function) if test.id in names_bound([one.statement])]
+    statement = makers[0].statement if len(makers) == 1 else None
+    plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and names_bound([statement]) == {test.id}
+    return makers[0] if plain else None
 
 
 def _definitions(body: Sequence[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
@@ -269,7 +289,7 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "x"
 
 
 def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:

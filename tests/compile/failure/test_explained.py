@@ -100,7 +100,7 @@ def test_a_value_that_is_asked_for_while_the_network_is_rehearsed_is_refused_in_
     port.change(
         "patches/up/stages.py",
         "\n\nSTAGES",
-        '\n\ndef like(parts, settings):\n    return {"x": torch.ones(4, 4)}\n\n\nSTAGES',
+        '\n\ndef like(parts, settings):\n    return {"x": torch.ones(8, 4)}\n\n\nSTAGES',
     )
     port.change("up/model.py", LAYER, f"{LAYER}        y = y * y.sum().item()\n")
     lines = refused(port, errors.TracedValueError)
@@ -213,6 +213,14 @@ def test_cuda_that_no_shipped_file_answers_for_is_refused_with_an_entry_to_paste
     assert carried().steps == 1
 
 
+def test_a_check_for_cuda_of_upstreams_own_is_rewritten_and_torch_is_left_alone(port):
+    port.change("up/model.py", LAYER, f'{LAYER}        assert torch.cuda.is_available(), "This requires CUDA"\n')
+    lines = refused(port, errors.CudaError)
+    entry = pasted(port, lines, "def forward_14():\n    pass\n", "up/tracing")
+    assert entry.rewrite.match == "assert torch.cuda.is_available(), 'This requires CUDA'"
+    assert carried().steps == 1
+
+
 def test_cuda_in_a_function_of_upstream_is_refused_with_a_rewrite(port):
     port.change("up/model.py", LAYER, f"{LAYER}        y = y.cuda()\n")
     lines = refused(port, errors.CudaError)
@@ -243,6 +251,19 @@ def test_an_absent_package_is_refused_with_a_stub_to_paste(port, line, target):
     assert lines[2] == f"  site/up/layers.py:2 in import of up.layers: {line}"
     entry = pasted(port, lines, "", "up/imports")
     assert (entry.target, entry.stub.importers) == (target, ["up.layers"])
+    assert carried().steps == 1
+
+
+def test_another_importer_of_a_package_that_has_a_stub_is_added_to_it(port):
+    port.change("up/model.py", "import torch\n", "import torch\nimport flash_absent\n")
+    pasted(port, refused(port, errors.AbsentPackageError), "", "up/imports")
+    port.upstream("layers.py", "import flash_absent\n")
+    port.change("up/model.py", "import torch\n", "import torch\nfrom up import layers\n")
+    assert refused(port, errors.AbsentPackageError)[0] == (
+        "site/up/layers.py:1: The import of up.layers needs the package flash_absent, and it is not installed. "
+        "Add up.layers to 'importers' of 'up.flash-absent' in patches/up/imports.yaml:1."
+    )
+    port.change("patches/up/imports.yaml", "[up.model]", "[up.model, up.layers]")
     assert carried().steps == 1
 
 

@@ -1,0 +1,56 @@
+"""Makes the error of an exception: its line, its cure, the frames that lead there, an entry to paste."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+
+from torchport.compile.failure.cure import CURES, Failure
+from torchport.compile.failure.frames import OURS, culprit, frames
+from torchport.errors import ForeignError
+from torchport.patch.declared.replacement import Explained
+from torchport.task import Task
+
+MOST_FRAMES = 2
+"""Frames that are listed, the innermost ones."""
+
+
+def explained(task: Task) -> Explained:
+    """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure.
+
+    Raises:
+        ForeignError: An exception that leaves code of an upstream, of the task's family, or of a patch.
+    """
+    return Explained(functools.partial(error_of, task))
+
+
+def error_of(task: Task, exception: BaseException) -> ForeignError | None:
+    """Returns the error of an exception of foreign code. None for one of torchport's own."""
+    causes = _causes(exception)
+    every = frames(causes, task)
+    frame = culprit(causes[-1], every)
+    if frame is None:
+        return None
+    failure = Failure(task, causes[-1], frame, every)
+    kind = failure.kind()
+    fact, remedy, entry = CURES[kind](failure)
+    error = kind(frame.place, fact, remedy, owner=frame.owner)
+    ours = [one for one in every if one.owner in OURS or one is frame]
+    # A comprehension has a frame of its own, on its function's line.
+    listed = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner][-MOST_FRAMES:]
+    left_out = len(every) - len(listed)
+    error.details = [
+        *(one.text() for one in listed),
+        f"  {failure.reason}  ({left_out} more frames: torchport -v COMMAND)",
+        *(entry.text.splitlines() if entry else ()),
+    ]
+    error.trace = "".join(traceback.format_exception(exception))
+    return error
+
+
+def _causes(exception: BaseException) -> list[BaseException]:
+    """Returns an exception and what it was raised from: upstream wraps errors in errors that say less."""
+    causes = [exception]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes

@@ -1,0 +1,126 @@
+"""The frames of a traceback: whose code each is, and which one is at fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from torchport.foreign import is_absence
+from torchport.task import Task
+
+ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
+"""Packages that every port runs on, beside Python's own modules: no frame of them is at fault."""
+HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly", "call_jax", "call_torch"}
+"""Functions of torchport that only pass a call on: what is raised there is for their caller to mend."""
+Owner = Literal["upstream", "family", "patch", "torchport", "library", "engine"]
+OURS: tuple[Owner, ...] = ("upstream", "family", "patch")
+"""Whose code a port can change: by a patch, or by an editor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One frame of a traceback.
+
+    Attributes:
+        owner: Whose code it is.
+        module: The module's name.
+        file: Its file; of rewritten code, upstream's.
+        line: From 1.
+        function: With its class; `<module>` where the module itself runs.
+        statement: The line as it runs.
+    """
+
+    owner: Owner
+    module: str
+    file: str
+    line: int
+    function: str
+    statement: str
+
+    @property
+    def place(self) -> str:
+        """`file:line`, as a path that can be opened from the current folder."""
+        file = Path(self.file)
+        return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{self.line}"
+
+    @property
+    def caller(self) -> str:
+        """What the code is, for a sentence."""
+        return f"The import of {self.module}" if self.function == "<module>" else self.function
+
+    def text(self) -> str:
+        """Returns the frame as one line."""
+        where = f"import of {self.module}" if self.function == "<module>" else self.function
+        return f"  {self.place} in {where}: {self.statement[:100]}"
+
+
+def frames(causes: Sequence[BaseException], task: Task) -> list[Frame]:
+    """Returns the frames of an exception's causes, the innermost last.
+
+    Args:
+        causes: The exception, and what it was raised from.
+        task: What was run: its card and its family say whose code is whose.
+    """
+    packages = _upstream_packages(task)
+    return [frame for cause in causes for frame in _frames_of(cause.__traceback__, task, packages)]
+
+
+def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
+    """Returns the frame whose code is at fault. None if it is torchport's own."""
+    if is_absence(error):  # whoever imports, of whatever package
+        every = [frame for frame in every if not frame.module.startswith("torchport.patch.live")]
+        frame = next((one for one in reversed(every) if one.owner != "engine"), None)
+    else:
+        frame = next((one for one in reversed(every) if one.owner in (*OURS, "torchport")), None)
+        if frame is not None and frame.owner == "torchport" and frame.function.rpartition(".")[2] in HANDS_ON:
+            frame = next((one for one in reversed(every) if one.owner in OURS), None)
+    return None if frame is None or frame.owner == "torchport" else frame
+
+
+def _upstream_packages(task: Task) -> set[str]:
+    """Returns the packages that the card names, and those that its patches change."""
+    card = task.card
+    classes = [
+        *(component.class_ for component in card.components.values()),
+        *([card.pipeline] if card.pipeline else []),
+    ]
+    names = {name.replace("-", "_") for name in card.upstream} | {re.split(r"[.:]", path)[0] for path in classes}
+    names |= {card.checkout.package} if card.checkout else set()
+    return (names | {entry.package for entry in task.patches(task.stages)}) - ENGINE - sys.stdlib_module_names
+
+
+def _frames_of(trace: TracebackType | None, task: Task, packages: set[str]) -> list[Frame]:
+    frames = []
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        statement = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
+        file = code.co_filename
+        if file.startswith("<torchport: "):  # rewritten code has upstream's lines
+            file = file.rpartition(" in ")[2].removesuffix(">")
+        owner = _owner(module, file, task, packages)
+        frames.append(Frame(owner, module, file, trace.tb_lineno, _name(code.co_qualname), statement))
+        trace = trace.tb_next
+    return frames
+
+
+def _name(qualified: str) -> str:
+    """Returns a function's name without the comprehensions and lambdas inside it."""
+    return re.sub(r"(\.<locals>)?\.<\w+>.*", "", qualified)
+
+
+def _owner(module: str, file: str, task: Task, packages: set[str]) -> Owner:
+    package = module.partition(".")[0]
+    if package == "torchport_patches":
+        return "family" if module == task.family.__name__ else "patch"
+    if package in packages:
+        return "upstream"
+    if package == "torchport":
+        return "torchport"
+    is_engine = package in ENGINE or package in sys.stdlib_module_names or file.startswith("<")
+    return "engine" if is_engine else "library"
