@@ -80,25 +80,23 @@ def read(folder: Path, names: Sequence[str], report: Report) -> list[patch.Entry
         names: `upstream` or `upstream/file`.
         report: Takes the findings.
     """
-    readable = []
-    for name in dict.fromkeys(file for files in names for file in _files(folder, files)):
+    names_of_files = list(dict.fromkeys(file for name in names for file in _files(folder, name)))
+    readable: dict[str, list[patch.Entry]] = {}
+    for name in names_of_files:
         try:
-            entries = patch.read(folder, [name])
+            readable[name] = patch.read(folder, [name])
         except TorchportError as error:
             report.add(error, "schema")
-            continue
-        readable.append(name)
-        for entry in entries:
-            report.try_entry(entry, "schema")
-    try:
-        return patch.read(folder, readable)
-    except TorchportError as error:  # two files that contradict each other
-        report.add(error, "schema")
-    by_id: dict[str, patch.Entry] = {}
-    for name in readable:
-        for entry in patch.read(folder, [name]):
-            by_id.setdefault(entry.id, entry)
-    return list(by_id.values())
+    entries = [entry for of_file in readable.values() for entry in of_file]
+    for entry in entries:
+        report.try_entry(entry, "schema")
+    by_id = {entry.id: entry for entry in reversed(entries)}
+    if len(by_id) < len(entries):
+        try:
+            patch.read(folder, list(readable))  # says which
+        except TorchportError as error:
+            report.add(error, "schema")
+    return [entry for entry in entries if by_id[entry.id] is entry]
 
 
 def _files(folder: Path, name: str) -> list[str]:
