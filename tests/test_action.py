@@ -182,8 +182,8 @@ def test_torchport_is_installed_without_torch_where_nothing_is_imported(runner):
     runner.run(static="true")
     runner.run(static="false")
     assert runner.calls.read_text().splitlines() == [
-        f"-m pip install --no-deps {ROOT}",
         f"-m pip install --requirement {ROOT}/tools/static.txt",
+        f"-m pip install --no-deps {ROOT}",
         f"-m pip install {ROOT}",
     ]
 

@@ -196,20 +196,6 @@ def test_a_checkout_on_which_a_patch_cannot_be_applied_is_not_locked(world):
     assert patches.lock(world.patches, ["up"], check_apply=tried) == ["up.m:f: changed"]
 
 
-def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
-    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
-    row = {"id": "up.one", "state": "applied", "calls": 0}
-    report = check.not_called([row], entries, "denoise")
-    (finding,) = report.findings
-    assert finding.text == "'up.one' was not called in denoise (it is applied). Find what is called instead of up.m:f."
-    assert exit_code([finding]) == 5
-    assert check.not_called([row], entries, "decode") == Report()
-    assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
-    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
-    assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
-    assert check.check(world.patches, ["up"], world.site, called=lambda: report).findings[-1] == finding
-
-
 def test_patches_are_listed_and_shown_as_data(world):
     _entries(world, "f")
     (row,) = patches.rows(world.patches)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 import sys
-import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch, progress
-from torchport.commands import static_check
+from torchport.commands import demo, static_check
 from torchport.commands.findings import Finding, Report, of_entry, of_error
 from torchport.config.card import Card
 from torchport.config.checkout import existing
 from torchport.config.pack import Pack, find_pack
-from torchport.errors import NotCalledError, PatchError, TargetError, TorchportError, UnsupportedError
+from torchport.errors import PatchError, TargetError, TorchportError, UnsupportedError
 from torchport.patch.declared import replacement
 from torchport.patch.source.source import is_there, shown
 from torchport.processes import child
@@ -106,7 +104,9 @@ def report_of(flags: Flags) -> Report:
     if flags.static:
         report.extend(static_check.check(pack.folders, names, checkout, chosen))
         return report
-    called = None if flags.model is None else functools.partial(demo_called, pack, flags.model, flags.upstream_path)
+    called = None
+    if flags.model is not None:
+        called = functools.partial(demo.not_called_by, pack, flags.model, flags.upstream_path)
     report.extend(check(pack.folders, names, checkout, called, together(pack, cards), chosen))
     return report
 
@@ -233,61 +233,6 @@ def require_applied(
             fact = f"Nothing is locked, as {finding.id} is found: {finding.text.rstrip('.')}"
             remedy = f"See all findings with: torchport check {' '.join(names)}"
             raise UnsupportedError(finding.place, fact, remedy, patch=finding.patch)
-
-
-def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
-    """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
-    calls = {row["id"]: row for row in rows}
-    report = Report()
-    for entry in entries:
-        row = calls.get(entry.id)
-        if stage not in entry.must_be_called or (row is not None and row["state"] == "not needed"):
-            continue
-        report.try_entry(entry, "called")
-        if not (row and row["calls"]):
-            state = row["state"] if row else "not in the ledger"
-            text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
-            text = f"{text} of {entry.target}."
-            report.findings.append(Finding(NotCalledError.id, entry.place, text, entry.id, "called"))
-    return report
-
-
-SMALL = ("height=64", "width=64", "frames=5", "steps=1")
-"""The demo at a size of seconds: every stage runs, and every patch has its chance to be called."""
-
-
-def demo_called(pack: Pack, model: str, upstream_path: Path | None) -> Report:
-    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
-
-    Args:
-        pack: Where the card lies.
-        model: The card's name.
-        upstream_path: Where the upstream stands, if it is not installed.
-    """
-    from torchport.task import Request
-
-    card, _ = pack.card(model)
-    place = None if upstream_path is None else str(upstream_path)
-    paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name)
-        options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
-        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
-        try:
-            with progress.waiting(f"run {model}'s demo"):
-                child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
-        except TorchportError as error:
-            return Report([of_error(error, "called")])
-        report = Report()
-        for stage, names in card.patches.items():
-            rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
-            report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
-        return report
-
-
-def _demo_ended(card: Card, end: child.Ended) -> PatchError:
-    remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
-    return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
 
 
 def _ended(name: str, end: child.Ended) -> PatchError:

@@ -90,24 +90,24 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
     """
     stack = [Path(folders)] if isinstance(folders, str | Path) else list(folders)
     readable: dict[str, None] = {}
-    by_id: dict[str, patch.Entry] = {}
+    entries: list[patch.Entry] = []
     for root in stack if home is None else stack[stack.index(home) :]:
         for name in dict.fromkeys(file for files in names for file in _files(root, files)):
             try:
-                entries = patch.read(root, [name])
+                entries += patch.read(root, [name])
+                readable[name] = None
             except TorchportError as error:
                 report.add(error, "schema")
-                continue
-            readable[name] = None
-            for entry in entries:
-                by_id.setdefault(entry.id, entry)
-    try:
-        by_id = {entry.id: entry for entry in patch.read(stack, list(readable), home)} if readable else {}
-    except TorchportError as error:  # files that contradict each other, or one above that cannot be read
-        report.add(error, "schema")
-    for entry in by_id.values():
+    by_id = {entry.id: entry for entry in reversed(entries)}
+    if readable and (len(stack) > 1 or len(by_id) < len(entries)):
+        try:
+            by_id = {entry.id: entry for entry in patch.read(stack, list(readable), home)}
+        except TorchportError as error:  # files that contradict each other, or one above that cannot be read
+            report.add(error, "schema")
+    entries = [by_id[key] for key in dict.fromkeys(entry.id for entry in entries)]
+    for entry in entries:
         report.try_entry(entry, "schema")
-    return list(by_id.values())
+    return entries
 
 
 def _files(root: Path, name: str) -> list[str]:

@@ -1,0 +1,70 @@
+"""A card's demo, run by `torchport check --model`: which patches its stages had to call, and did not."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchport import patch, progress
+from torchport.commands.findings import Finding, Report, of_error
+from torchport.config.card import Card
+from torchport.config.pack import Pack
+from torchport.errors import NotCalledError, PatchError, TorchportError
+from torchport.processes import child
+
+SMALL = ("height=64", "width=64", "frames=5", "steps=1")
+"""The demo at a size of seconds: every stage runs, and every patch has its chance to be called."""
+
+
+def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
+    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
+
+    Args:
+        pack: Where the card lies.
+        model: The card's name.
+        upstream_path: Where the upstream stands, if it is not installed.
+    """
+    from torchport.task import Request
+
+    card, _ = pack.card(model)
+    place = None if upstream_path is None else str(upstream_path)
+    paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
+        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
+        try:
+            with progress.waiting(f"run {model}'s demo"):
+                child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
+        except TorchportError as error:
+            return Report([of_error(error, "called")])
+        report = Report()
+        for stage, names in card.patches.items():
+            rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
+            report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
+        return report
+
+
+def _demo_ended(card: Card, end: child.Ended) -> PatchError:
+    remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
+    return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
+
+
+def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
+    """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
+    calls = {row["id"]: row for row in rows}
+    report = Report()
+    for entry in entries:
+        row = calls.get(entry.id)
+        if stage not in entry.must_be_called or (row is not None and row["state"] == "not needed"):
+            continue
+        report.try_entry(entry, "called")
+        if not (row and row["calls"]):
+            state = row["state"] if row else "not in the ledger"
+            text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
+            text = f"{text} of {entry.target}."
+            report.findings.append(Finding(NotCalledError.id, entry.place, text, entry.id, "called"))
+    return report
