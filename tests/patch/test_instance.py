@@ -10,7 +10,9 @@ from fakes.patch_world import World
 
 from torchport import patch
 from torchport.errors import TorchportError
+from torchport.patch.declared.lock import read_lock
 from torchport.patch.live.exchange import PATCH
+from torchport.patch.source import drift
 
 UPSTREAM = """\
 import torch
@@ -472,15 +474,32 @@ def test_what_somebody_else_put_in_its_place_since_stays(world):
     assert net.last.forward is theirs
 
 
-def test_the_target_of_an_exchange_is_locked_with_what_it_uses(world, monkeypatch):
-    from torchport.patch.source import drift
-
+def test_the_target_of_an_exchange_is_locked_with_what_it_uses(world):
+    world.write("up/m.py", UPSTREAM.replace("return x * self.weight", "helper(x); return x * self.weight"))
     entries = _entry(world)
     assert drift.lock(world.patches, entries) == ["up.m:Scale: new"]
     assert drift.check(entries[0]) == "locked"
+    [row] = read_lock(world.patches / "up")["up.m:Scale"].rows
+    assert "helper:" in row.relies_on["up.m"]
     world.write("up/m.py", UPSTREAM.replace("* self.table * by", "* self.table"))
     with pytest.raises(TorchportError, match=r"up.m:Scale is not what 'up.one' was reviewed against"):
         patch.applied(entries).__enter__()
+
+
+def test_a_class_is_named_where_it_is_defined(world):
+    entries = _entry(world, "0", target="torch.nn:Linear")
+    with patch.applied(entries) as ledger, pytest.raises(TorchportError) as caught:
+        ledger.exchange({"net": torch.nn.Sequential(torch.nn.Linear(2, 2))})
+    assert str(caught.value) == (
+        "patches/up/p.yaml:1: torch.nn:Linear is torch.nn.modules.linear:Linear. Write torch.nn.modules.linear:Linear."
+    )
+
+
+def test_of_a_class_of_torch_the_class_alone_is_locked(world):
+    entries = _entry(world, target="torch.nn.modules.linear:Linear")
+    assert drift.lock(world.patches, entries) == ["torch.nn.modules.linear:Linear: new"]
+    [row] = read_lock(world.patches / "up")["torch.nn.modules.linear:Linear"].rows
+    assert row.tree and not row.relies_on
 
 
 def test_a_class_of_torch_may_be_a_target_without_a_scope(world):

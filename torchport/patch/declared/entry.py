@@ -229,6 +229,11 @@ class Entry(Frozen):
         return self.edits or self.kind == "instance"
 
     @property
+    def is_shared(self) -> bool:
+        """Whether everybody uses its target's package: torch, JAX, or Python's library (builtins included)."""
+        return self.package in ("torch", "jax", "jaxlib") or self.package in sys.stdlib_module_names
+
+    @property
     def module(self) -> str:
         """The target's module."""
         return self.target.partition(":")[0]
@@ -285,9 +290,7 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
-    # `sys.stdlib_module_names` has builtins as well.
-    shared = entry.package in ("torch", "jax", "jaxlib") or entry.package in sys.stdlib_module_names
-    outside = shared and entry.kind not in ("op", "instance")
+    outside = entry.is_shared and entry.kind not in ("op", "instance")
     if outside and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":

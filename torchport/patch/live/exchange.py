@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -183,9 +184,14 @@ def _method(entry: Entry, slot: Slot) -> str | None:
     """Returns the name of a target that is a method, None for a class.
 
     Raises:
-        TargetError: It is neither, or a method that Python does not look up in the instance.
+        TargetError: It is neither, a method that Python does not look up in the instance, or another module's class.
     """
     if isinstance(slot.raw, type):
+        home = _full_name(slot.raw)
+        defines = vars(sys.modules.get(slot.raw.__module__, entry)).get(slot.raw.__qualname__) is slot.raw
+        if home != entry.target and defines:  # there is its source, whose drift is looked for
+            fact = f"{entry.target} is {home}"
+            raise TargetError(entry.place, fact, f"Write {home}", patch=entry.id, target=entry.target)
         return None
     is_method = isinstance(slot.holder, type) and callable(slot.raw) and not isinstance(slot.raw, staticmethod)
     if is_method and not (slot.name.startswith("__") and slot.name.endswith("__")):

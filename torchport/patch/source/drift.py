@@ -91,6 +91,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
 
     What takes a target's place does its work: it relies on what the target uses, unless no tensor passes through it.
+    Of an instance's class in torch the class alone counts: what it uses is half of torch.
     """
     result = {}
     for target in sorted(entry.relies_on):
@@ -98,7 +99,8 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
         result[target] = (
             _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
         )
-    itself = [entry.target] if entry.kind in ("replace", "instance") and not entry.plumbing else []
+    takes_its_place = entry.kind == "replace" or (entry.kind == "instance" and not entry.is_shared)
+    itself = [entry.target] if takes_its_place and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
     result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
