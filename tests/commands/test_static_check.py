@@ -45,7 +45,7 @@ def world(tmp_path, monkeypatch):
     world.close()
 
 
-def _lines(report):
+def _told(report):
     return [f"{finding.place}: {finding.id} {finding.text}" for finding in report.findings]
 
 
@@ -86,18 +86,18 @@ def test_a_locked_pack_is_clean_and_nothing_of_it_has_run(world):
 )
 def test_an_entry_that_cannot_work_is_a_finding_without_running_its_file(world, entry, text):
     world.yaml(f"id: up.f\n  {entry}")
-    (line,) = [one for one in _lines(_check(world)) if "TP207" not in one]
-    assert line.startswith(f"patches/up/p.yaml:1: {text}")
+    (told,) = [one for one in _told(_check(world)) if "TP207" not in one]
+    assert told.startswith(f"patches/up/p.yaml:1: {text}")
 
 
 def test_a_patch_file_that_is_no_python_is_a_finding(world):
     world.python("def new(a:\n")
     world.yaml("id: up.f\n  target: up.m:f\n  replace: p.py:new")
-    (line,) = _lines(_check(world))
-    assert line.startswith(
+    (told,) = _told(_check(world))
+    assert told.startswith(
         "patches/up/p.yaml:1: TP213 'p.py' does not load for 'up.f': SyntaxError: '(' was never closed"
     )
-    assert line.endswith(". Mend the file.")
+    assert told.endswith(". Mend the file.")
 
 
 @pytest.mark.parametrize("line", ["new = print", "from math import floor as new", "new = make()", "from x import *"])
@@ -150,8 +150,8 @@ def test_every_bad_file_is_reported_and_an_id_that_two_files_have(world):
     world.yaml("id: up.f\n  target: up.m:C.g\n  replace: p.py:old", "q.yaml")
     for name, text in (("a", "- id: [\n"), ("b", "- id: up.b\n  extra: 1\n")):
         (world.patches / "up" / f"{name}.yaml").write_text(text)
-    findings = sorted((finding.id, finding.place, finding.step) for finding in _check(world).findings)
-    assert findings == [
+    told = sorted((finding.id, finding.place, finding.step) for finding in _check(world).findings)
+    assert told == [
         ("TP101", "patches/up/a.yaml:2", "schema"),
         ("TP103", "patches/up/b.yaml:2", "schema"),
         ("TP202", "patches/up/q.yaml:1", "schema"),
@@ -190,8 +190,8 @@ class Cards:
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
 
-    def lines(self, **flags):
-        return _lines(check.report_of(Flags(path=str(self.root), static=True, upstream_path=self.world.site, **flags)))
+    def told(self, **flags):
+        return _told(check.report_of(Flags(path=str(self.root), static=True, upstream_path=self.world.site, **flags)))
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def cards(world, root):
 
 
 def test_a_card_with_its_family_and_its_demo_is_clean(cards):
-    assert cards.lines() == cards.lines(model="some") == []
+    assert cards.told() == cards.told(model="some") == []
     report = static_check.check_cards(Pack(cards.root))
     assert [(case.place, case.step) for case in report.cases] == [
         ("configs/models/some.yaml:1", "schema"),
@@ -225,29 +225,29 @@ def test_a_card_with_its_family_and_its_demo_is_clean(cards):
 )  # fmt: skip
 def test_a_card_that_names_what_is_not_there_is_a_finding_with_its_line(cards, old, new, place, text):
     cards.replace(old, new)
-    (line,) = cards.lines()
-    assert line.startswith(f"configs/models/some.yaml:{place}: {text}")
+    (told,) = cards.told()
+    assert told.startswith(f"configs/models/some.yaml:{place}: {text}")
 
 
 def test_a_family_is_read_and_not_run(cards):
     cards.family(FAMILY.replace("arrange_tiny = None\n", ""))
-    assert cards.lines()[0].startswith(
+    assert cards.told()[0].startswith(
         "configs/models/some.yaml:4: TP213 'patches/up/stages.py' has no arrange_tiny. Add"
     )
     cards.family(FAMILY.replace("STAGES = (", "STAGES = ("[:-1]))
-    assert cards.lines()[0].startswith("configs/models/some.yaml:4: TP213 'patches/up/stages.py:")
+    assert cards.told()[0].startswith("configs/models/some.yaml:4: TP213 'patches/up/stages.py:")
     cards.family(FAMILY.replace('network="vae"', 'network="vea"'))
-    assert "TP104 There are no rules for 'vea'. Add 'vea', a network of 'some'." in cards.lines()[0]
+    assert "TP104 There are no rules for 'vea'. Add 'vea', a network of 'some'." in cards.told()[0]
     for unknown in ('network="v" + "ae"', "**more", '"", (), (), "vae"'):
         cards.family(FAMILY.replace('network="vae"', unknown))
-        assert cards.lines() == []
+        assert cards.told() == []
 
 
 def test_patches_of_one_stage_that_change_one_target_are_a_finding(cards):
     cards.world.yaml("id: up.e\n  target: up.m:f\n  replace: p.py:new", "q.yaml")
     cards.replace("decode: [up/p]", "decode: [up/p, up/q]")
-    (line,) = cards.lines()
-    assert line.startswith("patches/up/q.yaml:1: TP202 'up.e' claims up.m:f, and 'up.f' at patches/up/p.yaml:1 up.m:f.")
+    (told,) = cards.told()
+    assert told.startswith("patches/up/q.yaml:1: TP202 'up.e' claims up.m:f, and 'up.f' at patches/up/p.yaml:1 up.m:f.")
 
 
 def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
@@ -256,24 +256,24 @@ def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
     (cards.root / "configs" / "b.yaml").write_text(text.replace("frames: 17", "frames: 18"))
     (cards.root / "configs" / "c.yaml").write_text(text.replace("machine: cpu", "machine: gpv"))
     cards.replace("strategy: ", "strategy: no-", cards.demo)
-    lines = cards.lines()
-    assert [one.partition(". ")[0] for one in lines[1:]] == [
+    told = cards.told()
+    assert [one.partition(". ")[0] for one in told[1:]] == [
         "configs/a.yaml:1: TP105 'steps' is 'many' (text)",
         "configs/b.yaml:5: TP107 'frames' is 18",
-        lines[3].partition(". ")[0],
+        told[3].partition(". ")[0],
     ]
-    assert lines[0].startswith("configs/demo.yaml:") and "TP106 'some' has no strategy 'no-" in lines[0]
-    assert lines[3].startswith("configs/c.yaml:") and "gpv" in lines[3]
+    assert told[0].startswith("configs/demo.yaml:") and "TP106 'some' has no strategy 'no-" in told[0]
+    assert told[3].startswith("configs/c.yaml:") and "gpv" in told[3]
 
 
 def test_one_bad_card_does_not_hide_another(cards):
     (cards.root / "configs" / "models" / "a.yaml").write_text("model: [\n")
     (cards.root / "configs" / "models" / "b.yaml").write_text("model: b\n")
-    assert [one.partition(" ")[2][:5] for one in cards.lines()] == ["TP101", "TP104"]
-    assert cards.lines(model="some") == []
-    assert len(cards.lines(model="a")) == 1
+    assert [one.partition(" ")[2][:5] for one in cards.told()] == ["TP101", "TP104"]
+    assert cards.told(model="some") == []
+    assert len(cards.told(model="a")) == 1
     with pytest.raises(UnknownNameError, match="There is no model card 'c'"):
-        cards.lines(model="c")
+        cards.told(model="c")
 
 
 def test_an_upstream_that_needs_plumbing_at_import_passes_beside_that_of_its_card(world):
@@ -287,11 +287,11 @@ def test_an_upstream_that_needs_plumbing_at_import_passes_beside_that_of_its_car
     world.yaml(entry, upstream="other")
     patches.lock(world.patches)
 
-    def ids(stages):
+    def told(stages):
         return [finding.id for finding in check.check(world.patches, ["up"], world.site, stages=stages).findings]
 
-    assert ids([]) == ["TP201"]
-    assert ids([Together(("up/p", "other/p"))]) == []
+    assert told([]) == ["TP201"]
+    assert told([Together(("up/p", "other/p"))]) == []
     check.require_applied(world.patches, ["up"], world.site, [Together(("up/p", "other/p"))])
 
 
