@@ -101,7 +101,7 @@ class Runner:
         """Runs the action with some inputs; returns its exit code and the names of the steps that are due."""
         action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
         assert set(chosen) <= set(action["inputs"])
-        inputs = {name: given["default"] for name, given in action["inputs"].items()} | chosen
+        inputs = {name: field["default"] for name, field in action["inputs"].items()} | chosen
         inputs = {name: self.filled(value, {}) for name, value in inputs.items()}
         done = []
         for step in action["runs"]["steps"]:

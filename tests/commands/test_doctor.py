@@ -24,7 +24,7 @@ def findings(root, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def look():
-        return {finding.what: finding for finding in examine(str(root))}
+        return {finding.what: finding for finding in examine([str(root)])}
 
     return look
 

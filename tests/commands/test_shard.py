@@ -9,7 +9,7 @@ from torchport.task import Request
 
 def found(*overrides, strategy, config="configs/demo.yaml"):
     """The transformer's rows by kind and pattern."""
-    rows = rule_rows(request_of("hunyuan", config, strategy, None, overrides=overrides))
+    rows = rule_rows(request_of("hunyuan", config, strategy, (), overrides=overrides))
     return {(row.kind, row.pattern): row for row in rows if row.component == "transformer"}
 
 

@@ -299,8 +299,8 @@ def test_an_upstream_that_needs_plumbing_at_import_passes_beside_that_of_its_car
 
 def test_an_upstream_is_tried_once_for_each_set_of_plumbing_beside_it(world, monkeypatch):
     """Beside it are plumbing, stubs, and what the original needs; of sets within each other the largest counts."""
-    world.yaml("id: up.f\n  target: up.m:f\n  replace: p.py:new")
     plumbing = "\n  plumbing: true"
+    world.yaml(f"id: up.f\n  target: up.m:f\n  replace: p.py:new{plumbing}")
     for name, more in (("a", plumbing), ("b", ""), ("c", plumbing)):
         entry = f"id: other.{name}\n  target: other.m:{name}\n  replace: p.py:new{more}"
         world.yaml(entry, f"{name}.yaml", upstream="other")
@@ -314,7 +314,7 @@ def test_an_upstream_is_tried_once_for_each_set_of_plumbing_beside_it(world, mon
     monkeypatch.setattr(check.child, "call", call)
     stages = [
         Together(("torchax", "up/p", "other/a", "other/b", "nowhere/p")),
-        Together(("up", "other/a", "other/b", "other/c")),
+        Together(("up/q", "other/a", "other/b", "other/c")),
         Together(("up/p", "other/b", "gone"), original=("other/b",)),
         Together(("other/a", "gone")),
     ]

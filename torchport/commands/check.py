@@ -174,10 +174,12 @@ def _groups(folders: patch.Folders, names: Iterable[str], stages: Sequence[Toget
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         by_upstream.setdefault(name.partition("/")[0], []).append(name)
-    aids = [(stage, _aids(folders, stage, report)) for stage in stages]
+    aids = {stage: _aids(folders, stage, report) for stage in stages}
     groups = []
     for upstream, chosen in by_upstream.items():
-        using = [ids for stage, ids in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
+        itself = {entry.id for entry in static_check.read(folders, chosen, Report())}
+        stages_of_it = [stage for stage in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
+        using = [aids[stage] - itself for stage in stages_of_it]
         sets = [ids for ids in dict.fromkeys(using) if not any(ids < other for other in using)]
         groups += [Group(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
     return groups
