@@ -222,8 +222,9 @@ class PatchError(TorchportError):
 
 
 class TargetError(PatchError):
-    """The installed upstream does not have the target's module or attribute, or it cannot be imported. Or a loaded
-    component does not have the submodules that an `instance` patch names.
+    """The installed upstream does not have the target's module or attribute, or it cannot be imported.
+
+    Of an `instance` patch: the loaded component does not have the submodules that it names.
     """
 
     id = "TP201"

@@ -216,7 +216,7 @@ def test_a_card_with_its_family_and_its_demo_is_clean(cards):
     ("old", "new", "place", "text"),
     [
         ("decode: [up/p]", "decode: [up/p, up/q]", 14, "TP106 No patches 'up/q'. Known: p."),
-        ("decode: [up/p]", "decode: [other/p]", 14, "TP106 No patches for 'other'. Known: up."),
+        ("decode: [up/p]", "decode: [other/p]", 14, "TP106 No patches for 'other'. Known: diffusers, "),
         ("decode: [up/p]", "decode: [up/p/q]", 14, "TP107 'up/p/q' is no name of patches. Write upstream or"),
         ("decode: [up/p]", "decode: [up/p]\noriginal: [up/q]", 15, "TP106 No patches 'up/q'. Known: p."),
         ("family: up/stages", "family: up/verbs", 4, "TP106 'family' is 'up/verbs', and there is no patches/up/verbs"),
@@ -245,6 +245,19 @@ def test_a_family_is_read_and_not_run(cards):
         assert cards.told() == []
 
 
+def test_a_builder_that_a_card_names_is_looked_for_and_not_run(cards):
+    build = '  scheduler: {{build: "{}", dtype: float32, class: '
+    cards.replace("pipeline: diffusers:HunyuanVideo15Pipeline\n", "")  # which would read a layout without builders
+    cards.replace("  scheduler: {class: ", build.format("stages.py:batch"))
+    assert cards.told() == []
+    cards.replace("stages.py:batch", "stages.py:built")
+    (line,) = cards.told()
+    assert "TP213 'patches/up/stages.py' has no function 'built'. Known: batch." in line
+    cards.replace("stages.py:built", "absent.py:built")
+    (line,) = cards.told()
+    assert line.startswith("configs/models/some.yaml:") and "'patches/up/absent.py' does not load: FileNotFound" in line
+
+
 def test_patches_of_one_stage_that_change_one_target_are_a_finding(cards):
     cards.world.yaml("id: up.e\n  target: up.m:f\n  replace: p.py:new", "q.yaml")
     cards.replace("decode: [up/p]", "decode: [up/p, up/q]")
@@ -257,7 +270,7 @@ def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
     (cards.root / "configs" / "a.yaml").write_text("steps: many\n")
     (cards.root / "configs" / "b.yaml").write_text(text.replace("frames: 17", "frames: 18"))
     (cards.root / "configs" / "c.yaml").write_text(text.replace("machine: cpu", "machine: gpv"))
-    cards.replace("strategy: ", "strategy: no-", cards.demo)
+    cards.replace("strategy: ", "overrides: true\nstrategy: no-", cards.demo)
     told = cards.told()
     assert [one.partition(". ")[0] for one in told[1:]] == [
         "configs/a.yaml:1: TP105 'steps' is 'many' (text)",

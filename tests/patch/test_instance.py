@@ -477,7 +477,7 @@ def test_what_somebody_else_put_in_its_place_since_stays(world):
 def test_the_target_of_an_exchange_is_locked_with_what_it_uses(world):
     world.write("up/m.py", UPSTREAM.replace("return x * self.weight", "helper(x); return x * self.weight"))
     entries = _entry(world)
-    assert drift.lock(world.patches, entries) == ["up.m:Scale: new"]
+    assert drift.lock(entries) == ["up.m:Scale: new"]
     assert drift.check(entries[0]) == "locked"
     [row] = read_lock(world.patches / "up")["up.m:Scale"].rows
     assert "helper:" in row.relies_on["up.m"]
@@ -497,7 +497,7 @@ def test_a_class_is_named_where_it_is_defined(world):
 
 def test_of_a_class_of_torch_the_class_alone_is_locked(world):
     entries = _entry(world, target="torch.nn.modules.linear:Linear")
-    assert drift.lock(world.patches, entries) == ["torch.nn.modules.linear:Linear: new"]
+    assert drift.lock(entries) == ["torch.nn.modules.linear:Linear: new"]
     [row] = read_lock(world.patches / "up")["torch.nn.modules.linear:Linear"].rows
     assert row.tree and not row.relies_on
 

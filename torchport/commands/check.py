@@ -6,6 +6,8 @@ The patches of one upstream share a process in which its modules are imported un
 upstreams without which a card's stage could not import it: one that touches CUDA at import needs the patches of
 torch.cuda. Two upstreams cannot share one: what the first imports, the second would find imported before its patches.
 Patches that come late to modules can, so all of them share one more process, which imports everything once.
+
+Over 400 lines: what is tried and the processes that try it are one command; nothing else uses a part of it.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def report_of(flags: Flags) -> Report:
     names, models = list(flags.names), [] if flags.model is None else [flags.model]
     if models or not names:
         report.extend(static_check.check_cards(pack, models))
-    cards = [card for card, _ in static_check.read_cards(pack, models, Report())]
+    cards = [card for card, _ in static_check.read_cards(pack, models or pack.models(), Report())]
     if models:
         names += _names_of(pack, cards)
     if models and not names:  # the card cannot be read
@@ -120,7 +122,7 @@ def _names_of(pack: Pack, cards: Iterable[Card]) -> list[str]:
 
 def stages_of(pack: Pack) -> list[Together]:
     """Returns what the stages of a pack's cards put in force; what cannot be read is left to `torchport check`."""
-    return together(pack, (card for card, _ in static_check.read_cards(pack, (), Report())))
+    return together(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
 
 
 def together(pack: Pack, cards: Iterable[Card]) -> list[Together]:

@@ -7,7 +7,8 @@ same checks.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
     """
     report.try_entry(entry, "targets")
-    if not entry.edits:
+    if not entry.has_source:
         return True
     try:
         state = _drift(entry, entries, report)
@@ -207,27 +208,28 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
         UnknownNameError: There is no card of a name.
     """
     report = Report()
-    cards = read_cards(pack, models or sorted({name for one in pack.checked for name in one.cards_here()}), report)
+    cards = read_cards(pack, models or {name for one in pack.checked for name in one.cards_here()}, report)
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
         for error in _mistakes(pack, card, document):
             report.add(error, "card")
         _check_demo(pack, card, document, report)
     if not models:
-        known = [card for card, _ in read_cards(pack, (), Report())]
+        others = set(pack.models()) - {card.model for card, _ in cards}
+        known = [card for card, _ in (*cards, *read_cards(pack, others, Report()))]
         for file in sorted(file for one in pack.checked for file in (one.root / "configs").glob("*.yaml")):
             _check_config(pack, file, known, report)
     return report
 
 
-def read_cards(pack: Pack, models: Sequence[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns the cards that can be read, of all cards if none is named; each other becomes a finding.
+def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
+    """Returns those of the named cards that can be read; each other becomes a finding.
 
     Raises:
         UnknownNameError: There is no card of a name.
     """
     cards = []
-    for name in models or pack.models():
+    for name in sorted(models):
         try:
             card, document = pack.card(name)
         except UnknownNameError:
@@ -253,8 +255,36 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
         networks = _networks(pack, card, document)
         if networks is not None:
             check_names(card, networks, document)
+        yield from _absent_builders(pack, card, document)
     except TorchportError as error:
         yield error
+
+
+def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields the refusal of a function that builds a component and is not in the file that a card names."""
+    family = pack.family_file(card, document.place(["family"]))
+    for name, component in card.components.items():
+        if component.build is None:
+            continue
+        place, (file, _, function) = document.place(["components", name, "build"]), component.build.partition(":")
+        path = family.with_name(file)
+        try:
+            tree = tree_of(path, functools.partial(_does_not_load, path, place))
+        except TorchportError as error:
+            yield error
+            continue
+        binding = binding_at(tree, (function,))
+        if binding.node is None and not binding.open:
+            known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+            fact = f"'{as_named(path)}' has no function '{function}'"
+            yield ReplacementError(place, fact, nearest(function, known))
+
+
+def _does_not_load(file: Path, place: str, error: Exception) -> ReplacementError:
+    line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+    what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    fact = f"'{as_named(file)}{line}' does not load: {type(error).__name__}: {what}".rstrip(".")
+    return ReplacementError(place, fact, "Mend the file")
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> None:
@@ -309,14 +339,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     """
     place = document.place(["family"])
     file = pack.family_file(card, place)
-
-    def refusal(error: Exception) -> ReplacementError:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-        fact = f"'{as_named(file)}{line}' does not load: {type(error).__name__}: {what}".rstrip(".")
-        return ReplacementError(place, fact, "Mend the file", family=card.family)
-
-    tree = tree_of(file, refusal)
+    tree = tree_of(file, functools.partial(_does_not_load, file, place))
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
     family_module.check_complete(as_named(file), names, place, False)
@@ -344,6 +367,7 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
 def _check_config(pack: Pack, file: Path, cards: Sequence[Card], report: Report) -> None:
     """Checks a config: its fields, its machine, and that some card of the pack can do it."""
     try:
+        pack.highest(f"configs/{file.name}")  # refuses a name that it takes without saying so
         job, document = pack.job(str(file))
         report.cases.append(Case(document.place(), "", "schema"))
         parse_machine(job.machine, document.place(["machine"]))
@@ -352,7 +376,8 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], report: Report)
         report.add(error, "schema")
         return
     refusals = [error for card in cards for error in _job_mistake(job, card, document)]
-    if cards and len(refusals) == len(cards):
+    places = {finding.place for finding in report.findings}  # of a card whose demo it is
+    if cards and len(refusals) == len(cards) and not any(error.place in places for error in refusals):
         report.add(refusals[0], "job")
 
 

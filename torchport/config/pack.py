@@ -92,10 +92,14 @@ class Pack:
             folders = ", ".join(as_named(pack.root / "configs" / "models") for pack in self.layers())
             fact = f"There is no model card '{model}' in {folders}"
             raise UnknownNameError(f"--model {model}", fact, nearest(model, self.models()), name=model)
-        return self._highest(name)
+        return self.highest(name)
 
-    def _highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file, which must say so if it takes the name of another one under it."""
+    def highest(self, name: str) -> Pack:
+        """Returns the highest pack with a file, by its path in a pack.
+
+        Raises:
+            TakenNameError: It takes the name of another one under it, and does not say so.
+        """
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
             document = home.read(home.root / name)
@@ -204,7 +208,7 @@ class Pack:
         names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if here.name == name)]
         for relative in names:
             if not here.is_absolute() and any(has_file(pack.root / relative) for pack in self.layers()):
-                return self._highest(relative).root / relative
+                return self.highest(relative).root / relative
         configs = sorted({f"configs/{file.name}" for pack in self.layers() for file in pack._configs("*.yaml")})
         folders = ", ".join(as_named(pack.root) for pack in self.layers())
         fact = f"There is no file '{name}', here or in {folders}"

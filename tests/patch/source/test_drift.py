@@ -204,12 +204,12 @@ def test_a_row_of_a_checkout_has_the_commit_that_its_source_was_first_seen_at(wo
     assert f'  rows:\n    - commit: "{first}"\n      signature: ' in text and "dirty" not in text
     world.write("up/other.py", "x = 1\n")
     committed(world.site)
-    assert drift.lock(world.patches, entries) == []
+    assert drift.lock(entries) == []
     world.write("up/m.py", UP.replace("range(b)", "range(b + 0)"))
     third = committed(world.site)
     with pytest.raises(DriftError, match=rf"\(commit {first[:12]}\): line 7 is new: for i in range\(b \+ 0\):"):
         _apply(entries)
-    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert drift.lock(entries) == ["up.m:f: changed"]
     assert _rows(world) == [{"commit": first}, {"commit": third}]
     assert _apply(entries) == "locked"
 
@@ -219,7 +219,7 @@ def test_a_row_of_a_checkout_with_changes_says_so_until_they_are_committed(world
     entries = _locked(world)
     for change in ("range(b + 0)", "range(b + 1)"):
         world.write("up/m.py", UP.replace("range(b)", change))
-        assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+        assert drift.lock(entries) == ["up.m:f: changed"]
         assert _rows(world) == [{"commit": first}, {"commit": first, "dirty": True}]
     assert "\n      dirty: true\n" in (world.patches / "up" / "lock.yaml").read_text()
     world.write("up/m.py", UP.replace("range(b)", "range(b + 2)"))
@@ -227,26 +227,26 @@ def test_a_row_of_a_checkout_with_changes_says_so_until_they_are_committed(world
         _apply(entries)
     world.write("up/m.py", UP.replace("range(b)", "range(b + 1)"))
     second = committed(world.site)
-    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert drift.lock(entries) == ["up.m:f: changed"]
     assert _rows(world) == [{"commit": first}, {"commit": second}]
-    assert drift.lock(world.patches, entries) == []
+    assert drift.lock(entries) == []
 
 
 def test_changes_beside_a_commits_source_leave_its_row_as_it_is(world):
     first = committed(world.site)
     entries = _locked(world)
     world.write("up/__init__.py", "# edited\n")
-    assert drift.lock(world.patches, entries) == [] and _rows(world) == [{"commit": first}]
+    assert drift.lock(entries) == [] and _rows(world) == [{"commit": first}]
 
 
 def test_a_row_that_was_unknown_gets_its_commit_and_keeps_it_without_git(world, monkeypatch):
     entries = _locked(world)
     assert _rows(world) == [{"up": "unknown"}]
     first = committed(world.site)
-    assert drift.lock(world.patches, entries) == ["up.m:f: changed"]
+    assert drift.lock(entries) == ["up.m:f: changed"]
     assert _rows(world) == [{"commit": first}]
     monkeypatch.setenv("PATH", "")
-    assert drift.lock(world.patches, entries) == [] and _rows(world) == [{"commit": first}]
+    assert drift.lock(entries) == [] and _rows(world) == [{"commit": first}]
 
 
 def test_an_installed_distribution_keeps_its_version_in_a_repository(world, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_package_of_one_module_and_a_package_itself_have_their_commit(world):
     entries = world.yaml(
         "id: up.one\n  target: other:f\n  replace: p.py:new\n- id: up.two\n  target: up:g\n  replace: p.py:new"
     )
-    drift.lock(world.patches, entries)
+    drift.lock(entries)
     locked = read_lock(world.patches / "up")
     assert {key: [row.commit for row in one.rows] for key, one in locked.items()} == {
         "other:f": [commit],
