@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fakes.plain_pack import PlainPack
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,8 +25,8 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-def torchport(where, folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(where)}
+def torchport(where, folder, *arguments, site=None):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [where, site] if site else [where]))}
     command = [sys.executable, "-m", "torchport", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -61,3 +63,31 @@ def test_the_current_folder_is_never_taken_unasked(installed, tmp_path):
     unasked, asked = torchport(installed, tmp_path, "models"), torchport(installed, tmp_path, "models", "--path", ".")
     assert "hunyuan" in unasked.stdout and "mine" not in unasked.stdout + unasked.stderr
     assert "hunyuan" in asked.stdout and "configs/models/mine.yaml:1: " in asked.stderr
+
+
+def test_a_wheel_runs_somebody_elses_model_from_a_folder_of_its_own(installed, tmp_path, monkeypatch):
+    """A card with plain modules and a `.pth`, a family, a stub, a rewrite and a strategy; the wheel stays as it is."""
+    pack = PlainPack(tmp_path, monkeypatch)
+    pack.write_gpu_code()
+    before = contents(installed)
+    elsewhere, flags = tmp_path / "elsewhere", ("--model", "plain", "--config", "small", "--path", pack.root)
+    elsewhere.mkdir()
+    for out, more in (("port", ()), ("original", ("--backend", "original"))):
+        words = ("run", *flags, "--prompt", "A cat", "--out", out, *more)
+        ran = torchport(installed, elsewhere, *words, site=tmp_path / "site")
+        assert ran.returncode == 0, ran.stderr
+    port, original = (load_file(elsewhere / out / "decode.safetensors")["frames"] for out in ("port", "original"))
+    assert original.abs().max() > 0.1 and (port - original).abs().max() <= 1e-6 * original.abs().max()
+    checked = torchport(installed, elsewhere, "check", "--static", "--path", pack.root, site=tmp_path / "site")
+    assert checked.returncode == 3 and "has no row in the lock" in checked.stdout, checked.stdout
+    locked = torchport(installed, elsewhere, "patches", "lock", "--path", pack.root, site=tmp_path / "site")
+    assert locked.returncode == 0 and (pack.root / "patches" / "up" / "lock.yaml").is_file(), locked.stderr
+    checked = torchport(installed, elsewhere, "check", "--static", "--path", pack.root, site=tmp_path / "site")
+    assert (checked.returncode, checked.stdout) == (0, "clean\n")
+    assert contents(installed) == before
+
+
+def contents(folder):
+    """The bytes of every file, but for what Python compiles."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    return {file: file.read_bytes() for file in files}

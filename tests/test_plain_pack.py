@@ -18,16 +18,16 @@ from torchport.task import Request, accept
 
 
 @pytest.fixture
-def plain(tmp_path, root, monkeypatch):
+def plain(tmp_path, monkeypatch):
     """The pack, the current folder beside it."""
-    pack = PlainPack(tmp_path, root, monkeypatch)
+    pack = PlainPack(tmp_path, monkeypatch)
     monkeypatch.chdir(pack.root)
     yield pack
     pack.close()
 
 
 def asked(plain, **changes):
-    request = Request("plain", "configs/small.yaml", prompt="A cat", out=plain.root / "out", path=str(plain.root))
+    request = Request("plain", "configs/small.yaml", prompt="A cat", out=plain.root / "out", paths=(str(plain.root),))
     return dataclasses.replace(request, **changes)
 
 
@@ -260,12 +260,18 @@ def test_tiny_weights_whose_names_the_rules_leave_open_are_refused(plain):
     )
 
 
-def test_a_file_in_a_checkpoint_of_a_pipeline_is_refused(plain):
+def test_files_and_builders_beside_a_pipeline_are_refused_together(plain):
     plain.change("checkpoint: somebody/plain", "checkpoint: somebody/plain\npipeline: diffusers:DiffusionPipeline")
-    assert refusal(lambda: accept(asked(plain))) == (
-        f"{plain.line('file: net.pth')}: 'file' is 'net.pth', and 'pipeline' reads a layout that has no such thing. "
-        "Remove 'pipeline', or this."
-    )
+    with pytest.raises(TorchportError) as caught:
+        accept(asked(plain))
+    first = plain.line("file: net.pth")
+    second = f"{first.rpartition(':')[0]}:{int(first.rpartition(':')[2]) + 7}"  # the same words again
+    lines = [first, second, plain.line("build: build.py"), plain.line("file: decoder")]
+    facts = ("'file' is 'net.pth'",) * 2 + ("'build' is 'build.py:decoder'", "'file' is 'decoder.safetensors'")
+    assert str(caught.value).splitlines() == [
+        f"{line}: {fact}, and 'pipeline' reads a layout that has no such thing. Remove 'pipeline', or this."
+        for line, fact in zip(lines, facts, strict=True)
+    ]
 
 
 def test_an_upstream_that_a_builder_imports_when_its_file_is_loaded_is_refused(plain):

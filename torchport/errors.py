@@ -462,11 +462,12 @@ class ForeignError(TorchportError):
 
 
 class HostTensorError(ForeignError):
-    """Code made a tensor while it was traced, and computes with it and a traced tensor.
+    """Code made a tensor on the host while it was traced, which cannot be a constant of the program.
 
-    `torch.tensor`, `torch.arange` and the like make a tensor of the host. Make it on the traced tensor's device, as
-    `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of the network in
-    `Stage.prepare`.
+    `torch.tensor`, `torch.arange` and the like make a tensor of the host. It becomes a constant when it meets a traced
+    tensor, unless it is larger than 1 MiB, has 64-bit floating-point numbers, is random, or is written to. Make it on
+    the traced tensor's device, as `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of
+    the network in `Stage.prepare`.
     """
 
     id = "TP902"

@@ -1,7 +1,6 @@
 """A pack whose upstream has plain modules and its own files: `.pth` under other names, several components to a file."""
 
 import importlib
-import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -197,12 +196,45 @@ checkpoint: tiny
 """
 
 
+GPU_CODE = """
+import torch
+import flashy
+
+DEVICE = torch.cuda.current_device()
+"""
+
+FIXES = """
+- id: up.flashy
+  target: flashy:attention
+  stub: {package: flashy, importers: [up.model]}
+  why: A package for GPUs.
+  reported: "none: correct on a GPU"
+  until: never
+  fits: {torch: "*"}
+  equivalence: bitwise
+  plumbing: true
+- id: up.guard
+  target: up.model:Net.forward
+  rewrite:
+    match: |
+      if y.abs().max().item() > 1e6:
+          raise ValueError("too large")
+    put: fixes.py:unguarded
+    gives: []
+  why: Asks for the value of a tensor while it is traced.
+  reported: "none: correct on a GPU"
+  until: never
+  fits: {torch: "*"}
+  equivalence: {algebraic: "the same, but for an error"}
+  must_be_called: [denoise]
+"""
+
+
 class PlainPack:
     """A pack at `root`, and its upstream `up` on the search path."""
 
-    def __init__(self, tmp_path: Path, shipped: Path, monkeypatch) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch) -> None:
         self.root = tmp_path / "pack"
-        shutil.copytree(shipped / "patches" / "torchax", self.root / "patches" / "torchax")
         self.write("patches/up/stages.py", FAMILY)
         self.write("patches/up/build.py", BUILD)
         self.write("configs/models/plain.yaml", CARD)
@@ -230,6 +262,16 @@ class PlainPack:
         lines = (self.root / "configs/models/plain.yaml").read_text().splitlines()
         number = next(n for n, line in enumerate(lines, 1) if text in line)
         return f"configs/models/plain.yaml:{number}"
+
+    def write_gpu_code(self) -> None:
+        """Makes the upstream ask for CUDA and an absent package, and the value of a tensor; the pack patches it."""
+        self.change("\nimport torch\n", GPU_CODE, "../site/up/model.py")
+        guard = '        if y.abs().max().item() > 1e6:\n            raise ValueError("too large")\n'
+        self.change("        return self.out(y)\n", f"{guard}        return self.out(y)\n", "../site/up/model.py")
+        self.write("patches/up/fixes.yaml", FIXES)
+        self.write("patches/up/fixes.py", "def unguarded():\n    return None\n")
+        listed = "{encode: [*], denoise: [*], decode: [*]}".replace("*", "torch/cuda, up/fixes")
+        self.change("{encode: [], denoise: [], decode: []}", listed)
 
     def close(self) -> None:
         """Forgets the modules that were imported."""

@@ -228,7 +228,7 @@ def review(entry: Entry, entries: Iterable[Entry]) -> str:
         entries: All entries; those of the same target share its rows.
     """
     before = read_lock(entry.folder)
-    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.edits]
+    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.has_source]
     after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
     others = {key: rows for key, rows in before.items() if key != entry.target}
     name = Path(entry.place.rpartition(":")[0]).with_name(LOCK).as_posix()
