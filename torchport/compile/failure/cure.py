@@ -165,9 +165,9 @@ def _parameters(target: str) -> str:
 
 def _shipped(task: Task, target: str) -> str | None:
     """Returns the patch file that answers for a target of torch, as a card lists it."""
-    if "torch" not in patch.upstreams(task.pack.patches):
+    if "torch" not in patch.upstreams(task.pack.folders):
         return None
-    for entry in patch.read(task.pack.patches, ["torch"]):
+    for entry in patch.read(task.pack.folders, ["torch"]):
         if entry.target == target:
             return f"{entry.upstream}/{Path(entry.place.rpartition(':')[0]).stem}"
     return None
