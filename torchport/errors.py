@@ -464,9 +464,9 @@ class ForeignError(TorchportError):
 class HostTensorError(ForeignError):
     """Code made a tensor on the host while it was traced, and the tensor cannot become a constant of the program.
 
-    A plain tensor of `torch.tensor`, `torch.arange` and the like becomes a constant, up to 1 MiB; one that is too large,
-    random or written to is TP107, with its line. A tensor of a class of its own is this error. Make it on the traced
-    tensor's device, as `torch.tensor(..., device=x.device)`, or register it as a buffer of the network in
+    A plain tensor of `torch.tensor`, `torch.arange` and the like becomes a constant, up to 1 MiB. One that is too
+    large, random or written to is TP107, with its line. A tensor of a class of its own is this error. Make it on the
+    traced tensor's device, as `torch.tensor(..., device=x.device)`, or register it as a buffer of the network in
     `Stage.prepare`.
     """
 

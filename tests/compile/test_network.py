@@ -155,7 +155,7 @@ def negated(original):
 
 @pytest.fixture
 def exchanging(root, tmp_path):
-    """A pack with the shipped card, and two exchanges in its transformer that change numbers; `original` may name them."""
+    """The shipped card, and two exchanges in its transformer that change numbers; `original` may name them."""
     folder = tmp_path / "pack"
     (folder / "patches" / "diffusers").mkdir(parents=True)
     (folder / "configs" / "models").mkdir(parents=True)

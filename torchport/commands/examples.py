@@ -14,8 +14,9 @@ Kind = Literal["job", "card", "rules", "patch", "python", "code", "command", "fa
 
 job: Fields of a config. card: Fields of a model card. rules: Sharding rules for the weights of a network.
 patch: A file of patches; fields that every entry must have are left out. python: Code that uses torchport.
-code: Other Python code. command: Lines for a shell. family: Statements in a function of a family. forward: Statements in
-the `forward` of an upstream's network, where `y` is a tensor of the network. upstream: Statements of an upstream's module.
+code: Other Python code. command: Lines for a shell. family: Statements in a function of a family.
+forward: Statements in the `forward` of an upstream's network, where `y` is a tensor of the network.
+upstream: Statements in a module of an upstream.
 """
 
 
@@ -149,8 +150,8 @@ EXAMPLES = {
         "job",
         "fps: 24      # my_pack/configs/demo.yaml; torchport's pack has a configs/demo.yaml too",
         "fps: 24\noverrides: true",
-        "Rename the card, the config or the patch (its `id`). Or write `overrides: true` in it: it then takes the other "
-        "one's place, in every run with this pack. docs/packs.md says which pack lies on top.",
+        "Rename the card, the config or the patch (its `id`). Or write `overrides: true` in it: it then takes the "
+        "other one's place, in every run with this pack. docs/packs.md says which pack lies on top.",
     ),
     "TP200": Example(
         "code",
