@@ -9,8 +9,9 @@ TorchportError
 │   ├── WrongTypeError         TP105  a value of the wrong type
 │   ├── UnknownNameError       TP106  a model, config, stage or strategy that does not exist
 │   ├── BadValueError          TP107  a value that the model or the machine cannot use
-│   ├── DataFolderError        TP108  a folder without patches/ and configs/
-│   └── UpstreamError          TP109  the checkout of an upstream is missing, or is another project
+│   ├── DataFolderError        TP108  a folder with neither patches/ nor configs/
+│   ├── UpstreamError          TP109  the checkout of an upstream is missing, or is another project
+│   └── TakenNameError         TP110  a name that a pack under this one has, without `overrides: true`
 ├── PatchError             TP200  a patch could not do what it declares
 │   ├── TargetError            TP201  the target does not exist upstream, or cannot be imported
 │   ├── ConflictError          TP202  two patches change one target
@@ -50,7 +51,7 @@ TorchportError
 ├── StoppedError               TP701  stopped by Ctrl-C or a signal; everything so far is saved
 ├── AttentionError             TP801  an implementation of attention cannot compute this call
 └── ForeignError           TP901  code of upstream, of a family or of a patch raised an exception
-    ├── HostTensorError        TP902  a tensor that was made while tracing, and is not traced
+    ├── HostTensorError        TP902  a tensor of the host that cannot become a constant of a program
     ├── TracedValueError       TP903  the value of a tensor is asked for while it is traced
     ├── CudaError              TP904  CUDA is asked for, and is not here
     ├── AbsentPackageError     TP905  an import of a package, or of a name in it, that is not here
@@ -199,16 +200,16 @@ class DataFolderError(ConfigError):
     id = "TP108"
 
 
-class TakenNameError(ConfigError):
-    """A card, a config or a patch has the name of one in a pack under it, and does not say `overrides: true`."""
-
-    id = "TP110"
-
-
 class UpstreamError(ConfigError):
     """The checkout of an upstream package is missing, or holds another project of the same name."""
 
     id = "TP109"
+
+
+class TakenNameError(ConfigError):
+    """A card, a config or a patch has the name of one in a pack under it, and does not say `overrides: true`."""
+
+    id = "TP110"
 
 
 class PatchError(TorchportError):
@@ -368,6 +369,15 @@ class PlacementError(ShardError):
     id = "TP404"
 
 
+class StackError(ShardError):
+    """These blocks cannot run under one scan.
+
+    They differ in more than their weights, keep state between calls, or return a carry with another dtype or shape.
+    """
+
+    id = "TP405"
+
+
 class MachineError(TorchportError):
     """This machine cannot run the job: too few devices, another kind of device, or too little memory."""
 
@@ -390,21 +400,6 @@ class LostProcessError(MachineError):
     """Another process of the run was killed, or its host is lost. The others cannot continue without it."""
 
     id = "TP504"
-
-
-class AttentionError(TorchportError):
-    """The chosen implementation cannot compute this attention: wrong platform, shapes, mask or tile."""
-
-    id = "TP801"
-
-
-class StackError(ShardError):
-    """These blocks cannot run under one scan.
-
-    They differ in more than their weights, keep state between calls, or return a carry with another dtype or shape.
-    """
-
-    id = "TP405"
 
 
 class SaveError(TorchportError):
@@ -448,6 +443,12 @@ class StoppedError(TorchportError):
 
     id = "TP701"
     exit_code = 130
+
+
+class AttentionError(TorchportError):
+    """The chosen implementation cannot compute this attention: wrong platform, shapes, mask or tile."""
+
+    id = "TP801"
 
 
 class ForeignError(TorchportError):

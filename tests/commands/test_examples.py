@@ -5,6 +5,8 @@ import contextlib
 import copy
 import math
 import shlex
+import textwrap
+from pathlib import Path
 
 import click
 import jax
@@ -12,6 +14,7 @@ import pytest
 import torch
 import yaml
 from fakes.patch_world import World
+from fakes.small_port import SmallPort
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.torch import save_file
 
@@ -21,8 +24,11 @@ from torchport.attention.tiles import Tile, check_vmem
 from torchport.commands.examples import EXAMPLES
 from torchport.config import machine, parse_document, read_document, validated
 from torchport.config.card import Card, Job, Rule, check_job
+from torchport.config.pack import find_pack
 from torchport.errors import TorchportError, kinds
+from torchport.run import run
 from torchport.save import artefact
+from torchport.task import Request
 
 NOT_PROVED = {
     "TP200": "a process that ends",
@@ -47,13 +53,13 @@ def test_every_error_that_is_no_group_has_an_example():
 def test_an_example_can_be_read(key):
     example = EXAMPLES[key]
     assert example.wrong != example.right and example.cure.endswith((".", ")."))
-    for text in (example.wrong, example.right):
-        if example.language == "python":
-            ast.parse(text)
-        elif example.language == "sh":
-            assert commands(text) or key in ("TP504", "TP701"), "a line of torchport's"
+    for side in example.sides:
+        if side.language == "python":
+            ast.parse(side.text)
+        elif side.language == "sh":
+            assert commands(side.text) or key in ("TP504", "TP701"), "a line of torchport's"
         elif key not in ("TP101", "TP102"):  # YAML that cannot be read; the tests below read the right one
-            assert parse_document(text, "example.yaml").data
+            assert parse_document(side.text, "example.yaml").data
     ast.parse(example.upstream)
 
 
@@ -81,6 +87,14 @@ def try_job(text, root):
     check_job(job, validated(Card, read_document(root / "configs" / "models" / "hunyuan.yaml")), document)
     devices = machine.parse_machine(job.machine, "machine").devices
     shard.check_mesh(job.mesh, devices, job.machine, document.place(["mesh"]))
+
+
+def try_pack(text, root, folder):
+    """Reads a config of a pack, which has the name of a shipped one."""
+    (folder / "configs").mkdir()
+    data = with_fields(read_document(root / "configs" / "demo.yaml"), text).data
+    (folder / "configs" / "demo.yaml").write_text(yaml.safe_dump(data))
+    find_pack([str(folder)]).job("demo")
 
 
 def try_rules(text):
@@ -152,6 +166,41 @@ def try_code(key, text, folder):
         artefact._check_finite(folder, "denoise", "latents", names["attention"])
 
 
+LINES = {
+    "family": ("patches/up/stages.py", '    return {"x": torch.ones(8, 4)}\n'),
+    "forward": ("up/model.py", "        return y\n"),
+    "upstream": ("up/model.py", "class Net("),
+}
+"""Where the statements of an example stand in a port: the file, and the line before which they are put."""
+LOWERING = """
+from torchport import engine
+def special_airy_ai(x): return engine.call_jax(lambda x: x, x)
+"""
+
+
+def try_port(example, side, root, folder, monkeypatch):
+    """Runs a small port with the statements of an example, and with the patch that mends them."""
+    monkeypatch.chdir(folder)
+    port = SmallPort(folder, root / "patches", monkeypatch)
+    statements = side.text if side.kind == example.kind else example.wrong
+    file, line = LINES[example.kind]
+    indent = line[: len(line) - len(line.lstrip())]
+    port.change(file, line, textwrap.indent(f"{statements}\n", indent) + line)
+    data = parse_document(side.text, "example.yaml").data if side.language == "yaml" else []
+    if side.kind == "card":
+        port.change("configs/models/small.yaml", "patches:\n  denoise: []", side.text)
+    elif data:
+        entries = [{"id": "up.lowering", **copy.deepcopy(ENTRY), **item} for item in data]
+        port.write("patches/up/mended.yaml", yaml.safe_dump(entries, sort_keys=False))
+        port.write("patches/up/lowerings.py", LOWERING)
+        port.change("configs/models/small.yaml", "denoise: []", "denoise: [up/mended]")
+    try:
+        run(Request("small", "configs/small.yaml", prompt="x", paths=("pack",), out=Path("out"), cache=False))
+    finally:
+        port.forget()
+        jax.clear_caches()
+
+
 KERNEL = {"head_size": 128, "heads": 1, "itemsize": 2, "bounded": True, "vmem": machine.TPU_CHIPS["v6e"].vmem}
 
 
@@ -168,19 +217,24 @@ def try_commands(text, torchport, capsys):
 def attempt(root, tmp_path, monkeypatch):
     """Tries one side of an example; returns the id of the error that it raises, or None."""
 
-    def attempt(example, text):
+    def attempt(key, side):
+        example = EXAMPLES[key]
         world = World(tmp_path, monkeypatch) if example.kind in ("patch", "python") else None
         try:
-            if example.kind == "job":
-                try_job(text, root)
+            if example.kind in LINES:
+                try_port(example, side, root, tmp_path, monkeypatch)
+            elif key == "TP110":
+                try_pack(side.text, root, tmp_path)
+            elif example.kind == "job":
+                try_job(side.text, root)
             elif example.kind == "rules":
-                try_rules(text)
+                try_rules(side.text)
             elif example.kind == "patch":
-                try_patch(text, example.upstream or UPSTREAM, world)
+                try_patch(side.text, example.upstream or UPSTREAM, world)
             elif example.kind == "python":
-                try_python(text, world)
+                try_python(side.text, world)
             elif example.kind == "code":
-                try_code(next(key for key in EXAMPLES if EXAMPLES[key] is example), text, tmp_path)
+                try_code(key, side.text, tmp_path)
             else:
                 raise AssertionError(f"Nothing tries a '{example.kind}'")
         except TorchportError as error:
@@ -195,12 +249,12 @@ def attempt(root, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind != "command"])
 def test_a_wrong_example_raises_its_id(attempt, key):
-    assert attempt(EXAMPLES[key], EXAMPLES[key].wrong) == key
+    assert attempt(key, EXAMPLES[key].sides[0]) == key
 
 
 @pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind != "command"])
 def test_a_right_example_raises_nothing(attempt, key):
-    assert attempt(EXAMPLES[key], EXAMPLES[key].right) is None
+    assert attempt(key, EXAMPLES[key].sides[1]) is None
 
 
 @pytest.mark.parametrize("key", [key for key in PROVED if EXAMPLES[key].kind == "command"])

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Kind = Literal["job", "card", "rules", "patch", "python", "code", "command"]
+Kind = Literal["job", "card", "rules", "patch", "python", "code", "command", "family", "forward", "upstream"]
 """What the texts of an example are.
 
 job: Fields of a config. card: Fields of a model card. rules: Sharding rules for the weights of a network.
 patch: A file of patches; fields that every entry must have are left out. python: Code that uses torchport.
-code: Other Python code. command: Lines for a shell.
+code: Other Python code. command: Lines for a shell. family: Statements in a function of a family.
+forward: Statements in the `forward` of an upstream's network, where `y` is a tensor of the network.
+upstream: Statements in a module of an upstream.
 """
 
 
@@ -26,7 +28,29 @@ _PLACES: dict[Kind, str] = {
     "python": "in Python",
     "code": "in Python",
     "command": "in a shell",
+    "family": "in a function of the family",
+    "forward": "in a network's `forward`",
+    "upstream": "in a module of upstream's",
 }
+_LANGUAGES: dict[Kind, str] = {"job": "yaml", "card": "yaml", "rules": "yaml", "patch": "yaml", "command": "sh"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One text of an example: the wrong one, or the right one."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def place(self) -> str:
+        """Where the text stands, in words."""
+        return _PLACES[self.kind]
+
+    @property
+    def language(self) -> str:
+        """The name of the text's language, as Markdown has it."""
+        return _LANGUAGES.get(self.kind, "python")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +63,8 @@ class Example:
         right: The same, mended.
         cure: What to do about the error, in general.
         upstream: The package that the patches of the example change.
+        right_kind: What the right text is, if it stands elsewhere than the wrong one: code of an upstream's stays as it
+            is, and a patch mends it.
     """
 
     kind: Kind
@@ -46,16 +72,12 @@ class Example:
     right: str
     cure: str
     upstream: str = ""
+    right_kind: Kind | None = None
 
     @property
-    def place(self) -> str:
-        """Where the texts stand, in words."""
-        return _PLACES[self.kind]
-
-    @property
-    def language(self) -> str:
-        """The name of the texts' language, as Markdown has it."""
-        return {"python": "python", "code": "python", "command": "sh"}.get(self.kind, "yaml")
+    def sides(self) -> tuple[Side, Side]:
+        """The wrong text and the right one."""
+        return Side(self.kind, self.wrong), Side(self.right_kind or self.kind, self.right)
 
 
 EXAMPLES = {
@@ -115,14 +137,21 @@ EXAMPLES = {
     "TP108": Example(
         "command",
         "torchport models --path my_pack/patches",
-        "mkdir -p my_pack/patches my_pack/configs/models\ntorchport models --path my_pack",
-        "Name the folder that holds both `patches/` and `configs/models/`, and not one of the two.",
+        "torchport models --path my_pack",
+        "Name the folder that holds `patches/`, `configs/`, or both, and not one of the two: docs/packs.md.",
     ),
     "TP109": Example(
         "command",
         "torchport check --upstream-path ~/no-such-checkout",
         "git clone https://example.com/waves ~/waves\ntorchport check --upstream-path ~/waves",
         "Clone the repository that the card names (`checkout.url`), and pass the folder of the clone.",
+    ),
+    "TP110": Example(
+        "job",
+        "fps: 24      # my_pack/configs/demo.yaml; torchport's pack has a configs/demo.yaml too",
+        "fps: 24\noverrides: true",
+        "Rename the card, the config or the patch (its `id`). Or write `overrides: true` in it: it then takes the "
+        "other one's place, in every run with this pack. docs/packs.md says which pack lies on top.",
     ),
     "TP200": Example(
         "code",
@@ -368,8 +397,9 @@ with patch.applied(entries) as ledger:
         "card",
         "stacks:\n  transformer:\n    transformer_blocks: {carries: [hidden_states]}",
         "stacks:\n  transformer:\n    transformer_blocks: {carries: [hidden_states, encoder_hidden_states]}",
-        "Name all outputs of a block that the next block takes, under `carries`. Leave out blocks at the end that "
-        "differ, with `last`. A list of blocks that differ cannot be stacked: remove it from `stacks`.",
+        "Name all outputs of a block that the next block takes, under `carries`. Leave out blocks that differ, at the "
+        "beginning with `first` and at the end with `last`. If a block changes a carry's dtype, the error names it. A "
+        "list of blocks that all differ cannot be stacked: remove it from `stacks`.",
     ),
     "TP501": Example(
         "command",
@@ -449,5 +479,60 @@ with patch.applied(entries) as ledger:
         "machine: cpu:8\nattention: plain",
         "Remove `attention` from the config: each platform then takes its own. docs/attention.md says what each "
         "implementation can compute.",
+    ),
+    "TP901": Example(
+        "family",
+        "letters = settings.text",
+        "letters = settings.prompt",
+        "Read the line that the error names, and the exception below it. Mend a family or a patch's function there. "
+        "Call upstream otherwise in the family, or patch it.",
+    ),
+    "TP902": Example(
+        "forward",
+        """\
+class Table(torch.Tensor):
+    pass
+
+
+y = y + torch.arange(4.0).as_subclass(Table)""",
+        "y = y + torch.arange(4.0)",
+        "Make the tensor on the device of one of the network's (`device=x.device`), or register it in `prepare` as a "
+        "buffer of the network. A plain tensor of the host, up to 1 MiB, becomes a constant of the program by itself.",
+    ),
+    "TP903": Example(
+        "forward",
+        "if torch.all(y == 0):\n    y = y + 1",
+        "y = torch.where(torch.all(y == 0), y + 1, y)",
+        "Paste the entry that the error ends with: a `rewrite` of the statement. Write its function, which returns the "
+        "same without the value: with `torch.where`, from shapes, or from a setting. See traps 4 and 5 in "
+        "MIGRATION_GUIDE.md.",
+    ),
+    "TP904": Example(
+        "upstream",
+        "DEVICE = torch.cuda.current_device()",
+        "patches:\n  denoise: [torch/cuda]",
+        "List `torch/cuda` under `patches` in the card; `torchport patches list torch/cuda` shows the calls that it "
+        "answers. For another call, paste the entry that the error ends with, and write its function.",
+        right_kind="card",
+    ),
+    "TP905": Example(
+        "upstream",
+        "import flash_attn",
+        """\
+- id: up.flash-attn
+  target: flash_attn:flash_attn
+  stub: {package: flash_attn, importers: [up.model]}
+  plumbing: true""",
+        "Install the package. Or, if the model runs without it, paste the entry that the error ends with, and list its "
+        "file in the card. What is called of a stub is refused (TP214): patch the function that calls it.",
+        right_kind="patch",
+    ),
+    "TP906": Example(
+        "forward",
+        "y = torch.special.airy_ai(y)",
+        "- target: torch.ops.aten:special_airy_ai.default\n  op: lowerings.py:special_airy_ai",
+        "Paste the entry that the error ends with. Write its function with `torchport.engine.call_jax`, which computes "
+        "the operator with functions of JAX. Or rewrite the statement with other operators.",
+        right_kind="patch",
     ),
 }

@@ -64,8 +64,8 @@ def _example(key: str) -> list[str]:
         return []
     example = EXAMPLES[key]
     blocks = [("Upstream:", "python", example.upstream)] if example.upstream else []
-    for word, text in (("Wrong", example.wrong), ("Right", example.right)):
-        blocks.append((f"{word}, {example.place}:", example.language, text))
+    for word, side in zip(("Wrong", "Right"), example.sides, strict=True):
+        blocks.append((f"{word}, {side.place}:", side.language, side.text))
     return [
         *(f"{title}\n\n```{language}\n{text}\n```" for title, language, text in blocks),
         textwrap.fill(f"Cure: {example.cure}", 120, break_on_hyphens=False),
