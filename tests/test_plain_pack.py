@@ -8,13 +8,15 @@ import torch
 from fakes.plain_pack import PlainPack
 from safetensors.torch import load_file, save_file
 
-from torchport import patch
+from torchport import patch, save
 from torchport.compile import network, preflight
 from torchport.compile.kept import key
 from torchport.errors import TorchportError
 from torchport.load import checkpoint, tiny
 from torchport.run import run
 from torchport.task import Request, accept
+
+FAMILY = "patches/up/stages.py"
 
 
 @pytest.fixture
@@ -73,6 +75,23 @@ def test_both_backends_and_a_checkpoint_of_the_same_weights_make_the_same_video(
     manifest = json.loads((plain.root / "b" / "manifest.json").read_text())["stages"]["denoise"]
     assert manifest["checkpoint"] == "folder:checkpoint"
     assert set(manifest["components"]) == {"plain/text", "plain/net", "plain/decoder"}
+
+
+def test_a_finished_stage_is_run_again_after_an_edit_of_what_it_ran(plain):
+    plain.change(
+        "    with torch.no_grad():\n        pixels",
+        "    pixels = parts[0]\n    with torch.no_grad():\n        pixels",
+        FAMILY,
+    )
+    for _ in range(2):
+        with pytest.raises(TorchportError, match="decode raises"):
+            run(asked(plain, backend="original"))
+    created = save.read_manifest(plain.root / "out" / "encode.safetensors")
+    plain.change("    pixels = parts[0]\n", "", FAMILY)
+    plain.change('return {"context": parts["text"](tokens)}', 'return {"context": 2 * parts["text"](tokens)}', FAMILY)
+    run(asked(plain, backend="original"))
+    again = save.read_manifest(plain.root / "out" / "encode.safetensors")
+    assert (again.code != created.code) and (again.sha256 != created.sha256)
 
 
 def test_tiny_weights_are_written_as_the_published_ones_are(plain):

@@ -181,7 +181,7 @@ def special_airy_ai(x): return engine.call_jax(lambda x: x, x)
 def try_port(example, side, root, folder, monkeypatch):
     """Runs a small port with the statements of an example, and with the patch that mends them."""
     monkeypatch.chdir(folder)
-    port = SmallPort(folder, root / "patches", monkeypatch)
+    port = SmallPort(folder, monkeypatch)
     statements = side.text if side.kind == example.kind else example.wrong
     file, line = LINES[example.kind]
     indent = line[: len(line) - len(line.lstrip())]

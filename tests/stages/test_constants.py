@@ -107,6 +107,11 @@ REFUSED = {
         "'randn' draws numbers while the network is traced, the same for every call. "
         "Draw them in the stage's verb, and pass them as an input.",
     ),
+    "drawn on the network's device": (
+        lambda x: x + torch.randn(4, device=x.device),
+        "'randn' draws numbers while the network is traced, the same for every call. "
+        "Draw them in the stage's verb, and pass them as an input.",
+    ),
     "64 bits": (
         lambda x: x * torch.arange(4, dtype=torch.float64),
         "A tensor of the host, float64 [4], meets the network's, and would be rounded: JAX has 32-bit numbers. "

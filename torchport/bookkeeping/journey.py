@@ -197,6 +197,7 @@ class Journey:
             "config": task.job.model_dump(),
             "backend": task.request.backend,
             "patches": ledger.rows(),
+            "code": task.code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),
             "programs": self.programs.rows.get(stage.name, []),
             "versions": versions(),

@@ -138,6 +138,7 @@ def _difference(
     rounds, job = () if task.original else ROUNDS, task.job.model_dump()
     theirs = {**manifest.settings, "backend": manifest.backend, **{key: manifest.config.get(key) for key in rounds}}
     ours = {**task.manifest_settings(stage), "backend": task.request.backend, **{key: job[key] for key in rounds}}
+    theirs["the card, the family or a patch"], ours["the card, the family or a patch"] = manifest.code, task.code(stage)
     theirs |= {f"version of {name}": version for name, version in manifest.versions.items()}
     ours |= {f"version of {name}": version for name, version in versions().items()}
     if upstream is not None and manifest.upstream is not None:

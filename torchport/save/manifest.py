@@ -72,6 +72,7 @@ class Manifest(Written):
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
+        code: A hash of the card, the family and the patches that the stage ran with.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
             run with the executable of an earlier one; or "cached", and not traced either.
@@ -91,6 +92,7 @@ class Manifest(Written):
     config: dict[str, Any]
     backend: str
     patches: list[PatchRow]
+    code: str = ""
     upstream: UpstreamRow | None = None
     programs: list[ProgramRow] = []
     versions: dict[str, str]

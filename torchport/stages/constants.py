@@ -65,7 +65,7 @@ class Constants(TorchFunctionMode):
                 )
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
         output = function(*args, **kwargs)
-        if function in RANDOM and is_host(output):
+        if function in RANDOM and (is_host(output) or self.is_networks(output)):
             fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
             raise HostTensorError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
         return output

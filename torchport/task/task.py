@@ -19,6 +19,7 @@ from torchport.config.card import STAGES, Card, Job, StageName, check_job, check
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
+from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
 from torchport.task.family import family as load_family
 
@@ -181,6 +182,13 @@ class Task:
         if "seed" in manifest_settings:
             manifest_settings["noise"] = _digest(self.request.noise)
         return manifest_settings
+
+    def code(self, stage: families.Stage) -> str:
+        """Returns a hash of what a stage runs beside upstream: the card, the family, the patches with their functions."""
+        files = self.card.code(Path(str(self.family.__file__)))
+        parts = [self.card.model_dump_json().encode(), *(file.read_bytes() for file in files)]
+        parts += [patch_digest(entry).encode() for entry in self.patches([stage])]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
     def flag_settings(self) -> dict[str, Any]:
         """Returns the settings that a flag sets, without those of a config or a default."""
