@@ -223,8 +223,9 @@ class PatchError(TorchportError):
 
 
 class TargetError(PatchError):
-    """The installed upstream does not have the target's module or attribute, or it cannot be imported. Or a loaded
-    component does not have the submodules that an `instance` patch names.
+    """The installed upstream does not have the target's module or attribute, or it cannot be imported.
+
+    Of an `instance` patch: the loaded component does not have the submodules that it names.
     """
 
     id = "TP201"
@@ -462,12 +463,12 @@ class ForeignError(TorchportError):
 
 
 class HostTensorError(ForeignError):
-    """Code made a tensor on the host while it was traced, and the tensor cannot become a constant of the program.
+    """Code made a tensor on the host while it was traced, which cannot be a constant of the program.
 
-    A plain tensor of `torch.tensor`, `torch.arange` and the like becomes a constant, up to 1 MiB. One that is too
-    large, random or written to is TP107, with its line. A tensor of a class of its own is this error. Make it on the
-    traced tensor's device, as `torch.tensor(..., device=x.device)`, or register it as a buffer of the network in
-    `Stage.prepare`.
+    `torch.tensor`, `torch.arange` and the like make a tensor of the host. It becomes a constant when it meets a traced
+    tensor, unless it is larger than 1 MiB, has 64-bit floating-point numbers, is random, or is written to. Make it on
+    the traced tensor's device, as `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of
+    the network in `Stage.prepare`.
     """
 
     id = "TP902"

@@ -155,7 +155,7 @@ def negated(original):
 
 @pytest.fixture
 def exchanging(root, tmp_path):
-    """The shipped card, and two exchanges in its transformer that change numbers; `original` may name them."""
+    """A pack with the shipped card and two exchanges in its transformer, which change numbers."""
     folder = tmp_path / "pack"
     (folder / "patches" / "diffusers").mkdir(parents=True)
     (folder / "configs" / "models").mkdir(parents=True)

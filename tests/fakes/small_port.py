@@ -1,7 +1,6 @@
 """A port of an upstream that nobody has: a package `up` with one network, and a pack with its card and family."""
 
 import importlib
-import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -89,10 +88,8 @@ STAGES = (
 class SmallPort:
     """A pack in `root / "pack"`, and its upstream in `root / "site"`, which is on the search path."""
 
-    def __init__(self, root: Path, shipped: Path, monkeypatch) -> None:
+    def __init__(self, root: Path, monkeypatch) -> None:
         self.pack, self.site, self.monkeypatch = root / "pack", root / "site", monkeypatch
-        for name in ("torch", "torchax"):
-            shutil.copytree(shipped / name, self.pack / "patches" / name)
         monkeypatch.syspath_prepend(str(self.site))
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         self.before = set(sys.modules)

@@ -1,12 +1,15 @@
 """Tensors that are made on the host while a network is traced: constants of its program, or refused with the cure."""
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 
 from torchport import compile, patch, shard
 from torchport.config.card import Rule
-from torchport.errors import BadValueError
+from torchport.errors import HostTensorError
+from torchport.files.folder import as_named
 from torchport.stages import constants
 from torchport.stages.family import Stage
 from torchport.stages.recorder import Recorder
@@ -126,9 +129,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_constant_is_refused_with_the_line_that_makes_it(mesh8, case):
     then, text = REFUSED[case]
-    line = f"{__file__}:{then.__code__.co_firstlineno}"
+    line = f"{as_named(Path(__file__))}:{then.__code__.co_firstlineno}"
     for call in (program(then, mesh8), recorder(then)):
-        with pytest.raises(BadValueError) as caught:
+        with pytest.raises(HostTensorError) as caught:
             call(x=torch.ones(2, 4))
         assert str(caught.value) == f"{line}: {text}"
 

@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchport.errors import BadValueError
+from torchport.errors import HostTensorError
+from torchport.files.folder import as_named
 
 LIMIT = 2**20
 """Bytes of the largest constant. Larger ones make programs slow to compile, and every device holds them whole."""
@@ -47,7 +48,7 @@ class Constants(TorchFunctionMode):
         """Calls a function, with constants in place of the host's tensors.
 
         Raises:
-            BadValueError: A constant that is too large, random or would be rounded, or a tensor of the host that the
+            HostTensorError: A constant that is too large, random or would be rounded, or a tensor of the host that the
                 function writes to.
         """
         kwargs = kwargs or {}
@@ -59,12 +60,14 @@ class Constants(TorchFunctionMode):
             name = getattr(function, "__name__", "")
             if is_host(kwargs.get("out")) or (_writes(name) and is_host(args[0])):
                 fact = f"'{name}' writes values of the network into a tensor that is made on the host"
-                raise BadValueError(place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network")
+                raise HostTensorError(
+                    place(), fact, "Make that tensor with `device=x.device`, x a tensor of the network"
+                )
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._constant, (args, kwargs))
         output = function(*args, **kwargs)
         if function in RANDOM and is_host(output):
             fact = f"'{function.__name__}' draws numbers while the network is traced, the same for every call"
-            raise BadValueError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
+            raise HostTensorError(place(), fact, "Draw them in the stage's verb, and pass them as an input")
         return output
 
     def _constant(self, tensor: torch.Tensor) -> Any:
@@ -75,7 +78,7 @@ def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
     """Returns a tree with `convert(tensor)` in place of each tensor of the host.
 
     Raises:
-        BadValueError: One that cannot be a constant; see `check`.
+        HostTensorError: One that cannot be a constant; see `check`.
     """
     return pytree.tree_map_only(torch.Tensor, lambda leaf: convert(check(leaf)) if is_host(leaf) else leaf, tree)
 
@@ -94,19 +97,19 @@ def check(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of the host that can be a constant of a program, as it is.
 
     Raises:
-        BadValueError: It is too large, has 64-bit floating-point numbers, or integers that 32 bits do not hold.
+        HostTensorError: It is too large, has 64-bit floating-point numbers, or integers that 32 bits do not hold.
     """
     what = f"A tensor of the host, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, meets the network's"
     if tensor.dtype in (torch.float64, torch.complex128):
         fact = f"{what}, and would be rounded: JAX has 32-bit numbers"
-        raise BadValueError(place(), fact, "Cast it to float32 where that is meant")
+        raise HostTensorError(place(), fact, "Cast it to float32 where that is meant")
     size = tensor.numel() * tensor.dtype.itemsize
     if size > LIMIT:
         fact = f"{what}; as a constant of the program it would have {size:,} bytes, and {LIMIT:,} are the limit"
         remedy = "Make it a buffer of the module in the function that `Stage.prepare` names, or an input of the network"
-        raise BadValueError(place(), fact, remedy)
+        raise HostTensorError(place(), fact, remedy)
     if tensor.dtype == torch.int64 and not torch.equal(tensor.int().long(), tensor):
-        raise BadValueError(place(), f"{what}, and JAX has 32-bit integers", "Keep integers within 32 bits")
+        raise HostTensorError(place(), f"{what}, and JAX has 32-bit integers", "Keep integers within 32 bits")
     return tensor
 
 
@@ -115,4 +118,4 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{as_named(Path(frame.f_code.co_filename))}:{frame.f_lineno}"

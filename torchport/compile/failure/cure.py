@@ -165,9 +165,10 @@ def _parameters(target: str) -> str:
 
 def _shipped(task: Task, target: str) -> str | None:
     """Returns the patch file that answers for a target of torch, as a card lists it."""
-    if "torch" not in patch.upstreams(task.pack.folders):
+    folders, home = task.pack.folders, task.pack.home(task.card.model).patches
+    if "torch" not in patch.upstreams(folders[folders.index(home) :]):
         return None
-    for entry in patch.read(task.pack.folders, ["torch"]):
+    for entry in patch.read(folders, ["torch"], home):
         if entry.target == target:
             return f"{entry.upstream}/{Path(entry.place.rpartition(':')[0]).stem}"
     return None
