@@ -178,7 +178,7 @@ def special_airy_ai(x): return engine.call_jax(lambda x: x, x)
 """
 
 
-def try_port(example, side, root, folder, monkeypatch):
+def try_port(example, side, folder, monkeypatch):
     """Runs a small port with the statements of an example, and with the patch that mends them."""
     monkeypatch.chdir(folder)
     port = SmallPort(folder, monkeypatch)
@@ -222,7 +222,7 @@ def attempt(root, tmp_path, monkeypatch):
         world = World(tmp_path, monkeypatch) if example.kind in ("patch", "python") else None
         try:
             if example.kind in LINES:
-                try_port(example, side, root, tmp_path, monkeypatch)
+                try_port(example, side, tmp_path, monkeypatch)
             elif key == "TP110":
                 try_pack(side.text, root, tmp_path)
             elif example.kind == "job":

@@ -489,15 +489,11 @@ with patch.applied(entries) as ledger:
     ),
     "TP902": Example(
         "forward",
-        """\
-class Table(torch.Tensor):
-    pass
-
-
-y = y + torch.arange(4.0).as_subclass(Table)""",
+        "y = y + torch.arange(4.0, dtype=torch.float64)",
         "y = y + torch.arange(4.0)",
-        "Make the tensor on the device of one of the network's (`device=x.device`), or register it in `prepare` as a "
-        "buffer of the network. A plain tensor of the host, up to 1 MiB, becomes a constant of the program by itself.",
+        "A tensor of the host becomes a constant of the program, up to 1 MiB and with numbers of 32 bits. Register a "
+        "larger one in `prepare` as a buffer of the network. Make one that is written to on the device of one of the "
+        "network's (`device=x.device`). Draw random numbers in the stage's function, and pass them as an input.",
     ),
     "TP903": Example(
         "forward",
