@@ -184,7 +184,7 @@ class Task:
         return manifest_settings
 
     def code(self, stage: families.Stage) -> str:
-        """Returns a hash of what a stage runs beside upstream: the card, the family, the patches and their functions."""
+        """Returns a hash of the code that a stage runs beside upstream: card, family, patches and their functions."""
         files = self.card.code(Path(str(self.family.__file__)))
         parts = [self.card.model_dump_json().encode(), *(file.read_bytes() for file in files)]
         parts += [patch_digest(entry).encode() for entry in self.patches([stage])]

@@ -99,6 +99,7 @@ def _frames_of(trace: TracebackType | None, task: Task, packages: set[str]) -> l
     frames = []
     while trace is not None:
         code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        linecache.checkcache(code.co_filename)  # a porter edits all day
         statement = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
         file = code.co_filename
         if file.startswith("<torchport: "):  # rewritten code has upstream's lines
