@@ -1,7 +1,5 @@
 """Repeated blocks as one under a scan: the same numbers, and what cannot be stacked is refused by name."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy
@@ -227,25 +225,32 @@ def test_carries_that_are_not_what_a_block_returns_are_refused():
     assert "'why' is no argument with which 'blocks' is called" in refusal(lambda: program(**inputs()))
 
 
+class WideningBlock(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.gain = torch.nn.Parameter(torch.rand(6).bfloat16())
+
+    def forward(self, x):
+        x = (
+            x
+            if self.size is None or x.shape[-1] == self.size
+            else torch.cat([x, x[..., : self.size - x.shape[-1]]], -1)
+        )
+        return x.float() + self.gain[:1] * torch.tanh(x)
+
+
 class Widening(torch.nn.Module):
     """Blocks of half precision whose stream is float32, or of another size, once the first has added to it."""
 
     def __init__(self, size=None):
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = torch.nn.ModuleList([torch.nn.Module() for _ in range(3)])
-        for block in self.blocks:
-            block.gain = torch.nn.Parameter(torch.rand(6).bfloat16())
-            block.forward = functools.partial(self._block, block, size)
-
-    @staticmethod
-    def _block(block, size, x):
-        x = x if size is None or x.shape[-1] == size else torch.cat([x, x[..., : size - x.shape[-1]]], -1)
-        return x.float() + block.gain[:1] * torch.tanh(x)
+        self.blocks = torch.nn.ModuleList([WideningBlock(size) for _ in range(3)])
 
     def forward(self, x):
         for block in self.blocks:
-            x = block.forward(x)
+            x = block(x)
         return x
 
 

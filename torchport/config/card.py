@@ -211,7 +211,7 @@ class Component(Frozen):
     a name that no rule matches stays. A rule that is no tensor's first match is refused, as are two tensors that get
     one name."""
     dtype: DType | None = None
-    """Of its weights; none if torchport loads no weights for it. A config may choose another one under `dtypes`."""
+    """The dtype of its weights. A component for which torchport loads no weights (tokenizer, scheduler) has none."""
     precision: Literal["default", "high", "highest"] = "default"
     """The precision of its float32 products on a TPU. The TPU's own default rounds their inputs to bfloat16."""
     published: dict[str, Any] = {}

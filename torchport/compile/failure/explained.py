@@ -27,6 +27,8 @@ def explained(task: Task) -> Explained:
 def error_of(task: Task, exception: BaseException) -> ForeignError | None:
     """Returns the error of an exception of foreign code. None for one of torchport's own."""
     causes = _causes(exception)
+    if isinstance(causes[-1], MemoryError):  # no line of code is at fault
+        return None
     every = frames(causes, task)
     frame = culprit(causes[-1], every)
     if frame is None:
