@@ -80,7 +80,7 @@ def test_every_field_says_what_it_means(kind):
 def test_meanings_come_from_both_forms_of_docstrings_and_from_classes_above():
     assert meanings(Component)["dtype"].startswith("The dtype of its weights.")
     assert meanings(WeightRule)["match"].startswith("A regular expression")
-    assert meanings(Entry)["target"] == "What is changed in upstream: `module:attribute.path`."
+    assert meanings(Entry)["why"] == "What fails, or is slow, without the patch."
     assert "Attributes" not in summary(Entry) and summary(Stage).startswith("One stage of a family")
 
 
