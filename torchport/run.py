@@ -127,6 +127,7 @@ def _outputs(
         call = _network(journey, stage, parts, ledger)  # shard, compile
         lap("shard")
         outputs = stage.run(parts, call, task.settings, journey.steps_of(stage, ledger), **inputs)  # run
+        family.check_outputs(stage, outputs)
         journey.note_run(stage, call, lap)
     ledger.check_called()
     log_patches(ledger, "" if task.original or stage.network is None else " while tracing")

@@ -16,7 +16,7 @@ from torchport.errors import kinds
 
 def test_findings_are_written_in_six_formats():
     found = Report([Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")])
-    assert formats.text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 findings"
+    assert formats.text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 finding"
     assert formats.github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
     assert json.loads(formats.as_json(found))[0]["patch"] == "up.one"
     (result,) = json.loads(formats.sarif(found))["runs"][0]["results"]
@@ -39,7 +39,7 @@ def test_findings_are_one_line_each_without_control_characters():
     text = "Unknown key '\x1b[2J'.\nAnd\r\u2028more."
     found = Report([Finding("TP103", "a\x1b.yaml:1", text, "", "schema")])
     lines = formats.text(found).splitlines()
-    assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 findings"]
+    assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 finding"]
     for form in formats.FORMATS.values():
         assert all(letter.isprintable() or letter == "\n" for letter in form(found))
 

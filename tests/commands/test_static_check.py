@@ -12,7 +12,7 @@ from torchport.commands import check, patches, static_check
 from torchport.commands.check import Flags, Group, Together
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
-from torchport.errors import UnknownNameError
+from torchport.errors import TorchportError, UnknownNameError
 
 FAMILY = """
 from torchport.stages.family import Stage
@@ -151,7 +151,8 @@ def test_every_bad_file_is_reported_and_an_id_that_two_files_have(world):
     for name, text in (("a", "- id: [\n"), ("b", "- id: up.b\n  extra: 1\n")):
         (world.patches / "up" / f"{name}.yaml").write_text(text)
     told = sorted((finding.id, finding.place, finding.step) for finding in _check(world).findings)
-    assert told == [
+    assert ("TP104", "patches/up/b.yaml:1", "schema") in told, "all that is wrong in it"
+    assert [one for one in told if one[0] != "TP104"] == [
         ("TP101", "patches/up/a.yaml:2", "schema"),
         ("TP103", "patches/up/b.yaml:2", "schema"),
         ("TP202", "patches/up/q.yaml:1", "schema"),
@@ -163,6 +164,20 @@ def test_names_that_are_not_there_are_refused(world):
     (world.patches / "up").mkdir(exist_ok=True)
     with pytest.raises(UnknownNameError, match="torchport check upp: There are no such patches"):
         static_check.check(world.patches, ["upp"])
+    (world.patches / "up" / "p.yaml").write_text("[]\n")
+    for name in ("up/q", "up/p.yaml"):
+        with pytest.raises(UnknownNameError, match=f"torchport check {name}: There is no patches/{name}.yaml. .*p"):
+            static_check.check(world.patches, [name])
+        with pytest.raises(TorchportError, match=r"'up/p.yaml' is no name of patches|No patches 'up/q'"):
+            patches.lock(world.patches, [name])
+
+
+def test_all_mistakes_of_a_card_are_findings(cards):
+    cards.replace("title: ", "titel: ")
+    cards.replace("  scheduler: {class:", "  scheduler: {clas:")
+    told = [one.partition(" ")[2] for one in cards.told()]
+    assert len([one for one in told if one.startswith("TP103 Unknown key")]) == 2
+    assert {"'title'", "'components.scheduler.class'"} <= {one.split()[1] for one in told if one.startswith("TP104")}
 
 
 class Cards:
@@ -267,13 +282,13 @@ def test_patches_of_one_stage_that_change_one_target_are_a_finding(cards):
 
 def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
     text = cards.demo.read_text()
-    (cards.root / "configs" / "a.yaml").write_text("steps: many\n")
+    (cards.root / "configs" / "a.yaml").write_text(text.replace("steps: 8", "steps: many"))
     (cards.root / "configs" / "b.yaml").write_text(text.replace("frames: 17", "frames: 18"))
     (cards.root / "configs" / "c.yaml").write_text(text.replace("machine: cpu", "machine: gpv"))
     cards.replace("strategy: ", "overrides: true\nstrategy: no-", cards.demo)
     told = cards.told()
     assert [one.partition(". ")[0] for one in told[1:]] == [
-        "configs/a.yaml:1: TP105 'steps' is 'many' (text)",
+        "configs/a.yaml:7: TP105 'steps' is 'many' (text)",
         "configs/b.yaml:5: TP107 'frames' is 18",
         told[3].partition(". ")[0],
     ]
@@ -284,7 +299,8 @@ def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
 def test_one_bad_card_does_not_hide_another(cards):
     (cards.root / "configs" / "models" / "a.yaml").write_text("model: [\n")
     (cards.root / "configs" / "models" / "b.yaml").write_text("model: b\n")
-    assert [one.partition(" ")[2][:5] for one in cards.told()] == ["TP101", "TP104"]
+    told = [(one.partition(":")[0], one.partition(" ")[2][:5]) for one in cards.told()]
+    assert sorted({*told}) == [("configs/models/a.yaml", "TP101"), ("configs/models/b.yaml", "TP104")]
     assert cards.told(model="some") == []
     assert len(cards.told(model="a")) == 1
     with pytest.raises(UnknownNameError, match="There is no model card 'c'"):

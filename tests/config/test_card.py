@@ -376,7 +376,9 @@ def test_an_installed_package_brings_its_pack_without_being_imported(monkeypatch
     assert find_pack().name == "package port" and find_pack().checked[0].root == root
 
 
-@pytest.mark.parametrize("value", ["portpack", "portpack.other", "nope.data", "portpack.data.patches"])
+@pytest.mark.parametrize(
+    "value", ["portpack", "portpack.other", "nope.data", "portpack.data.patches", "a-b.data", "../x"]
+)
 def test_a_package_whose_entry_point_leads_nowhere_is_refused(monkeypatch, tmp_path, value):
     package(monkeypatch, tmp_path, value)
     assert refused(DataFolderError, find_pack) == (
@@ -441,6 +443,17 @@ def test_one_bad_card_does_not_hide_the_others(copied):
     edit(copied, "models/hunyuan", "title: ", "titel: ")
     cards = dict(find_pack(["."]).cards())
     assert isinstance(cards["hunyuan"], TakenNameError) and cards["hyvideo"][0].model == "hyvideo"
+
+
+def test_a_card_that_would_never_be_read_is_told(copied):
+    folder = copied.root / "configs" / "models"
+    (folder / "hunyuan.yaml").rename(folder / "hunyuan.yml")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "x.yaml").write_text("model: x\n")
+    assert [str(read) for name, read in find_pack(["."]).cards() if not name] == [
+        "configs/models/hunyuan.yml: 'hunyuan.yml' would never be read. Rename it to hunyuan.yaml.",
+        "configs/models/sub/x.yaml: 'x.yaml' would never be read. Move it up into configs/models.",
+    ]
 
 
 def test_the_demo_of_a_card_is_its_own_packs_and_not_the_current_folders(copied, root):

@@ -14,7 +14,7 @@ from torchport.task.family import family as family_of
 GOOD = """
 from torchport.stages.family import Stage
 
-STAGES = (Stage("encode", lambda: {}, ()),)
+STAGES = (Stage("encode", lambda parts, call, settings, steps: {}, ()),)
 TAKES_IMAGE = False
 VARIANTS = ()
 arrange_tiny = None
@@ -157,4 +157,30 @@ def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypa
         "configs/models/some.yaml:4: 'patches/up/stages.py' imports 'diffusers' when it is loaded, before its "
         "patches are applied. "
         "Import it inside the functions."
+    )
+
+
+GOOD_STAGE = 'Stage("encode", lambda parts, call, settings, steps: {}, ()'
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        (GOOD_STAGE[:-2] + '("promt",)', "names 'promt' in 'uses'. Did you mean 'prompt'?"),
+        (GOOD_STAGE[:-2] + '"prompt"', "has 'prompt' as 'uses', which is text. Write a tuple: ('prompt',)."),
+        (GOOD_STAGE + ', needs=("denoise",)', "names 'denoise' in 'needs'."),
+        (GOOD_STAGE + ', parts=("tokenzier",)', "names 'tokenzier' in 'parts'. Did you mean 'tokenizer'?"),
+        (GOOD_STAGE + ', network="vea"', "names 'vea' in 'network'. Did you mean 'vae'?"),
+        (
+            'Stage("encode", lambda parts, call: {}, ()',
+            "has a function that cannot be called: too many positional arguments. "
+            "Write it as run(parts, call, settings, steps, **inputs).",
+        ),
+    ],
+)
+def test_a_stage_that_names_what_is_not_there_is_refused(world, stage, text):
+    world.write(GOOD.replace(f"{GOOD_STAGE})", f"{stage})"))
+    refusal = world.refusal(ReplacementError)
+    assert (
+        refusal.startswith("configs/models/some.yaml:4: Stage 'encode' in 'patches/up/stages.py' ") and text in refusal
     )

@@ -67,9 +67,9 @@ class Report:
         self.cases.append(Case(entry.place, entry.id, step, skipped))
 
     def add(self, error: TorchportError, step: str, patch: str = "", review: str = "") -> None:
-        """Adds a refusal as a finding, once."""
-        finding = of_error(error, step, patch, review)
-        self.findings += [] if finding in self.findings else [finding]
+        """Adds a refusal as a finding, once, and each other mistake that it was found with."""
+        findings = [of_error(one, step, patch, review) for one in (error, *error.others)]
+        self.findings += [finding for finding in findings if finding not in self.findings]
 
     def extend(self, other: Report) -> None:
         """Adds what another report has and this one has not; a patch is tried in more than one process."""

@@ -24,7 +24,7 @@ from torchport.files.atomic import writing
 def text(report: Report) -> str:
     """Returns one line per finding, and a last line that counts them."""
     lines = [printable(f"{finding.place}: {finding.id} {finding.text}") for finding in report.findings]
-    return "\n".join([*lines, f"{len(lines)} findings" if lines else "clean"])
+    return "\n".join([*lines, f"{len(lines)} finding{'s' if len(lines) > 1 else ''}" if lines else "clean"])
 
 
 def as_json(report: Report) -> str:

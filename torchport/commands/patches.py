@@ -8,6 +8,7 @@ from typing import Any
 
 from torchport import patch
 from torchport.errors import UnknownNameError, nearest
+from torchport.files.folder import as_named
 from torchport.patch.declared import versions
 from torchport.patch.declared.lock import read_lock
 
@@ -73,10 +74,13 @@ def lock(
 
     Raises:
         TargetError: An upstream is not installed.
+        UnknownNameError: There are no such patches in the folders whose locks are written.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 
     versions.installed.cache_clear()  # read again: packages may have changed since this process began
+    for name in names:
+        patch.read(folders, [name])  # refuses a name that is not there
     upstreams = sorted({name.partition("/")[0] for name in names})
     upstreams = upstreams or patch.upstreams(folders if chosen is None else chosen)
     entries = [
@@ -84,6 +88,11 @@ def lock(
         for entry in (patch.read(folders, upstreams) if upstreams else [])
         if chosen is None or entry.folder.parent in chosen
     ]
+    absent = [name for name in upstreams if not any(entry.upstream == name for entry in entries)]
+    if names and absent:
+        shown = ", ".join(map(as_named, chosen)) if chosen is not None else "the folders of patches"
+        fact = f"There are no patches for '{absent[0]}' in {shown}"
+        raise UnknownNameError(f"torchport patches lock {absent[0]}", fact, "Name the pack that has them with --path")
     lines = drift.lock(entries, write=False)
     if lines and not check:
         if check_apply is not None:

@@ -77,7 +77,31 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     for name in names:
         if name.partition("/")[0] not in known:
             raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
+        if "/" in name:
+            check_file(folders, name, f"torchport check {name}")
     return list(names) or known
+
+
+def check_file(folders: patch.Folders, name: str, place: str) -> None:
+    """Refuses a name of a patch file that is not there; whether it can be read is another question.
+
+    Args:
+        folders: The folders of patches, from the top.
+        name: `upstream/file`.
+        place: Where it is named.
+
+    Raises:
+        UnknownNameError: No folder has it.
+    """
+    upstream, _, file = name.partition("/")
+    files = {other for root in _stack(folders) for other in _files(root, upstream)}
+    if name not in files:
+        known = sorted(other.partition("/")[2] for other in files)
+        raise UnknownNameError(place, f"There is no patches/{upstream}/{file}.yaml", nearest(file, known))
+
+
+def _stack(folders: patch.Folders) -> list[Path]:
+    return [Path(folders)] if isinstance(folders, str | Path) else list(folders)
 
 
 def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Path | None = None) -> list[patch.Entry]:
@@ -89,7 +113,7 @@ def read(folders: patch.Folders, names: Sequence[str], report: Report, home: Pat
         report: Takes the findings.
         home: The highest folder in which the names are looked up, as `patch.read` takes it.
     """
-    stack = [Path(folders)] if isinstance(folders, str | Path) else list(folders)
+    stack = _stack(folders)
     readable: dict[str, None] = {}
     entries: list[patch.Entry] = []
     for root in stack if home is None else stack[stack.index(home) :]:
@@ -177,7 +201,8 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
 
 
 def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
-    text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}."
+    text = f"'{entry.id}' has no row in the lock. Review it, then run: torchport patches lock {entry.upstream}"
+    text = f"{text} (with the --path and --upstream-path that are used here)."
     try:
         review = drift.review(entry, entries)
     except TargetError:  # what it relies on cannot be read, so there is no row to review
@@ -215,6 +240,8 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
             report.add(error, "card")
         _check_demo(pack, card, document, report)
     if not models:
+        for error in (error for one in pack.checked for error in one.unread()):
+            report.add(error, "schema")
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [card for card, _ in (*cards, *read_cards(pack, others, Report()))]
         for file in sorted(file for one in pack.checked for file in (one.root / "configs").glob("*.yaml")):

@@ -154,6 +154,16 @@ class Pack:
                 yield name, self.card(name)
             except TorchportError as error:
                 yield name, error
+        for pack in self.layers():
+            yield from (("", mistake) for mistake in pack.unread())
+
+    def unread(self) -> Iterator[TorchportError]:
+        """Yields the refusal of each file of this folder alone that looks like a card or a config, and is none."""
+        configs = self.root / "configs"
+        for file in sorted((*configs.rglob("*.yml"), *(configs / "models").glob("*/*.yaml"))):
+            fact = f"'{file.name}' would never be read"
+            remedy = f"Rename it to {file.stem}.yaml" if file.suffix == ".yml" else "Move it up into configs/models"
+            yield BadValueError(as_named(file), fact, remedy)
 
     def family_file(self, card: Card, place: str) -> Path:
         """Returns the Python file of a card's family: beside the patches of its own pack, or of one under that.
@@ -259,8 +269,9 @@ def _named(source: str, paths: Sequence[str]) -> Iterator[Pack]:
 def _installed() -> Iterator[Pack]:
     """Yields the packs of installed packages. A package is located without importing it."""
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        package, *inner = point.module.split(".")
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        package, *inner = point.value.split(".")
+        is_name = all(part.isidentifier() for part in (package, *inner))
+        spec = importlib.util.find_spec(package) if is_name else None
         for place in (spec.submodule_search_locations or ()) if spec is not None else ():
             root = Path(place, *inner)
             if _is_pack(root):

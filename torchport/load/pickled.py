@@ -15,6 +15,9 @@ from torchport.errors import CheckpointBrokenError, CheckpointForeignError, Chec
 from torchport.foreign import reading
 from torchport.load.checkpoint import AGAIN, CODES, WHOLE
 
+LFS = b"version https://git-lfs"
+"""How a pointer of Git LFS begins, which stands where the file should be."""
+
 
 def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the tensors of a file as `checkpoint.header` does: name to dtype and shape. No values are read.
@@ -62,10 +65,18 @@ def check_mapped(file: Path) -> None:
 
     Raises:
         CheckpointForeignError: It is one.
+        CheckpointBrokenError: It is a pointer of Git LFS, is empty, or is truncated.
     """
-    if file.is_file() and not zipfile.is_zipfile(file):
-        remedy = f"Write it again: python -c \"import torch; f = '{file}'; torch.save(torch.load(f), f)\""
-        raise CheckpointForeignError(str(file), "It has the format of PyTorch before 1.6", remedy)
+    if not file.is_file() or zipfile.is_zipfile(file):
+        return
+    with file.open("rb") as stream:
+        start = stream.read(len(LFS))
+    if start == LFS:
+        raise CheckpointBrokenError(str(file), "It is a pointer of Git LFS, and not the file", "Run: git lfs pull")
+    if not start or start.startswith(b"PK"):
+        raise CheckpointBrokenError(str(file), "It is empty, or ends too early", AGAIN)
+    remedy = f"Write it again: python -c \"import torch; f = '{file}'; torch.save(torch.load(f), f)\""
+    raise CheckpointForeignError(str(file), "It has the format of PyTorch before 1.6", remedy)
 
 
 def _unpickled(file: Path, device: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from torchport.config.card import StageName
-from torchport.errors import ArtefactForeignError, BadValueError, nearest
+from torchport.errors import ArtefactForeignError, BadValueError, ReplacementError, nearest
+from torchport.files.folder import as_named
 
 
 class Call(Protocol):
@@ -180,10 +182,27 @@ class Stage:
         Raises:
             BadValueError: There is one.
         """
-        for name in self.keeps:
+        for name in (self.keeps,) if isinstance(self.keeps, str) else self.keeps:
             if name not in self.outputs:
                 fact = f"'{name}' in `keeps` is no name in `outputs`"
                 raise BadValueError(f"Stage '{self.name}'", fact, nearest(name, self.outputs), name=name)
+
+
+def check_outputs(stage: Stage, outputs: Any) -> None:
+    """Refuses what a stage's function returned, if it is no dict of tensors by name.
+
+    Raises:
+        ReplacementError: It is something else.
+    """
+    if isinstance(outputs, dict) and all(isinstance(value, torch.Tensor) for value in outputs.values()):
+        return
+    code = inspect.unwrap(stage.run).__code__
+    fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
+    if isinstance(outputs, dict):
+        name = next(name for name, value in outputs.items() if not isinstance(value, torch.Tensor))
+        fact = f"'{code.co_name}' returns a {type(outputs[name]).__name__} as '{name}'"
+    place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
+    raise ReplacementError(place, fact, "Return the stage's outputs as a dict of tensors by name")
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +16,7 @@ from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
-from torchport.stages.family import Stage
+from torchport.stages.family import Settings, Stage
 from torchport.stages.module import NAMES as NAMES
 from torchport.stages.module import check_complete
 
@@ -41,7 +43,31 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
         fact = f"STAGES in '{path}' is no tuple of Stages"
         raise ReplacementError(place, fact, f"It must be {NAMES['STAGES']}", family=card.family)
+    for stage in stages:
+        _check_stage(stage, stages, card, f"Stage '{stage.name}' in '{path}'", place)
     return module
+
+
+def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, what: str, place: str) -> None:
+    """Refuses a stage that names what is not there, or whose function cannot be called as stages are."""
+    earlier = [other.name for other in stages[: stages.index(stage)]]
+    settings = [field.name for field in dataclasses.fields(Settings)]
+    known: dict[str, Collection[str]] = dict.fromkeys(("parts", "meta", "network"), card.components)
+    known |= {"uses": settings, "needs": earlier, "outputs": stage.outputs}
+    for field, names in known.items():
+        value = getattr(stage, field)
+        if isinstance(value, str) and field != "network":
+            fact = f"{what} has '{value}' as '{field}', which is text"
+            raise ReplacementError(place, fact, f"Write a tuple: ({value!r},)", family=card.family)
+        for name in ((value,) if value else ()) if field == "network" else value:
+            if name not in names:
+                fact = f"{what} names '{name}' in '{field}'"
+                raise ReplacementError(place, fact, nearest(name, names), family=card.family)
+    try:
+        inspect.signature(stage.run).bind_partial(*("parts", "call", "settings", "steps"))
+    except TypeError as error:
+        fact = f"{what} has a function that cannot be called: {error}"
+        raise ReplacementError(place, fact, "Write it as run(parts, call, settings, steps, **inputs)") from error
 
 
 def _loaded(file: Path, card: Card, place: str) -> ModuleType:

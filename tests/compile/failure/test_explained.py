@@ -418,3 +418,32 @@ def test_the_command_line_prints_few_lines_and_with_v_the_whole_traceback(port, 
     code, out, err = torchport("-v", *words, capsys=capsys)
     assert code == 2 and err[0] == "Traceback (most recent call last):"
     assert any("jax" in line for line in err) and any(line.startswith("error[TP903] ") for line in err)
+
+
+def test_a_file_of_upstream_that_is_not_python_names_its_line(port):
+    port.change("up/model.py", LAYER, "        def x(:\n")
+    lines = refused(port, errors.ForeignError)
+    assert lines[0].startswith("site/up/model.py:13: The import of model raises SyntaxError: ")
+
+
+def test_upstream_that_ends_the_process_is_refused_with_its_line(port):
+    port.change("up/model.py", "import torch\n", "import sys\n\nimport torch\n\nsys.exit(3)\n")
+    lines = refused(port, errors.ForeignError)
+    assert lines[0].startswith("site/up/model.py:5: The import of up.model raises SystemExit: 3.")
+
+
+@pytest.mark.parametrize(
+    ("returns", "text"),
+    [("return None", "returns a NoneType"), ('return {"latents": 3}', "returns a int as 'latents'")],
+)
+def test_a_stage_that_returns_no_tensors_by_name_is_refused_with_its_line(port, returns, text):
+    family = port.pack / "patches" / "up" / "stages.py"
+    source = family.read_text()
+    start = source.index("def denoise(")
+    body = source.index("\n", start)
+    family.write_text(f"{source[:body]}\n    {returns}{source[body:]}")
+    lines = refused(port, errors.ReplacementError)
+    line = source[:start].count("\n") + 1
+    assert lines == [
+        f"pack/patches/up/stages.py:{line}: 'denoise' {text}. Return the stage's outputs as a dict of tensors by name."
+    ]

@@ -230,6 +230,13 @@ def test_an_override_holds_for_whoever_reads_the_lower_entry(world, tmp_path):
     assert patch.read(folders, ["up/p"])[0].overrides
 
 
+def test_an_override_in_a_file_that_is_named_first_is_no_taken_name(world, tmp_path):
+    folders = _stack(tmp_path, OVERRIDING, GOOD)
+    (folders[0] / "up" / "p.yaml").rename(folders[0] / "up" / "a.yaml")
+    for names in (["up/a", "up/p"], ["up/p", "up/a"]):
+        assert _places(patch.read(folders, names)) == ["up.one 0"]
+
+
 def test_the_highest_override_wins(world, tmp_path):
     folders = _stack(tmp_path, OVERRIDING, OVERRIDING.replace("why: ", "why: Second. "), GOOD)
     assert _places(patch.read(folders, ["up"])) == ["up.one 0"]

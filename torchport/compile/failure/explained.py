@@ -6,7 +6,7 @@ import functools
 import traceback
 
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, culprit, frames
+from torchport.compile.failure.frames import OURS, culprit, frames, of_syntax
 from torchport.errors import ForeignError
 from torchport.patch.declared.replacement import Explained
 from torchport.task import Task
@@ -30,7 +30,9 @@ def error_of(task: Task, exception: BaseException) -> ForeignError | None:
     if isinstance(causes[-1], MemoryError):  # no line of code is at fault
         return None
     every = frames(causes, task)
-    frame = culprit(causes[-1], every)
+    unparsed = of_syntax(causes[-1])
+    every += [unparsed] if unparsed is not None else []
+    frame = unparsed or culprit(causes[-1], every)
     if frame is None:
         return None
     failure = Failure(task, causes[-1], frame, every)

@@ -83,6 +83,14 @@ def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
     return None if frame is None or frame.owner == "torchport" else frame
 
 
+def of_syntax(error: BaseException) -> Frame | None:
+    """Returns the line of an upstream's file that is not Python; its own frame never ran. None for other exceptions."""
+    if not isinstance(error, SyntaxError) or not error.filename or not error.lineno:
+        return None
+    text = (error.text or "").strip()
+    return Frame("upstream", Path(error.filename).stem, error.filename, error.lineno, "<module>", text)
+
+
 def _upstream_packages(task: Task) -> set[str]:
     """Returns the packages that the card names, and those that its patches change."""
     card = task.card

@@ -58,9 +58,11 @@ def read(folders: Folders, names: Sequence[str], home: Path | None = None) -> li
     by_id: dict[str, Entry] = {}
     for file in _files(stack if home is None else stack[stack.index(home) :], names):
         for entry in read_file(file):
-            if entry.id in by_id:
-                _check_takes(entry, by_id[entry.id])
-            by_id[entry.id] = entry
+            previous = by_id.get(entry.id, entry)
+            lower, upper = sorted((previous, entry), key=lambda one: -stack.index(_root(one)))
+            if previous is not entry:
+                _check_takes(upper, lower)
+            by_id[entry.id] = upper
     for entry in _overriding(stack):
         if entry.id in by_id and stack.index(_root(by_id[entry.id])) > stack.index(_root(entry)):
             by_id[entry.id] = entry

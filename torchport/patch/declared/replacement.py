@@ -29,7 +29,8 @@ class Explained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if isinstance(value, Exception) and not isinstance(value, TorchportError):
+        # `sys.exit` in foreign code would end the process without a word.
+        if isinstance(value, Exception | SystemExit) and not isinstance(value, TorchportError):
             error = self._error(value)
             if error is not None:
                 raise error from value
