@@ -415,9 +415,10 @@ def test_unfinished_latents_of_other_settings_are_refused_and_left_as_they_are(
 )
 def test_a_run_is_not_finished_by_a_program_that_rounds_otherwise(stopped, denoise, forged, sets, fact):
     file = stopped / "denoise.partial.safetensors"
-    forged(file, backend="torchax")
-    made = save.read_manifest(file)
     request = denoise(backend="torchax")
+    task = accept(request)
+    forged(file, backend="torchax", code=task.code(task.stages[0]))
+    made = save.read_manifest(file)
     unfinished = resume.Unfinished(accept(dataclasses.replace(request, overrides=(*request.overrides, *sets))))
     weights = checkpoint.Checkpoint(stopped, made.checkpoint, made.components)
     if fact is None:
@@ -425,6 +426,11 @@ def test_a_run_is_not_finished_by_a_program_that_rounds_otherwise(stopped, denoi
         return
     with pytest.raises(ArtefactForeignError, match=re.escape(f"{file}: A run with {fact}. Finish that run")):
         unfinished.read(weights, made.inputs)
+
+
+def test_unfinished_latents_of_other_code_are_refused(stopped, denoise, forged):
+    forged(stopped / "denoise.partial.safetensors", code="0123456789abcdef")
+    assert "A run with the card, the family or a patch '0123456789abcdef' was stopped here, and" in refusal(denoise())
 
 
 def test_unfinished_latents_of_an_older_schema_say_how_to_get_past_them(stopped, denoise, forged):

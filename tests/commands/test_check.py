@@ -141,8 +141,8 @@ def test_an_upstreams_patches_share_a_process_and_all_that_come_late_share_anoth
     monkeypatch.setattr(check.child, "call", call)
     for name in ("up", "other", "ends"):
         (world.patches / name).mkdir(exist_ok=True)
-    for name in ("p", "q"):
-        (world.patches / "up" / f"{name}.yaml").write_text("[]\n")
+    for name in ("up/p", "up/q", "other/p", "ends/p"):
+        (world.patches / f"{name}.yaml").write_text("[]\n")
     findings = check.check(world.patches, ["up/p", "other", "up/q", "ends", "up/p"]).findings
     up, other = Group(("up/p", "up/q")), Group(("other",))
     assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [Group(("ends",))])]

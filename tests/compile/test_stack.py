@@ -159,7 +159,8 @@ def test_something_is_done_after_each_block_with_its_number():
             y = y + number
         wanted = x + y
     program = compiled(module, {"blocks": CARRIES})
-    program.network.module.blocks[0].after = lambda index, outputs: (outputs[0], outputs[1] + index)
+    [stacked] = program.network.module.blocks
+    stacked.after = lambda index, outputs: (outputs[0], outputs[1] + index)
     found = program(**inputs())
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-6
 
@@ -301,3 +302,18 @@ def test_a_block_of_one_output_is_called_as_it_was():
         wanted = module(x)
     found = compiled(module, {"blocks": Stack(carries=["x"])})(x=x)
     assert numpy.allclose(found, wanted, atol=1e-6)
+
+
+def test_a_network_that_takes_stacked_blocks_out_of_their_list_is_refused(mesh8):
+    from torchport.config.card import Stack
+
+    module = Widening(6)
+    stack.stack(module, {"blocks": Stack(carries=["x"])}, lambda name: "card.yaml:7")
+    assert [type(block).__name__ for block in module.blocks] == ["Stacked"]
+    for index in (0, slice(0, 2), -1):
+        with pytest.raises(StackError) as caught:
+            module.blocks[index]
+        assert str(caught.value) == (
+            "card.yaml:7: The network takes blocks out of 'blocks' by their numbers, and stacked blocks are one. "
+            "Leave these blocks unstacked: take the stack out of the card."
+        )

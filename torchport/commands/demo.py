@@ -15,8 +15,8 @@ from torchport.config.pack import Pack
 from torchport.errors import NotCalledError, PatchError, TorchportError
 from torchport.processes import child
 
-SMALL = ("height=64", "width=64", "frames=5", "steps=1")
-"""The demo at a size of seconds: every stage runs, and every patch has its chance to be called."""
+ONE_STEP = ("steps=1",)
+"""The demo, in one step: every stage runs, and every patch has its chance to be called."""
 
 
 def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
@@ -34,7 +34,7 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
-        options: dict[str, Any] = {"prompt": "check", "overrides": SMALL, "cache": False}
+        options: dict[str, Any] = {"prompt": card.tiny.prompt, "overrides": ONE_STEP, "cache": False}
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
         try:
             with progress.waiting(f"run {model}'s demo"):

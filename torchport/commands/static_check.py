@@ -79,6 +79,10 @@ def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
             raise UnknownNameError(f"torchport check {name}", "There are no such patches", nearest(name, known))
         if "/" in name:
             check_file(folders, name, f"torchport check {name}")
+        elif not any(_files(root, name) for root in _stack(folders)):
+            having = [other for other in known if any(_files(root, other) for root in _stack(folders))]
+            fact = f"There are no patches in patches/{name}"
+            raise UnknownNameError(f"torchport check {name}", fact, nearest(name, having))
     return list(names) or known
 
 

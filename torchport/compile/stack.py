@@ -147,6 +147,21 @@ class Stacked(torch.nn.Module):
             )
 
 
+class _StackedList(torch.nn.ModuleList):
+    """A list of which some blocks are one: it can be walked through, and not be taken apart."""
+
+    def __init__(self, items: Sequence[torch.nn.Module], name: str, place: str) -> None:
+        super().__init__(items)
+        self.name = name
+        self.place = place
+
+    def __getitem__(self, index: Any) -> Any:
+        fact = f"The network takes blocks out of '{self.name}' by their numbers, and stacked blocks are one"
+        raise StackError(
+            self.place, fact, "Leave these blocks unstacked: take the stack out of the card", name=self.name
+        )
+
+
 def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[[str], str]) -> dict[str, int]:
     """Puts stacked blocks in the place of the `ModuleList`s that are declared, and returns how many each has.
 
@@ -175,7 +190,7 @@ def stack(module: torch.nn.Module, stacks: Mapping[str, Stack], place: Callable[
         stacked = Stacked(blocks[entry.first], count, entry.carries, name, where, entry.first)
         parent, _, attribute = name.rpartition(".")
         items = [*blocks[: entry.first], stacked, *blocks[end:]]
-        setattr(module.get_submodule(parent), attribute, torch.nn.ModuleList(items))
+        setattr(module.get_submodule(parent), attribute, _StackedList(items, name, where))
         counts[name] = count
     return counts
 

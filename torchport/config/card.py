@@ -312,6 +312,8 @@ class Tiny(Frozen):
     """By component: its small configuration, or the keyword arguments that build it."""
     tokenizers: dict[str, TinyTokenizer] = {}
     """By component, the tokenizer to train for it."""
+    prompt: Word = "A cat walks on the grass"
+    """A prompt that the model can take; `torchport check --model` runs the demo with it."""
 
 
 class Card(Frozen):

@@ -84,13 +84,17 @@ def test_a_call_that_upstream_swallows_is_raised_at_the_end(entries):
                 ledger.check_called()
 
 
-def test_a_stub_is_no_base_class(entries):
-    with pytest.raises(StubCalledError, match=r"absentpackage\.tools\.Base is made a base class, and 'some.stub'"):
+def test_a_class_may_inherit_from_a_stub_until_an_object_of_it_is_made(entries):
+    text = r"absentpackage\.tools\.Base is the base of .*Mine, of which an object is made, and 'some.stub'"
+    with pytest.raises(StubCalledError, match=text):
         with patch.applied(entries()):
             tools = importlib.import_module("stubuser").tools
 
             class Mine(tools.Base):
-                pass
+                size = 3
+
+            assert Mine.size == 3
+            Mine()
 
 
 def test_capability_probes_do_not_find_it_inside_the_importer_either(entries):

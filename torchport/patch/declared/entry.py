@@ -59,7 +59,8 @@ class Equivalence(Frozen):
             return {"bitwise": True}
         if isinstance(data, dict) and len(data) == 1 and "bitwise" not in data:
             return data
-        raise ValueError("It must be bitwise, or one of {algebraic: why}, {close: {bound: 1e-5}}, {lossy: why}")
+        forms = "one of {algebraic: why}, {close: {bound: 1e-5}}, {lossy: why}"
+        raise ValueError(f"It must be bitwise, or {forms}; quote a text that has a comma")
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:

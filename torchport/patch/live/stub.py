@@ -22,7 +22,7 @@ from torchport.patch.live.registry import registry
 
 
 class Stub(types.ModuleType):
-    """Stands for an absent package, and for everything in it. It can be named, passed on and read, but not called."""
+    """Stands for an absent package, and for everything in it. It can be named and inherited, but not called."""
 
     def __init__(self, name: str, entry: Entry, keep: Callable[[TorchportError], None]) -> None:
         super().__init__(name)
@@ -40,7 +40,12 @@ class Stub(types.ModuleType):
         raise self._refusal(sys._getframe(1), "called")
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        raise self._refusal(sys._getframe(1), "made a base class")
+        """Returns a base for a class that is only defined; making an object of it is a call of the stub."""
+
+        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+            raise self._refusal(sys._getframe(1), f"the base of {cls.__qualname__}, of which an object is made")
+
+        return (type(self.__name__.rpartition(".")[2], (), {"__new__": refuse}),)
 
     def _refusal(self, caller: types.FrameType, how: str) -> StubCalledError:
         """Returns the error, and keeps it in the ledger: the caller may stand in somebody's `try`."""
@@ -48,11 +53,16 @@ class Stub(types.ModuleType):
         error = StubCalledError(
             f"{caller.f_code.co_filename}:{caller.f_lineno}",
             f"{self.__name__} is {how}, and '{entry.id}' ({entry.place}) only stands in for it",
-            f"Install {self.__name__.partition('.')[0]}, or write a patch for {caller.f_code.co_qualname}",
+            f"Install {self.__name__.partition('.')[0]}, or write a patch for {_name(caller)}",
             patch=entry.id,
         )
         self.__dict__["_keep"](error)
         return error
+
+
+def _name(caller: types.FrameType) -> str:
+    name = caller.f_code.co_qualname
+    return f"what is called there, in {caller.f_globals.get('__name__')}" if name == "<module>" else name
 
 
 class Server:
