@@ -9,11 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from torchport.config import Document
-from torchport.config.card import Card
+from torchport.config.card import GENERIC, Card
 from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
+from torchport.stages import diffusers_pipeline
 from torchport.stages.family import Stage
 from torchport.stages.module import NAMES as NAMES
 from torchport.stages.module import check_complete
@@ -22,12 +23,16 @@ from torchport.stages.module import check_complete
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
 
+    That of `family: diffusers` is made of the card.
+
     Raises:
         UnknownNameError: The pack has no such file.
         ReplacementError: The file, or one with a builder, does not load, lacks a name, or imports an upstream before
             its patches are applied.
     """
     place = document.place(["family"])
+    if card.family == GENERIC:
+        return diffusers_pipeline.family(card, document.place(["call"]))
     file = pack.family_file(card, place)
     path = as_named(file)
     module = _loaded(file, card, place)
