@@ -318,7 +318,8 @@ class TinyTokenizer(Frozen):
     pad_token: str
     """The token that pads a text."""
     chat_template: str | None = None
-    """A template in Jinja, of a tokenizer that has one. `{filler}` in it becomes as many filler tokens as `prefix_tokens` asks for."""
+    """A template in Jinja, where the tokenizer has one. `{filler}` in it becomes as many filler tokens as
+    `prefix_tokens` asks for."""
     prefix_tokens: pydantic.PositiveInt | None = None
     """The number of tokens that the template puts before the user's text. Set it only if upstream crops that many."""
     system_message_of: str | None = None

@@ -87,9 +87,7 @@ class _Pipeline:
     def name(self) -> str:
         return self.class_path.partition(":")[2]
 
-    def encode(
-        self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps
-    ) -> dict[str, torch.Tensor]:
+    def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
 
         Raises:
@@ -313,14 +311,13 @@ class _Constants:
         if self.call is None or not outputs.has_tensor(value):
             return value
         versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
-        entries = self.recent.setdefault(name, [])
+        entries = self.recent.get(name, [])
         same = [entry for entry in entries if entry[0] is value and entry[1] == versions]
         result = None
         if same:
-            entries.remove(same[0])
             result = same[0][2] if same[0][2] is not None else self.call.place(**{name: value})[name]
-        entries.append((value, versions, result))
-        del entries[: -self.RECENT]
+        others = [entry for entry in entries if entry[0] is not value]
+        self.recent[name] = [*others, (value, versions, result)][-self.RECENT :]
         return value if result is None else result
 
 
@@ -428,7 +425,7 @@ class Replay(_Loop):
             if tree.is_packable(value):
                 kept[name] = value
             elif self.before.get(name) is not value:
-                fact = f"It keeps '{name}', of the type {type(value).__name__}, from one step of '{self.name}' to the next"
+                fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
                 raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
         return tree.packed({"returned": returned, "scheduler": kept, "generator": self.generator.get_state()})
 
