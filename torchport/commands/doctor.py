@@ -183,10 +183,11 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
 
     Args:
         findings: The result of `examine`.
-        paths: The packs, as `--path` names them: their first model is the one to try.
+        paths: The packs, as `--path` names them: their first model is the one to try, with its demo.
     """
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    model = next(iter(find_pack(paths).models()), "NAME")
-    return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'
+    cards = (read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError))
+    model, demo = next(((first.model, first.demo) for first in cards), ("NAME", "configs/demo.yaml"))
+    return f'Ready: torchport run --model {model} --config {demo} --prompt "..."'

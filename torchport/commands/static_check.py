@@ -15,7 +15,7 @@ from typing import Any
 from torchport import patch
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
-from torchport.config.card import Card, Job, check_job, check_names
+from torchport.config.card import Card, Job, check_call, check_job, check_names
 from torchport.config.checkout import on_path
 from torchport.config.machine import parse_machine
 from torchport.config.pack import Pack
@@ -337,6 +337,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
         UnknownNameError: There is no such file.
         ReplacementError: It is not Python, or lacks a name.
     """
+    check_call(card, document)
     if card.call is not None:
         return {card.call.network}
     place = document.place(["family"])

@@ -387,14 +387,6 @@ class Card(Frozen):
     overrides: bool = False
     """Whether it takes the place of the card with the same name in a pack under its own (docs/packs.md)."""
 
-    @pydantic.model_validator(mode="after")
-    def _says_the_call(self) -> Card:
-        if self.family == GENERIC and (self.pipeline is None or self.call is None):
-            raise ValueError("'family: diffusers' is made of 'pipeline' and 'call', and one of them is missing")
-        if self.family != GENERIC and self.call is not None:
-            raise ValueError(f"'call' is for 'family: diffusers', and the family is '{self.family}'")
-        return self
-
     def folder(self, component: str, variant: str | None) -> str:
         """Returns where a component lies in a checkpoint, relative to its root."""
         return (self.components[component].folder or component).format(variant=variant)
@@ -501,6 +493,24 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+
+
+def check_call(card: Card, document: Document) -> None:
+    """Refuses a card whose family is made from it and lacks something for that, and `call` beside another family.
+
+    Raises:
+        MissingKeyError: There is no `pipeline` or no `call`.
+        UnknownKeyError: Nothing would read `call`.
+    """
+    if card.family != GENERIC:
+        if card.call is not None:
+            fact = f"'call' is for 'family: {GENERIC}', and the family is '{card.family}'"
+            raise UnknownKeyError(document.place(["call"]), fact, "Remove 'call', or change 'family'", key="call")
+        return
+    for key in ("pipeline", "call"):
+        if getattr(card, key) is None:
+            fact = f"'family' is '{GENERIC}', and there is no '{key}'"
+            raise MissingKeyError(document.place(["family"]), fact, f"Add '{key}': docs/cards.md", key=key)
 
 
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:

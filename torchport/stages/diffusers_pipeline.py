@@ -51,7 +51,7 @@ def batch(guidance_scale: float) -> int:
 
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
-    assert card.pipeline is not None and card.call is not None  # the card's own check
+    assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline, network = _Pipeline(card.pipeline, card.call, place), card.call.network
     return (
         Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders)),

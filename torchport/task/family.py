@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from torchport.config import Document
-from torchport.config.card import GENERIC, Card
+from torchport.config.card import GENERIC, Card, check_call
 from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
@@ -27,10 +27,12 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
 
     Raises:
         UnknownNameError: The pack has no such file.
+        MissingKeyError, UnknownKeyError: What `check_call` refuses.
         ReplacementError: The file, or one with a builder, does not load, lacks a name, or imports an upstream before
             its patches are applied.
     """
     place = document.place(["family"])
+    check_call(card, document)
     if card.family == GENERIC:
         return diffusers_pipeline.family(card, document.place(["call"]))
     file = pack.family_file(card, place)
