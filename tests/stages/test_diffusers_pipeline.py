@@ -9,7 +9,7 @@ from diffusers import CogVideoXPipeline
 from torchport import load
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load import tiny
-from torchport.stages.diffusers_pipeline import _Constants, family
+from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import Settings, Steps
 
 STEPS = 8
@@ -255,22 +255,3 @@ def test_latents_of_another_size_are_not_decoded(stage, parts_with):
         "denoise.safetensors: 'latents' has shape [1, 3, 16, 4, 6], and this job takes [1, 4, 16, 4, 6]. Run --stage "
         "denoise with this model and size."
     )
-
-
-def test_an_input_that_comes_again_is_placed_once():
-    placed = []
-
-    class Call:
-        def place(self, **inputs):
-            placed.append(next(iter(inputs)))
-            return {name: (value, "placed") for name, value in inputs.items()}
-
-    constants, text, other = _Constants(Call()), torch.zeros(2), torch.zeros(2)
-    assert constants.placed("text", text) is text
-    assert constants.placed("text", other) is other
-    for _ in range(3):
-        assert constants.placed("text", text)[1] == "placed"
-        constants.placed("latents", torch.zeros(3))
-    assert placed == ["text"]
-    text.add_(1)
-    assert constants.placed("text", text) is text

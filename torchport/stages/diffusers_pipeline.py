@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -22,11 +21,11 @@ import torch
 from torchport.config.card import Card, PipelineCall
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.foreign import tokenizing
-from torchport.stages import outputs, tree
 from torchport.stages.family import Call, Settings, Stage, Steps, check_noise
+from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, Loop, Replay
+from torchport.stages.stand_in import StandIn
 
 CPU = torch.device("cpu")
-OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
@@ -170,10 +169,10 @@ class _Pipeline:
         self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Returns the latents that upstream's loop begins with: it is left at its first step."""
-        first = _First(copy.deepcopy(parts["scheduler"]))
+        first = First(copy.deepcopy(parts["scheduler"]))
         try:
             self._run(parts, settings, embeddings, first, None, output_type="latent")
-        except _FirstStep as reached:
+        except FirstStep as reached:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
@@ -209,7 +208,7 @@ class _Pipeline:
         parts: Mapping[str, Any],
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
-        replay: _Loop,
+        replay: Loop,
         call: Call | None,
         vae: Any = None,
         **arguments: Any,
@@ -257,234 +256,3 @@ class _Pipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(self.place, fact, nearest(name, parameters), name=name)
-
-
-class StandIn(torch.nn.Module):
-    """Stands in a pipeline where a component stood: `call` computes, all else that is asked for is the component's.
-
-    Args:
-        component: Without storage.
-        dtype: What the pipeline is told that it has.
-        loop: Says which steps are done.
-        call: The network; None if it is never needed.
-    """
-
-    device = CPU
-
-    def __init__(self, component: torch.nn.Module, dtype: torch.dtype, loop: _Loop, call: Call | None) -> None:
-        super().__init__()
-        vars(self)["component"] = component  # no submodule: nobody is to look for its weights here
-        self.dtype = dtype
-        self.loop = loop
-        self.call = call
-        self.constants = _Constants(call)
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the component."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(vars(self)["component"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
-        """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
-        inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
-        if self.loop.is_done or self.call is None:
-            first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-            return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
-        self.loop.begin()
-        return (self.call(**{name: self.constants.placed(name, value) for name, value in inputs.items()}),)
-
-
-class _Constants:
-    """Inputs that a loop passes again and again, placed once: those that are the very tensors of a recent call."""
-
-    RECENT = 4
-    """Values of an input that are remembered: guidance alternates between two."""
-
-    def __init__(self, call: Call | None) -> None:
-        self.call = call
-        self.recent: dict[str, list[tuple[Any, list[int], Any]]] = {}
-
-    def placed(self, name: str, value: Any) -> Any:
-        """Returns an input, where the network wants it if it was among the recent ones."""
-        if self.call is None or not outputs.has_tensor(value):
-            return value
-        versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
-        entries = self.recent.get(name, [])
-        same = [entry for entry in entries if entry[0] is value and entry[1] == versions]
-        result = None
-        if same:
-            result = same[0][2] if same[0][2] is not None else self.call.place(**{name: value})[name]
-        others = [entry for entry in entries if entry[0] is not value]
-        self.recent[name] = [*others, (value, versions, result)][-self.RECENT :]
-        return value if result is None else result
-
-
-class _Loop:
-    """A scheduler in a pipeline's loop, whose `step` is ours.
-
-    Attributes:
-        scheduler: It is changed: upstream asks for its class, so it remains itself.
-        number: The steps that are over.
-        done: The steps whose results are known.
-        generator: Of the seed.
-    """
-
-    def __init__(self, scheduler: Any, generator: torch.Generator | None = None, done: int = 0) -> None:
-        self.scheduler = scheduler
-        self.generator = generator
-        self.done = done
-        self.number = 0
-        self.real = type(scheduler).step.__get__(scheduler)
-
-        @functools.wraps(self.real)  # upstream reads its signature
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self.number += 1
-            return self.returned(args, kwargs)
-
-        scheduler.step = step
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the result of the step that has begun is known."""
-        return self.number < self.done
-
-    def begin(self) -> None:
-        """Is called before the network is."""
-
-    def finish(self) -> None:
-        """Is called after the loop."""
-
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what `step` returns."""
-        raise NotImplementedError
-
-    def sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the latents that `step` is called with."""
-        sample: torch.Tensor = inspect.signature(self.real).bind(*args, **kwargs).arguments["sample"]
-        return sample
-
-
-class Replay(_Loop):
-    """A loop that goes on after the steps that a stopped run took.
-
-    What upstream's loop carries from one step to the next must be what `step` returns, or what scheduler and generator
-    hold. That is saved after each step.
-
-    Args:
-        scheduler: The pipeline's.
-        generator: Of the seed.
-        steps: Progress, saving, and where to go on.
-        name: The pipeline's, for errors.
-        total: The number of steps.
-    """
-
-    def __init__(self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int) -> None:
-        done, state = steps.resume or (0, {})
-        super().__init__(scheduler, generator, done)
-        self.steps = steps
-        self.name = name
-        self.saved: Any = tree.unpacked(state) if state else None
-        self.progress = iter(steps.track(range(done, total), done=done, total=total))
-        self.begun = done
-        self.before: dict[str, Any] = {}
-
-    def begin(self) -> None:
-        """Advances the progress bar, once a step: guidance may call the network twice."""
-        if self.begun == self.number:
-            next(self.progress, None)
-            self.begun += 1
-
-    def finish(self) -> None:
-        """Ends the progress bar."""
-        next(self.progress, None)
-
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what the step returned when it was taken, or takes it."""
-        if self.number == 1:
-            self.before = dict(vars(self.scheduler))
-        if self.number <= self.done:
-            if self.number == self.done:
-                vars(self.scheduler).update(self.saved["scheduler"])
-                assert self.generator is not None
-                self.generator.set_state(self.saved["generator"])
-            return self.saved["returned"]
-        returned = self.real(*args, **kwargs)
-        self.steps.finished(self.number, self._state(returned))
-        return returned
-
-    def _state(self, returned: Any) -> dict[str, torch.Tensor]:
-        """Returns all that the loop needs after a step, as tensors."""
-        assert self.generator is not None
-        if not isinstance(returned, tuple) or not tree.is_packable(returned):
-            fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
-            raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
-        kept = {}
-        for name, value in vars(self.scheduler).items():
-            if tree.is_packable(value):
-                kept[name] = value
-            elif self.before.get(name) is not value:
-                fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
-                raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
-        return tree.packed({"returned": returned, "scheduler": kept, "generator": self.generator.get_state()})
-
-
-class Finished(_Loop):
-    """A loop all of whose steps are done: each returns the finished latents.
-
-    Args:
-        scheduler: The pipeline's.
-        latents: What the last step returned.
-    """
-
-    def __init__(self, scheduler: Any, latents: torch.Tensor) -> None:
-        super().__init__(scheduler, torch.Generator())
-        self.latents = latents
-        self.rest: tuple[Any, ...] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """True."""
-        return True
-
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the latents, and as much more as `step` returns beside them, which it is called once for.
-
-        Raises:
-            ArtefactForeignError: They have another shape than the loop's.
-        """
-        shape = self.sample(args, kwargs).shape
-        if shape != self.latents.shape:
-            fact = f"'latents' has shape {list(self.latents.shape)}, and this job takes {list(shape)}"
-            raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
-        if self.rest is None:
-            self.rest = tuple(self.real(*args, **kwargs))[1:]
-        return (self.latents, *self.rest)
-
-
-class _FirstStep(BaseException):
-    """Leaves a pipeline's loop at its first step.
-
-    Attributes:
-        sample: The latents there.
-    """
-
-    def __init__(self, sample: torch.Tensor) -> None:
-        super().__init__()
-        self.sample = sample
-
-
-class _First(_Loop):
-    """A loop that is left at its first step."""
-
-    def __init__(self, scheduler: Any) -> None:
-        super().__init__(scheduler, torch.Generator(), done=1)
-
-    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Leaves the loop.
-
-        Raises:
-            _FirstStep: Always.
-        """
-        raise _FirstStep(self.sample(args, kwargs))
