@@ -37,7 +37,7 @@ def test_a_sound_machine_has_nothing_bad_and_is_told_the_next_command(findings, 
     assert found["host memory"].fact.endswith("GiB free") and found["python"].state == "ok"
     assert found["tiny checkpoint of hunyuan"].fact == str(tiny_folder)
     assert advice(list(found.values()), [str(root)]) == (
-        'Ready: torchport run --model hunyuan --config configs/demo.yaml --prompt "..."'
+        'Ready: torchport run --model cogvideox --config configs/cogvideox_demo.yaml --prompt "..."'
     )
 
 

@@ -25,6 +25,7 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
+from torchport.task.family import family as family_of
 
 
 @pytest.fixture
@@ -88,7 +89,10 @@ def test_an_unknown_model_is_refused_with_the_nearest(pack):
 def test_an_unknown_config_is_refused_with_the_nearest(pack):
     text = refused(UnknownNameError, lambda: pack.job("configs/dem.yaml"))
     assert text.startswith("--config configs/dem.yaml: There is no file 'configs/dem.yaml', here or in ")
-    assert "Did you mean 'configs/demo.yaml'? Known: configs/720p.yaml, configs/demo.yaml" in text
+    assert (
+        "Did you mean 'configs/demo.yaml'? Known: configs/720p.yaml, configs/cogvideox_demo.yaml, configs/demo.yaml"
+        in text
+    )
 
 
 def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tmp_path, monkeypatch):
@@ -521,4 +525,37 @@ def test_all_wrong_names_of_a_card_are_named_together(copied):
 def test_every_shipped_card_names_its_own_networks_alone(pack):
     for name in pack.models():
         card, document = pack.card(name)
-        cards.check_names(card, ["transformer", "vae"], document)
+        networks = {stage.network for stage in family_of(pack, card, document).STAGES if stage.network}
+        cards.check_names(card, networks, document)
+
+
+@pytest.fixture
+def generic(pack):
+    """Returns the card of a model whose family is made from it, after changes to its text."""
+    text = (pack.root / "configs/models/cogvideox.yaml").read_text()
+
+    def made(*changes):
+        changed = text
+        for old, new in changes:
+            assert old in changed
+            changed = changed.replace(old, new)
+        document = parse_document(changed, "card.yaml")
+        return validated(cards.Card, document), document
+
+    return made
+
+
+def test_a_family_that_is_made_from_a_card_needs_its_pipeline_and_call(generic):
+    text = refused(MissingKeyError, lambda: cards.check_call(*generic(("pipeline: diffusers:CogVideoXPipeline\n", ""))))
+    assert text == "card.yaml:4: 'family' is 'diffusers', and there is no 'pipeline'. Add 'pipeline': docs/cards.md."
+
+
+def test_a_call_beside_another_family_is_refused(generic):
+    text = refused(UnknownKeyError, lambda: cards.check_call(*generic(("family: diffusers\n", "family: up/stages\n"))))
+    assert "'call' is for 'family: diffusers', and the family is 'up/stages'" in text
+
+
+@pytest.mark.parametrize("changes", [("network: transformer", "network: transfromer"), ("[text_encoder,", "[encoder,")])
+def test_a_call_names_components(generic, changes):
+    text = refused(UnknownKeyError, lambda: cards.check_names(generic(changes)[0], ["transformer"], generic()[1]))
+    assert "is no component of 'cogvideox'" in text and text.startswith("card.yaml:")

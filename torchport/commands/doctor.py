@@ -19,6 +19,7 @@ from torchport.files import cache
 from torchport.load import tiny
 from torchport.progress import size_text
 from torchport.save import manifest
+from torchport.stages.module import file_of
 from torchport.task import devices
 
 State = Literal["ok", "note", "bad"]
@@ -142,7 +143,7 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
         size = sum((c.parameters or 0) * card.DTYPES[c.dtype] for c in model.components.values() if c.dtype)
         fact = f"in the cache, {folder}" if in_cache else f"{repo} is not in the cache; about {size / 1e9:.0f} GB"
         findings.append(Diagnosis("ok" if in_cache else "note", f"checkpoint of {name}", fact))
-        tiny_folder = tiny.folder_of(model, pack.family_file(model, document.place(["family"])))
+        tiny_folder = tiny.folder_of(model, file_of(pack, model, document.place(["family"])))
         if (tiny_folder / "model_index.json").is_file():
             findings.append(Diagnosis("ok", f"tiny checkpoint of {name}", str(tiny_folder)))
     return findings
@@ -182,10 +183,11 @@ def advice(findings: list[Diagnosis], paths: Sequence[str]) -> str:
 
     Args:
         findings: The result of `examine`.
-        paths: The packs, as `--path` names them: their first model is the one to try.
+        paths: The packs, as `--path` names them: their first model is the one to try, with its demo.
     """
     bad = sum(finding.state == "bad" for finding in findings)
     if bad:
         return f"{bad} thing(s) to mend."
-    model = next(iter(find_pack(paths).models()), "NAME")
-    return f'Ready: torchport run --model {model} --config configs/demo.yaml --prompt "..."'
+    cards = (read[0] for _, read in find_pack(paths).cards() if not isinstance(read, TorchportError))
+    model, demo = next(((first.model, first.demo) for first in cards), ("NAME", "configs/demo.yaml"))
+    return f'Ready: torchport run --model {model} --config {demo} --prompt "..."'

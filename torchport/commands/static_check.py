@@ -17,7 +17,7 @@ from typing import Any
 from torchport import patch
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
-from torchport.config.card import Card, Job, check_job, check_names
+from torchport.config.card import Card, Job, check_call, check_job, check_names
 from torchport.config.checkout import on_path
 from torchport.config.machine import parse_machine
 from torchport.config.pack import Pack
@@ -295,7 +295,7 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields the refusal of a function that builds a component and is not in the file that a card names."""
-    family = pack.family_file(card, document.place(["family"]))
+    family = family_module.file_of(pack, card, document.place(["family"]))
     for name, component in card.components.items():
         if component.build is None:
             continue
@@ -370,6 +370,9 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
         UnknownNameError: There is no such file.
         ReplacementError: It is not Python, or lacks a name.
     """
+    check_call(card, document)
+    if card.call is not None:
+        return {card.call.network}
     place = document.place(["family"])
     file = pack.family_file(card, place)
     tree = tree_of(file, functools.partial(_does_not_load, file, place))

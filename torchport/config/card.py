@@ -61,13 +61,15 @@ ClassPath = Annotated[
 Word = Annotated[str, pydantic.Field(min_length=1)]
 
 
-_FAMILY_PATH = r"\w+/\w+"
+GENERIC = "diffusers"
+"""The family that is made from a card, of any pipeline of diffusers."""
+_FAMILY_PATH = rf"\w+/\w+|{GENERIC}"
 
 
 def _beside_patches(text: str) -> str:
     if not re.fullmatch(_FAMILY_PATH, text):
         raise ValueError(
-            "It must be 'folder/file', a Python file in patches/ without its ending; "
+            "It must be 'folder/file', a Python file in patches/ without its ending, or 'diffusers'; "
             "before, it was a module of torchport"
         )
     return text
@@ -76,7 +78,7 @@ def _beside_patches(text: str) -> str:
 FamilyPath = Annotated[
     str,
     pydantic.AfterValidator(_beside_patches),
-    pydantic.WithJsonSchema({"type": "string", "pattern": f"^{_FAMILY_PATH}$"}),
+    pydantic.WithJsonSchema({"type": "string", "pattern": f"^({_FAMILY_PATH})$"}),
 ]
 
 
@@ -258,6 +260,28 @@ class ScoreBound(Frozen):
     """The same for keys."""
 
 
+class PipelineCall(Frozen):
+    """How `family: diffusers` calls the card's `pipeline`: what differs between pipelines.
+
+    The pipeline's scheduler is the component `scheduler`, and what decodes is `vae`.
+    """
+
+    network: Word
+    """The component that the pipeline's loop calls. It is compiled."""
+    encoders: Annotated[list[Word], pydantic.Field(min_length=1)]
+    """The components that its `encode_prompt` uses: text encoders and tokenizers."""
+    encode: dict[str, Any] = {}
+    """Arguments of `encode_prompt` that are always the same."""
+    embeddings: dict[str, Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)]]
+    """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
+    a shape is a number in the network's configuration. Without guidance there are none whose names begin with
+    `negative_`."""
+    settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
+    """By argument of the pipeline, the field of the config that it gets."""
+    constants: dict[str, Any] = {}
+    """Arguments of the pipeline that are always the same."""
+
+
 class Checkout(Frozen):
     """An upstream that is no installed package, but a repository that the user has cloned."""
 
@@ -293,8 +317,9 @@ class TinyTokenizer(Frozen):
     """The token that ends a text."""
     pad_token: str
     """The token that pads a text."""
-    chat_template: str
-    """A template in Jinja. `{filler}` in it becomes as many filler tokens as `prefix_tokens` asks for."""
+    chat_template: str | None = None
+    """A template in Jinja, where the tokenizer has one. `{filler}` in it becomes as many filler tokens as
+    `prefix_tokens` asks for."""
     prefix_tokens: pydantic.PositiveInt | None = None
     """The number of tokens that the template puts before the user's text. Set it only if upstream crops that many."""
     system_message_of: str | None = None
@@ -324,12 +349,15 @@ class Card(Frozen):
     title: str
     """One line for `torchport models`."""
     family: FamilyPath
-    """Its stages: a Python file in `patches/`, without its ending: `diffusers/some_stages` (docs/families.md)."""
+    """Its stages: a Python file in `patches/`, without its ending: `diffusers/some_stages`. Or `diffusers`: they are
+    made of `pipeline` and `call` (docs/families.md)."""
     artefacts: str
     """A name for the format of its stage files. Cards with the same name can read each other's, if the shapes agree."""
     pipeline: ClassPath | None = None
     """The diffusers pipeline that reads the checkpoint. Leave it out if the checkpoint has a layout of its own, where
     components may name a `file` or a `build`."""
+    call: PipelineCall | None = None
+    """With `family: diffusers`, how the pipeline is called."""
     upstream: dict[str, str]
     """The installed packages that the model's code comes from, each with a range of versions: `">=0.42,<0.43"`."""
     checkout: Checkout | None = None
@@ -469,6 +497,24 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
 
 
+def check_call(card: Card, document: Document) -> None:
+    """Refuses a card whose family is made from it and lacks something for that, and `call` beside another family.
+
+    Raises:
+        MissingKeyError: There is no `pipeline` or no `call`.
+        UnknownKeyError: Nothing would read `call`.
+    """
+    if card.family != GENERIC:
+        if card.call is not None:
+            fact = f"'call' is for 'family: {GENERIC}', and the family is '{card.family}'"
+            raise UnknownKeyError(document.place(["call"]), fact, "Remove 'call', or change 'family'", key="call")
+        return
+    for key in ("pipeline", "call"):
+        if getattr(card, key) is None:
+            fact = f"'family' is '{GENERIC}', and there is no '{key}'"
+            raise MissingKeyError(document.place(["family"]), fact, f"Add '{key}': docs/cards.md", key=key)
+
+
 def check_names(card: Card, networks: Collection[str], document: Document) -> None:
     """Refuses a card that has rules for a component that is no network of its family, or no rules for a network.
 
@@ -508,6 +554,9 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     sections_of_names = [(path, names, "network", networks) for path, names in sections]
     sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
+    if card.call is not None:
+        needed = [card.call.network, *card.call.encoders, "scheduler", "vae"]
+        sections_of_names += [(["call"], needed, "component", card.components)]
     for path, names, word, known_names in sections_of_names:
         for name in names:
             if name not in known_names:

@@ -281,25 +281,16 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     Upstream crops a fixed number of tokens, its template's prefix; the tiny one is filled up to exactly that number,
     or template tokens would count as prompt.
     """
-    from tokenizers import Tokenizer
-
     system = _system_message(spec.system_message_of) if spec.system_message_of else ""
-    trained: Tokenizer = cls()._tokenizer
-    from tokenizers import pre_tokenizers, trainers
-
-    trainer = trainers.BpeTrainer(
-        vocab_size=spec.vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    trained.train_from_iterator([*spec.corpus, system], trainer)
-    model = json.loads(trained.to_str())["model"]
     arguments: dict[str, Any] = {
-        "vocab": model["vocab"],
-        "merges": [tuple(merge) for merge in model["merges"]],
+        **_vocabulary(cls()._tokenizer, spec, [*spec.corpus, system]),
         "eos_token": spec.eos_token,
         "pad_token": spec.pad_token,
         "padding_side": "right",
         "additional_special_tokens": [*spec.special_tokens, FILLER],
     }
+    if spec.chat_template is None:
+        return cls(**arguments)
     bare = cls(**arguments, chat_template=spec.chat_template.replace("{filler}", ""))
     if spec.prefix_tokens is None:
         return bare
@@ -312,6 +303,26 @@ def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
         )
     filler = FILLER * (spec.prefix_tokens - used)
     return cls(**arguments, chat_template=spec.chat_template.replace("{filler}", filler))
+
+
+def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> dict[str, Any]:
+    """Returns the arguments that give a tokenizer its vocabulary, after training the kind of model that it has."""
+    from tokenizers import models, pre_tokenizers, trainers
+
+    if isinstance(tokenizer.model, models.Unigram):
+        # The first three are where the class expects them.
+        special = [spec.pad_token, spec.eos_token, "<unk>"]
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=spec.vocab_size, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    else:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(vocab_size=spec.vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    if isinstance(tokenizer.model, models.Unigram):
+        return {"vocab": [tuple(entry) for entry in model["vocab"]]}
+    return {"vocab": model["vocab"], "merges": [tuple(merge) for merge in model["merges"]]}
 
 
 def _prefix_length(tokenizer: Any, system: str) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
+from torchport.config.card import GENERIC, Card
+from torchport.config.pack import Pack
 from torchport.errors import ReplacementError
 
 NAMES = {
@@ -16,6 +19,22 @@ NAMES = {
 """What every family has, and what it is."""
 WITH_VARIANTS = {"task": "the function of a variant's name that returns what its network makes: 't2v' or 'i2v'"}
 """What a family with VARIANTS has beside these."""
+
+
+def file_of(pack: Pack, card: Card, place: str) -> Path:
+    """Returns the file of a card's family: in a pack, or torchport's own for `family: diffusers`.
+
+    Args:
+        pack: The packs that the card lies in.
+        card: The model card.
+        place: Where the card names it, for the error.
+
+    Raises:
+        UnknownNameError: There is no such file.
+    """
+    if card.family == GENERIC:
+        return Path(__file__).with_name("diffusers_pipeline.py")
+    return pack.family_file(card, place)
 
 
 def check_complete(file: str, names: Collection[str], place: str, variants: bool) -> None:

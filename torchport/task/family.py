@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from torchport.config import Document
-from torchport.config.card import Card
+from torchport.config.card import GENERIC, Card, check_call
 from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import replacement
+from torchport.stages import diffusers_pipeline
 from torchport.stages.family import Settings, Stage
 from torchport.stages.module import NAMES as NAMES
 from torchport.stages.module import check_complete
@@ -24,12 +25,18 @@ from torchport.stages.module import check_complete
 def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
 
+    That of `family: diffusers` is made of the card.
+
     Raises:
         UnknownNameError: The pack has no such file.
+        MissingKeyError, UnknownKeyError: What `check_call` refuses.
         ReplacementError: The file, or one with a builder, does not load, lacks a name, or imports an upstream before
             its patches are applied.
     """
     place = document.place(["family"])
+    check_call(card, document)
+    if card.family == GENERIC:
+        return diffusers_pipeline.family(card, document.place(["call"]))
     file = pack.family_file(card, place)
     path = as_named(file)
     module = _loaded(file, card, place)

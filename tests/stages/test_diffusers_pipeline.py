@@ -1,0 +1,257 @@
+"""`family: diffusers`: a loop of upstream's own that goes on after any step, and what it does not carry is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from diffusers import CogVideoXPipeline
+
+from torchport import load
+from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.load import tiny
+from torchport.stages.diffusers_pipeline import family
+from torchport.stages.family import Settings, Steps
+
+STEPS = 8
+SETTINGS = Settings(
+    prompt="A cat",
+    negative_prompt="dark",
+    seed=5,
+    height=32,
+    width=48,
+    frames=9,
+    steps=STEPS,
+    guidance_scale=6.0,
+    dtypes=dict.fromkeys(("text_encoder", "transformer", "vae"), torch.float32),
+    vae_tiling=None,
+)
+DDIM = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+SCHEDULERS = {
+    "diffusers:CogVideoXDDIMScheduler": DDIM,
+    "diffusers:CogVideoXDPMScheduler": DDIM,
+    "diffusers:UniPCMultistepScheduler": {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+    "diffusers:DPMSolverMultistepScheduler": {"prediction_type": "v_prediction", "algorithm_type": "sde-dpmsolver++"},
+}
+
+
+@pytest.fixture(scope="module")
+def cogvideox(pack):
+    return pack.card("cogvideox")[0]
+
+
+@pytest.fixture
+def stage(cogvideox):
+    """Returns a stage of the card, of which fields of `call` may be others."""
+
+    def made(name, **changes):
+        card = cogvideox.model_copy(update={"call": cogvideox.call.model_copy(update=changes)})
+        [result] = (stage for stage in family(card, "card.yaml:1").STAGES if stage.name == name)
+        return result
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def parts_with(cogvideox):
+    """Returns the parts of denoising, with a scheduler of a class."""
+    tiny_configs = cogvideox.tiny.components
+    network, vae = (load.published(cogvideox.components[n].class_, tiny_configs[n]) for n in ("transformer", "vae"))
+
+    def made(scheduler="diffusers:CogVideoXDDIMScheduler", **config):
+        config = {**SCHEDULERS.get(scheduler, {}), **config}
+        return {"transformer": network, "vae": vae, "scheduler": load.class_of(scheduler)(**config)}
+
+    return made
+
+
+class Network:
+    """A network of which every input counts."""
+
+    batches = drops = False
+
+    def __init__(self):
+        self.times = 0
+
+    def place(self, **inputs):
+        return inputs
+
+    def __call__(self, *, hidden_states, encoder_hidden_states, timestep, image_rotary_emb, **rest):
+        self.times += 1
+        text = encoder_hidden_states.mean(dim=(1, 2)).reshape(-1, 1, 1, 1, 1)
+        time = timestep.float().reshape(-1, 1, 1, 1, 1) / 1000
+        return torch.tanh(hidden_states + text * time + image_rotary_emb[0].mean())
+
+
+@pytest.fixture
+def embeddings(stage, parts_with):
+    like = stage("denoise").like(parts_with(), SETTINGS)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in like.items()}
+
+
+class Denoising:
+    """Runs the stage `denoise`, and keeps the state after each step."""
+
+    def __init__(self, stage, parts, embeddings, settings=SETTINGS):
+        self.stage, self.parts, self.embeddings, self.settings = stage, parts, embeddings, settings
+        self.states = {}
+
+    def __call__(self, resume=None, **inputs):
+        self.network, self.items = Network(), []
+        steps = Steps(self.track, lambda number, state: self.states.__setitem__(number, dict(state)), resume)
+        every = {**self.embeddings, **inputs}
+        return self.stage.run(self.parts(), self.network, self.settings, steps, **every)["latents"]
+
+    def track(self, items, done, total):
+        for item in items:
+            self.items.append(item)
+            yield item
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' own schedulers
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_loop_stopped_after_any_step_goes_on_to_the_same_bits(stage, parts_with, embeddings, scheduler):
+    denoising = Denoising(stage("denoise"), lambda: parts_with(scheduler), embeddings)
+    whole = denoising()
+    states = dict(denoising.states)
+    assert list(states) == denoising_numbers(1) and denoising.network.times == STEPS
+    for number in range(1, STEPS):
+        assert torch.equal(denoising(resume=(number, states[number])), whole), number
+        assert denoising.network.times == STEPS - number
+        assert denoising.items == list(range(number, STEPS))
+
+
+def denoising_numbers(first):
+    return list(range(first, STEPS + 1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("scheduler", list(SCHEDULERS)[:2])
+def test_the_loop_is_upstreams(stage, parts_with, embeddings, scheduler, dynamic):
+    class Module(torch.nn.Module):
+        """The same network, as a pipeline wants it."""
+
+        dtype, device, config = torch.float32, torch.device("cpu"), parts_with()["transformer"].config
+        cache_context = parts_with()["transformer"].cache_context
+
+        def forward(self, **inputs):
+            return (Network()(**inputs),)
+
+    parts = parts_with(scheduler)
+    pipe = CogVideoXPipeline(None, None, parts["vae"], Module(), parts["scheduler"])
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(SETTINGS.seed)
+    size = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": STEPS, "guidance_scale": 6.0}
+    more = {"use_dynamic_cfg": dynamic, "output_type": "latent", "generator": generator}
+    expected = pipe(**size, **more, **embeddings).frames
+    ours = Denoising(
+        stage("denoise", constants={"use_dynamic_cfg": dynamic}), lambda: parts_with(scheduler), embeddings
+    )
+    assert torch.equal(ours(), expected)
+
+
+def test_noise_of_the_drawn_shape_is_taken_and_any_other_refused(stage, parts_with, embeddings):
+    denoising = Denoising(stage("denoise"), parts_with, embeddings)
+    drawn = torch.randn(1, 4, 16, 4, 6, generator=torch.Generator().manual_seed(SETTINGS.seed))
+    assert torch.equal(denoising(noise=drawn), denoising())
+    with pytest.raises(BadValueError, match=r"shape \[1, 16, 3, 4, 6\].*it must be \[1, 4, 16, 4, 6\]"):
+        denoising(noise=torch.zeros(1, 16, 3, 4, 6))
+
+
+def refusal(kind, denoising):
+    with pytest.raises(kind) as caught:
+        denoising()
+    return str(caught.value)
+
+
+def test_embeddings_that_are_missing_are_refused(stage, parts_with, embeddings):
+    del embeddings["negative_prompt_embeds"]
+    assert refusal(ArtefactForeignError, Denoising(stage("denoise"), parts_with, embeddings)) == (
+        "encode.safetensors: It lacks 'negative_prompt_embeds', and the guidance scale is 6.0. Run --stage encode with "
+        "this model and guidance scale."
+    )
+
+
+def test_a_scheduler_with_two_calls_a_step_is_refused(stage, parts_with, embeddings):
+    from diffusers import CogVideoXDDIMScheduler
+
+    class Twice(CogVideoXDDIMScheduler):
+        def set_timesteps(self, num_inference_steps, device=None):
+            super().set_timesteps(2 * num_inference_steps, device)
+
+    parts = {**parts_with(), "scheduler": Twice()}
+    text = refusal(BadValueError, Denoising(stage("denoise"), lambda: parts, embeddings))
+    assert text == (
+        "card.yaml:1: 'CogVideoXPipeline' calls its scheduler's 'step' 16 times in 8 steps. Replay needs one call a "
+        "step. Write a family with a loop of its own for it: docs/families.md."
+    )
+
+
+def test_a_scheduler_that_keeps_what_cannot_be_saved_is_refused(stage, parts_with, embeddings):
+    from diffusers import CogVideoXDDIMScheduler
+
+    class Counting(CogVideoXDDIMScheduler):
+        def step(self, model_output, timestep, sample, generator=None, return_dict=True):
+            self.seen = {timestep}
+            return super().step(model_output, timestep, sample, return_dict=return_dict)
+
+    parts = {**parts_with(), "scheduler": Counting()}
+    assert refusal(BadValueError, Denoising(stage("denoise"), lambda: parts, embeddings)) == (
+        "Counting: It keeps 'seen', of the type set, from step to step of 'CogVideoXPipeline'. That cannot be saved. "
+        "Write a family with a loop of its own for it: docs/families.md."
+    )
+
+
+def test_a_scheduler_that_returns_no_tuple_is_refused(stage, parts_with, embeddings):
+    from diffusers import CogVideoXDDIMScheduler
+
+    class Plain(CogVideoXDDIMScheduler):
+        def step(self, model_output, timestep, sample, generator=None, return_dict=True):
+            return [sample]
+
+    parts = {**parts_with(), "scheduler": Plain()}
+    assert refusal(BadValueError, Denoising(stage("denoise"), lambda: parts, embeddings)) == (
+        "Plain: Its 'step' returns a list to 'CogVideoXPipeline', and no tuple of tensors. Write a family with a loop "
+        "of its own for it: docs/families.md."
+    )
+
+
+def test_an_argument_that_the_pipeline_does_not_take_is_refused(stage, parts_with, embeddings):
+    text = refusal(BadValueError, Denoising(stage("denoise", constants={"eto": 0.0}), parts_with, embeddings))
+    assert text.startswith("card.yaml:1: 'CogVideoXPipeline.__call__' takes no argument 'eto'. Did you mean 'eta'")
+
+
+def test_a_shape_with_a_name_that_the_network_has_not_is_refused(stage, parts_with):
+    shapes = {"prompt_embeds": [1, 226, "text_dim"]}
+    with pytest.raises(BadValueError, match=r"'text_dim' is no number in the configuration of 'transformer'"):
+        stage("denoise", embeddings=shapes).like(parts_with(), dataclasses.replace(SETTINGS, guidance_scale=1.0))
+
+
+@pytest.fixture(scope="module")
+def encoders(cogvideox):
+    make = tiny._component  # the parts that the tiny checkpoint is written from
+    return {"text_encoder": make(cogvideox, {}, "text_encoder").eval(), "tokenizer": make(cogvideox, {}, "tokenizer")}
+
+
+def test_encode_returns_what_the_pipeline_would_make_of_the_prompts(stage, encoders):
+    outputs = stage("encode").run(encoders, None, SETTINGS, Steps())
+    pipe = CogVideoXPipeline(encoders["tokenizer"], encoders["text_encoder"], None, None, None)
+    with torch.no_grad():
+        prompt, negative = pipe.encode_prompt("A cat", "dark", device=torch.device("cpu"))
+    assert torch.equal(outputs["prompt_embeds"], prompt) and torch.equal(outputs["negative_prompt_embeds"], negative)
+    unguided = stage("encode").run(encoders, None, dataclasses.replace(SETTINGS, guidance_scale=1.0), Steps())
+    assert list(unguided) == ["prompt_embeds"]
+
+
+def test_embeddings_of_another_number_than_encode_prompt_returns_are_refused(stage, encoders):
+    with pytest.raises(BadValueError, match=r"returns 2 values, and 'embeddings' names 1\. Name each of them"):
+        stage("encode", embeddings={"prompt_embeds": [1]}).run(encoders, None, SETTINGS, Steps())
+
+
+def test_latents_of_another_size_are_not_decoded(stage, parts_with):
+    with pytest.raises(ArtefactForeignError) as caught:
+        stage("decode").run(parts_with(), None, SETTINGS, Steps(), latents=torch.zeros(1, 3, 16, 4, 6))
+    assert str(caught.value) == (
+        "denoise.safetensors: 'latents' has shape [1, 3, 16, 4, 6], and this job takes [1, 4, 16, 4, 6]. Run --stage "
+        "denoise with this model and size."
+    )

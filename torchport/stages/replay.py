@@ -1,0 +1,185 @@
+"""A scheduler in upstream's loop whose `step` is ours: steps that are done return what is known already."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.stages import tree
+from torchport.stages.family import Steps
+
+OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
+
+
+class Loop:
+    """A scheduler in a pipeline's loop, whose `step` is ours.
+
+    Attributes:
+        scheduler: It is changed: upstream asks for its class, so it remains itself.
+        number: The steps that are over.
+        done: The steps whose results are known.
+        generator: Of the seed.
+    """
+
+    def __init__(self, scheduler: Any, generator: torch.Generator | None = None, done: int = 0) -> None:
+        self.scheduler = scheduler
+        self.generator = generator
+        self.done = done
+        self.number = 0
+        self.real = type(scheduler).step.__get__(scheduler)
+
+        @functools.wraps(self.real)  # upstream reads its signature
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return self.returned(args, kwargs)
+
+        scheduler.step = step
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result of the step that has begun is known."""
+        return self.number < self.done
+
+    def begin(self) -> None:
+        """Is called before the network is."""
+
+    def finish(self) -> None:
+        """Is called after the loop."""
+
+    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what `step` returns."""
+        raise NotImplementedError
+
+    def sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the latents that `step` is called with."""
+        sample: torch.Tensor = inspect.signature(self.real).bind(*args, **kwargs).arguments["sample"]
+        return sample
+
+
+class Replay(Loop):
+    """A loop that goes on after the steps that a stopped run took.
+
+    What upstream's loop carries from one step to the next must be what `step` returns, or what scheduler and generator
+    hold. That is saved after each step.
+
+    Args:
+        scheduler: The pipeline's.
+        generator: Of the seed.
+        steps: Progress, saving, and where to go on.
+        name: The pipeline's, for errors.
+        total: The number of steps.
+    """
+
+    def __init__(self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int) -> None:
+        done, state = steps.resume or (0, {})
+        super().__init__(scheduler, generator, done)
+        self.steps = steps
+        self.name = name
+        self.saved: Any = tree.unpacked(state) if state else None
+        self.progress = iter(steps.track(range(done, total), done=done, total=total))
+        self.begun = done
+        self.before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Advances the progress bar, once a step: guidance may call the network twice."""
+        if self.begun == self.number:
+            next(self.progress, None)
+            self.begun += 1
+
+    def finish(self) -> None:
+        """Ends the progress bar."""
+        next(self.progress, None)
+
+    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what the step returned when it was taken, or takes it."""
+        if self.number == 1:
+            self.before = dict(vars(self.scheduler))
+        if self.number <= self.done:
+            if self.number == self.done:
+                vars(self.scheduler).update(self.saved["scheduler"])
+                assert self.generator is not None
+                self.generator.set_state(self.saved["generator"])
+            return self.saved["returned"]
+        returned = self.real(*args, **kwargs)
+        self.steps.finished(self.number, self._state(returned))
+        return returned
+
+    def _state(self, returned: Any) -> dict[str, torch.Tensor]:
+        """Returns all that the loop needs after a step, as tensors."""
+        assert self.generator is not None
+        if not isinstance(returned, tuple) or not tree.is_packable(returned):
+            fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
+            raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
+        kept = {}
+        for name, value in vars(self.scheduler).items():
+            if tree.is_packable(value):
+                kept[name] = value
+            elif self.before.get(name) is not value:
+                fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
+                raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
+        return tree.packed({"returned": returned, "scheduler": kept, "generator": self.generator.get_state()})
+
+
+class Finished(Loop):
+    """A loop all of whose steps are done: each returns the finished latents.
+
+    Args:
+        scheduler: The pipeline's.
+        latents: What the last step returned.
+    """
+
+    def __init__(self, scheduler: Any, latents: torch.Tensor) -> None:
+        super().__init__(scheduler, torch.Generator())
+        self.latents = latents
+        self.rest: tuple[Any, ...] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True."""
+        return True
+
+    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the latents, and as much more as `step` returns beside them, which it is called once for.
+
+        Raises:
+            ArtefactForeignError: They have another shape than the loop's.
+        """
+        shape = self.sample(args, kwargs).shape
+        if shape != self.latents.shape:
+            fact = f"'latents' has shape {list(self.latents.shape)}, and this job takes {list(shape)}"
+            raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
+        if self.rest is None:
+            self.rest = tuple(self.real(*args, **kwargs))[1:]
+        return (self.latents, *self.rest)
+
+
+class FirstStep(BaseException):
+    """Leaves a pipeline's loop at its first step.
+
+    Attributes:
+        sample: The latents there.
+    """
+
+    def __init__(self, sample: torch.Tensor) -> None:
+        super().__init__()
+        self.sample = sample
+
+
+class First(Loop):
+    """A loop that is left at its first step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler, torch.Generator(), done=1)
+
+    def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Leaves the loop.
+
+        Raises:
+            FirstStep: Always.
+        """
+        raise FirstStep(self.sample(args, kwargs))

@@ -1,0 +1,74 @@
+"""What stands in a pipeline of upstream where its network stood."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from torchport.stages import outputs
+from torchport.stages.family import Call
+from torchport.stages.replay import Loop
+
+
+class StandIn(torch.nn.Module):
+    """Stands in a pipeline where a component stood: `call` computes, all else that is asked for is the component's.
+
+    Args:
+        component: Without storage.
+        dtype: What the pipeline is told that it has.
+        loop: Says which steps are done.
+        call: The network; None if it is never needed.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, component: torch.nn.Module, dtype: torch.dtype, loop: Loop, call: Call | None) -> None:
+        super().__init__()
+        vars(self)["component"] = component  # no submodule: nobody is to look for its weights here
+        self.dtype = dtype
+        self.loop = loop
+        self.call = call
+        self.constants = Constants(call)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the component."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["component"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
+        """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
+        inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
+        if self.loop.is_done or self.call is None:
+            first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
+            return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
+        self.loop.begin()
+        return (self.call(**{name: self.constants.placed(name, value) for name, value in inputs.items()}),)
+
+
+class Constants:
+    """Inputs that a loop passes again and again, placed once: those that are the very tensors of a recent call."""
+
+    RECENT = 4
+    """Values of an input that are remembered: guidance alternates between two."""
+
+    def __init__(self, call: Call | None) -> None:
+        self.call = call
+        self.recent: dict[str, list[tuple[Any, list[int], Any]]] = {}
+
+    def placed(self, name: str, value: Any) -> Any:
+        """Returns an input, where the network wants it if it was among the recent ones."""
+        if self.call is None or not outputs.has_tensor(value):
+            return value
+        versions = [leaf._version for leaf in outputs.leaves({name: value}).values()]  # it may have been written to
+        entries = self.recent.get(name, [])
+        same = [entry for entry in entries if entry[0] is value and entry[1] == versions]
+        result = None
+        if same:
+            result = same[0][2] if same[0][2] is not None else self.call.place(**{name: value})[name]
+        others = [entry for entry in entries if entry[0] is not value]
+        self.recent[name] = [*others, (value, versions, result)][-self.RECENT :]
+        return value if result is None else result
