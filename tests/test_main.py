@@ -54,6 +54,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
             "--set steps=many: 'steps' is 'many' (text). It must be a whole",
         ),
         (errors.WrongTypeError, ("--set", "steps"), "--set steps: This is not path.to.field=value."),
+        (errors.UnknownNameError, ("--strategy", "tpp"), "--set strategy=tpp: 'hunyuan' has no strategy 'tpp'. Did"),
         (errors.SyntaxYamlError, ("--set", "steps=[1"), "--set steps=[1: Not YAML: "),
         (errors.DuplicateKeyError, ("--set", "mesh={dp: 1, dp: 2}"), "--set mesh={dp: 1, dp: 2}:1: 'dp' stands here"),
         (errors.BadValueError, ("--set", "frames=16"), "'frames' is 16. It must be 4n+1: the nearest are 13 and 17."),

@@ -58,6 +58,7 @@ def cli(verbose: bool) -> None:
     show_default=True,
     help="torchax compiles with JAX; original runs upstream in eager PyTorch.",
 )
+@click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
 @click.option("--cache/--no-cache", default=True, help="Keep compiled programs on disk, and load them again [yes].")
 @path_option
@@ -74,6 +75,8 @@ def run(
     process: int | None,
     quiet: bool,
     verbose: bool,
+    strategy: str | None,
+    overrides: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Makes a video, or runs one stage of it."""
@@ -82,7 +85,8 @@ def run(
     from torchport.run import run as carry
     from torchport.task import Request
 
-    summary = carry(Request(**options), hosts.cluster_of(distributed, coordinator, processes, process))
+    overrides = (*overrides, f"strategy={strategy}") if strategy else overrides
+    summary = carry(Request(**options, overrides=overrides), hosts.cluster_of(distributed, coordinator, processes, process))
     if hosts.first():
         _print_summary(summary, quiet)
 

@@ -9,13 +9,14 @@ import jax
 import pytest
 from safetensors.torch import load_file
 
-from torchport import load, patch
+from torchport import load, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.program import Compiled
-from torchport.errors import TargetError
+from torchport.errors import BadValueError, TargetError
 from torchport.plan import aot
 from torchport.run import run
 from torchport.task import Request, accept
+from torchport.task.devices import devices
 
 HYVIDEO = os.environ.get("TORCHPORT_HYVIDEO")
 SIZE = ("height=64", "width=64", "frames=5", "steps=1")
@@ -231,3 +232,28 @@ def test_a_stage_says_what_its_network_returns(request_for, tiny_folder):
     with patch.applied(task.patches([stage])):
         eager = network.eager(task, stage, network.loaded(task, stage, tiny_folder), tiny_folder)
     assert eager.outputs == ("sample",) and eager.name == "vae"
+
+
+def test_what_is_beside_a_compiled_submodule_has_its_weights_on_the_host(request_for, tiny_folder):
+    task = accept(request_for(backend="torchax", stage="decode", prompt=None))
+    [stage] = task.stages
+    mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+    with patch.applied(task.patches([stage])):
+        parts, whole = (network.loaded(task, stage, tiny_folder) for _ in range(2))
+        network.placed(task, stage, parts, mesh, tiny_folder)
+        network.eager(task, stage, whole, tiny_folder)
+    encoder = dict(parts["vae"].encoder.named_parameters())
+    assert encoder and all(value.equal(encoder[name]) for name, value in whole["vae"].encoder.named_parameters())
+    assert all(value.is_meta for value in parts["vae"].decoder.parameters())
+
+
+def test_an_input_without_values_is_refused(request_for, tiny_folder):
+    """It would be memory that nobody has written to."""
+    task = accept(request_for(backend="torchax", stage="denoise", prompt=None))
+    with aot.outlined(task, task.stages[0], jax.devices()) as outline:
+        with pytest.raises(BadValueError) as caught:
+            outline.program.place(**outline.called[0].inputs)
+    assert str(caught.value) == (
+        "transformer: 'encoder_attention_mask' has no values: it was computed with weights on meta. Add what computes "
+        "it to the stage's `parts`."
+    )

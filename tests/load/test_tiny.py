@@ -87,6 +87,14 @@ def test_a_vocabulary_that_is_too_small_for_the_prefix_is_refused(card):
     assert text.endswith(" tokens. Raise it until the prefix takes at most 108.")
 
 
+def test_a_unigram_tokenizer_is_the_same_each_time_that_it_is_trained(pack):
+    from transformers import T5Tokenizer
+
+    spec = pack.card("cogvideox")[0].tiny.tokenizers["tokenizer"]
+    first, second = (tiny._tokenizer(T5Tokenizer, spec, "")._tokenizer.to_str() for _ in range(2))
+    assert first == second
+
+
 def test_the_folder_is_named_by_all_that_determines_its_bytes(card, monkeypatch):
     other = card.model_copy(update={"tiny": card.tiny.model_copy(update={"seed": 1})})
     assert tiny.folder_of(other, HUNYUAN) != tiny.folder_of(card, HUNYUAN) == tiny.folder_of(card.model_copy(), HUNYUAN)

@@ -7,7 +7,7 @@ a plan of the program that runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,8 @@ def placed(
 ) -> dict[str, jax.Array]:
     """Returns the checkpoint's weights of a stage's network, each where its rule puts it.
 
+    Where a submodule alone is compiled, the network's other weights are filled on the host: the stage may use them.
+
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
         ShardError: What `weight_rules` refuses.
@@ -264,8 +266,18 @@ def placed(
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
     rules = weight_rules(task, name, module_of(stage, parts))
     tensors = load.tensors(parts[name], task.component_folder(folder, name), name, layout(task, name))
-    selected = ((key.removeprefix(prefix), tensor) for key, tensor in tensors if key.startswith(prefix))
-    return shard.place(selected, rules, mesh)
+    others: dict[str, torch.Tensor] = {}
+
+    def selected() -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in tensors:
+            if key.startswith(prefix):
+                yield key.removeprefix(prefix), tensor
+            else:
+                others[key] = tensor
+
+    weights = shard.place(selected(), rules, mesh)
+    parts[name].load_state_dict(others, assign=True, strict=False)
+    return weights
 
 
 def shapes(

@@ -312,12 +312,16 @@ class Compiled:
         """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.
 
         Raises:
-            BadValueError: An array that an earlier call has taken, or something in the tree that is no tensor.
+            BadValueError: An array that an earlier call has taken, a tensor without storage, or something in the tree
+                that is no tensor.
         """
         return each(self._to_device, name, plain(name, value, self.network.name))
 
     def _to_device(self, path: str, leaf: torch.Tensor | jax.Array) -> jax.Array:
         if isinstance(leaf, torch.Tensor):
+            if leaf.is_meta:
+                fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"
+                raise BadValueError(self.network.name, fact, f"{remedy} to the stage's `parts`", name=path)
             return shard.to_jax(leaf, self._sharding(path, leaf))
         if leaf.is_deleted():
             fact, remedy = (

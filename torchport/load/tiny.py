@@ -321,7 +321,11 @@ def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> di
     tokenizer.train_from_iterator(sentences, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     if isinstance(tokenizer.model, models.Unigram):
-        return {"vocab": [tuple(entry) for entry in model["vocab"]]}
+        # Its trainer takes another order each time. That decides last digits, and the scores of rare characters.
+        lowest = min(score for _, score in model["vocab"])
+        scores = {token: round(lowest if len(token) == 1 else score, 6) for token, score in model["vocab"]}
+        trained = sorted(scores.keys() - set(special), key=lambda token: (-scores[token], token))
+        return {"vocab": [(token, scores[token]) for token in [*special, *trained]]}
     return {"vocab": model["vocab"], "merges": [tuple(merge) for merge in model["merges"]]}
 
 

@@ -142,7 +142,8 @@ class Stage:
         needs: The stages whose outputs are its inputs.
         parts: The components that it uses whole, on the host.
         network: The component that is compiled; None for a stage that runs in PyTorch on the host.
-        submodule: The part of the network that is compiled, such as `decoder`; "" for all of it.
+        submodule: The part of the network that is compiled, such as `decoder`; "" for all of it. The other parts have
+            their weights on the host.
         meta: The components of which it needs only the configuration. They are built without weights.
         prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
             constants that depend on the settings become buffers here.
@@ -189,20 +190,27 @@ class Stage:
 
 
 def check_outputs(stage: Stage, outputs: Any) -> None:
-    """Refuses what a stage's function returned, if it is no dict of tensors by name.
+    """Refuses what a stage's function returned, if it is no dict of tensors with values, by name.
 
     Raises:
         ReplacementError: It is something else.
     """
-    if isinstance(outputs, dict) and all(isinstance(value, torch.Tensor) for value in outputs.values()):
+    if isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values()):
         return
     code = inspect.unwrap(stage.run).__code__
+    place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
     fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
     if isinstance(outputs, dict):
-        name = next(name for name, value in outputs.items() if not isinstance(value, torch.Tensor))
+        name = next(name for name, value in outputs.items() if not _is_whole(value))
+        if isinstance(outputs[name], torch.Tensor):
+            fact = f"'{code.co_name}' returns '{name}' without values: it was computed with weights on meta"
+            raise ReplacementError(place, fact, "Add what computes it to the stage's `parts`")
         fact = f"'{code.co_name}' returns a {type(outputs[name]).__name__} as '{name}'"
-    place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
     raise ReplacementError(place, fact, "Return the stage's outputs as a dict of tensors by name")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
 
 
 def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inputs: Mapping[str, Any]) -> None:

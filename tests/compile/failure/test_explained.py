@@ -434,7 +434,18 @@ def test_upstream_that_ends_the_process_is_refused_with_its_line(port):
 
 @pytest.mark.parametrize(
     ("returns", "text"),
-    [("return None", "returns a NoneType"), ('return {"latents": 3}', "returns a int as 'latents'")],
+    [
+        ("return None", "returns a NoneType. Return the stage's outputs as a dict of tensors by name."),
+        (
+            'return {"latents": 3}',
+            "returns a int as 'latents'. Return the stage's outputs as a dict of tensors by name.",
+        ),
+        (
+            'return {"latents": torch.zeros(2, device="meta")}',
+            "returns 'latents' without values: it was computed with weights on meta. Add what computes it to the "
+            "stage's `parts`.",
+        ),
+    ],
 )
 def test_a_stage_that_returns_no_tensors_by_name_is_refused_with_its_line(port, returns, text):
     family = port.pack / "patches" / "up" / "stages.py"
@@ -444,6 +455,4 @@ def test_a_stage_that_returns_no_tensors_by_name_is_refused_with_its_line(port, 
     family.write_text(f"{source[:body]}\n    {returns}{source[body:]}")
     lines = refused(port, errors.ReplacementError)
     line = source[:start].count("\n") + 1
-    assert lines == [
-        f"pack/patches/up/stages.py:{line}: 'denoise' {text}. Return the stage's outputs as a dict of tensors by name."
-    ]
+    assert lines == [f"pack/patches/up/stages.py:{line}: 'denoise' {text}"]

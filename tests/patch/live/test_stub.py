@@ -133,6 +133,23 @@ def test_a_second_run_in_one_process_finds_the_importer_served(entries):
         assert ledger.rows()[0]["state"] == "used"
 
 
+def test_one_importer_sees_the_stubs_of_two_packages(entries, tmp_path):
+    user = "import absentpackage\nimport goneaway\nNAMES = absentpackage.a, goneaway.b\n"
+    (tmp_path / "stubuser.py").write_text(user)
+    importlib.invalidate_caches()
+    entries()
+    second = ENTRY.replace("absentpackage", "goneaway").replace("PACKAGE", "goneaway")
+    second = second.replace("some.stub", "some.other")
+    (tmp_path / "patches" / "some" / "other.yaml").write_text(second)
+    for _ in range(2):
+        with patch.applied(patch.read(tmp_path / "patches", ["some"])) as ledger:
+            user = importlib.import_module("stubuser")
+            assert [one.__name__ for one in user.NAMES] == ["absentpackage.a", "goneaway.b"]
+            assert [row["state"] for row in ledger.rows()] == ["used", "used"]
+        held = user.__builtins__
+        assert (held if isinstance(held, dict) else vars(held))["__import__"] is __import__
+
+
 def test_an_importer_that_came_before_the_stub_is_refused(entries, tmp_path):
     (tmp_path / "stubuser.py").write_text(
         "try:\n    import absentpackage\nexcept ImportError:\n    absentpackage = None\n"

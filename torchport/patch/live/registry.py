@@ -30,8 +30,8 @@ class Registry:
         before: Callbacks for a module that is about to be executed, by its name.
         after: Callbacks for a module that has been executed, by its name.
         windows: Contexts that stay open while a package's modules execute, by the package.
-        servers: The `__import__` of each importer of a stub, by package and importer. An importer's functions keep it
-            for good.
+        servers: The `__import__` of each module that imports stubs, by the module's name. Its functions keep it for
+            good.
         stand_ins: The functions that the engine has made, by their ids. None of them is an alias.
         kept: Stand-ins that somebody refers to weakly, and that have to outlive their set for that.
     """
@@ -43,7 +43,7 @@ class Registry:
     before: dict[str, list[Callback]] = dataclasses.field(default_factory=dict)
     after: dict[str, list[Callback]] = dataclasses.field(default_factory=dict)
     windows: dict[str, list[Window]] = dataclasses.field(default_factory=dict)
-    servers: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    servers: dict[str, Any] = dataclasses.field(default_factory=dict)
     stand_ins: weakref.WeakValueDictionary[int, Any] = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     kept: list[Any] = dataclasses.field(default_factory=list)
 

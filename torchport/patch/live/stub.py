@@ -69,19 +69,19 @@ class Server:
     """The `__import__` of one importer. Functions keep the builtins they were made with, so it outlives its set.
 
     Attributes:
-        stub: What it answers with; None outside every set, when it asks Python's own for everything.
-        calls: Counts the imports that were served.
+        stubs: What it answers with, by package, with what counts the imports that were served. There is none outside
+            every set, when it asks Python's own for everything.
     """
 
     def __init__(self) -> None:
-        self.stub: Stub | None = None
-        self.calls = Calls()
+        self.stubs: dict[str, tuple[Stub, Calls]] = {}
 
     def __call__(self, name: str, scope: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if self.stub is None or level or name.partition(".")[0] != self.stub.__name__:
+        package = name.partition(".")[0]
+        if level or package not in self.stubs:
             return builtins.__import__(name, scope, local, fromlist, level)
-        self.calls.count += 1
-        stub = self.stub
+        stub, calls = self.stubs[package]
+        calls.count += 1
         for part in name.split(".")[1:] if fromlist else ():
             stub = getattr(stub, part)
         return stub
@@ -104,9 +104,9 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
         if name in sys.modules:
             _check_was_served(entry, sys.modules[name])
             calls.count += 1
-        server = registry.servers.setdefault((entry.stub.package, name), Server())
-        server.stub, server.calls = Stub(entry.stub.package, entry, keep), calls
-        undos.append(functools.partial(setattr, server, "stub", None))
+        server = registry.servers.setdefault(name, Server())
+        server.stubs[entry.stub.package] = (Stub(entry.stub.package, entry, keep), calls)
+        undos.append(functools.partial(server.stubs.pop, entry.stub.package, None))
         prepare = functools.partial(_serve, server, undos)
         if name in sys.modules:
             prepare(sys.modules[name])
@@ -120,9 +120,11 @@ def arm(entry: Entry, calls: Calls, keep: Callable[[TorchportError], None]) -> C
 
 
 def _serve(server: Server, undos: list[Callable[[], None]], module: types.ModuleType) -> None:
-    """Gives a module builtins of its own, with the server's `__import__`."""
+    """Gives a module builtins of its own, with the server's `__import__`, if another stub has not done so."""
     before = module.__dict__.get("__builtins__", builtins.__dict__)
     whole = vars(before) if isinstance(before, types.ModuleType) else before
+    if whole["__import__"] is server:
+        return
     module.__dict__["__builtins__"] = {**whole, "__import__": server}
     undos.append(lambda: module.__dict__.__setitem__("__builtins__", before))
 
