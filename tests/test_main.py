@@ -198,7 +198,11 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
-    flags = {option.name for option in cli.commands["run"].params} - {"quiet", "verbose"}
+    flags = {option.name for option in cli.commands["run"].params} - {
+        "quiet",
+        "verbose",
+        "strategy",
+    }  # it is an override
     assert flags <= {*Request.__dataclass_fields__, *inspect.signature(hosts.cluster_of).parameters}
 
 

@@ -85,8 +85,8 @@ def run(
     from torchport.run import run as carry
     from torchport.task import Request
 
-    overrides = (*overrides, f"strategy={strategy}") if strategy else overrides
-    summary = carry(Request(**options, overrides=overrides), hosts.cluster_of(distributed, coordinator, processes, process))
+    request = Request(**options, overrides=(*overrides, f"strategy={strategy}") if strategy else overrides)
+    summary = carry(request, hosts.cluster_of(distributed, coordinator, processes, process))
     if hosts.first():
         _print_summary(summary, quiet)
 
