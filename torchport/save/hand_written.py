@@ -54,11 +54,12 @@ def read(file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | 
             if name in tensors:
                 tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
         config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
-        sizes = {key: (int(metadata[key]), file) for key in _SIZES if key in metadata}
-        sizes = {key: (int(config[key]), beside) for key in _SIZES if key in config} | sizes
+        # What the file itself says counts: the configuration may be an earlier stage's.
+        sizes: dict[str, tuple[str, int, Path]] = {}
+        for place, values in ((beside, config), (file, metadata)):
+            sizes |= {_SIZES[field]: (field, int(values[field]), place) for field in _SIZES if field in values}
     _check(file, tensors, bool(identity.get("guidance")), EMBEDDINGS if embeddings is None else embeddings)
-    for field, (size, place) in sizes.items():
-        key = _SIZES[field]
+    for key, (field, size, place) in sizes.items():
         if identity.get(key, size) != size:
             raise ArtefactForeignError(
                 str(place),
