@@ -237,8 +237,12 @@ def _digest(noise: torch.Tensor | None) -> str | None:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
-def accept(request: Request) -> Task:
+def accept(request: Request, dry: bool = False) -> Task:
     """Returns the task of a request, after reading and checking all that it names.
+
+    Args:
+        request: The request.
+        dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
 
     Raises:
         ConfigError: A mistake in a file, by its line, or in a flag.
@@ -247,7 +251,7 @@ def accept(request: Request) -> Task:
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
     job, job_document = pack.job(request.config, request.overrides)
-    _check_request(request)
+    _check_request(request, dry)
     check_job(job, card, job_document)
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
@@ -267,19 +271,19 @@ def accept(request: Request) -> Task:
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     upstream = checkout.find(card.checkout, request.upstream_path)
-    _check_image(request, family)
+    _check_image(request, family, dry)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
-def _check_request(request: Request) -> None:
+def _check_request(request: Request, dry: bool) -> None:
     if request.stage not in (*STAGES, "all"):
         raise UnknownNameError(
             f"--stage {request.stage}", "There is no such stage", nearest(request.stage, [*STAGES, "all"])
         )
-    if request.prompt is None and request.stage in ("encode", "all"):
+    if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
     for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         try:
@@ -298,9 +302,9 @@ def _check_request(request: Request) -> None:
         )
 
 
-def _check_image(request: Request, family: ModuleType) -> None:
+def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
     if request.image is None:
-        if family.TAKES_IMAGE == families.ALWAYS and request.stage in ("encode", "all"):
+        if family.TAKES_IMAGE == families.ALWAYS and request.stage in ("encode", "all") and not dry:
             fact = f"It is missing, and '{request.model}' makes videos from a first frame"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
