@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from diffusers import CogVideoXPipeline
 from safetensors.torch import load_file, save_file
 
@@ -125,12 +126,42 @@ def test_a_stopped_run_goes_on_to_the_same_bits(small, runs, tmp_path, monkeypat
     assert bits(tmp_path, "denoise") == bits(runs["torchax"], "denoise")
 
 
-def test_a_run_of_8_steps_that_is_stopped_after_each_of_them_ends_with_the_same_bits(
-    small, runs, tmp_path, monkeypatch
-):
-    overrides = (*SMALL, "steps=8", "save_every=1")
-    request = dataclasses.replace(small, prompt=None, negative_prompt=None, inputs=runs["original"])
-    request = dataclasses.replace(request, stage="denoise", overrides=overrides, backend="original")
+SCHEDULERS = {
+    "CogVideoXDDIMScheduler": {},
+    "CogVideoXDPMScheduler": {},
+    "UniPCMultistepScheduler": {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+    "DPMSolverMultistepScheduler": {"prediction_type": "v_prediction", "algorithm_type": "sde-dpmsolver++"},
+}
+"""Schedulers by their class, each with the configuration that replaces the card's tiny one, if any does."""
+
+
+@pytest.fixture
+def with_scheduler(small, root, tmp_path):
+    """Returns a request of the same model with another scheduler: a card of somebody's own pack."""
+
+    def made(name, **config):
+        data = yaml.safe_load((root / "configs/models/cogvideox.yaml").read_text())
+        data["model"], data["components"]["scheduler"] = name.lower(), {"class": f"diffusers:{name}"}
+        data["tiny"]["components"]["scheduler"] = config or data["tiny"]["components"]["scheduler"]
+        file = tmp_path / "pack" / "configs" / "models" / f"{name.lower()}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(yaml.safe_dump(data))
+        overrides = (*SMALL, "steps=8", "save_every=1")
+        return dataclasses.replace(
+            small, model=name.lower(), paths=(str(tmp_path / "pack"),), overrides=overrides, backend="original"
+        )
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' own schedulers
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_8_steps_with_a_stop_after_each_of_them_have_the_same_bits(with_scheduler, tmp_path, monkeypatch, scheduler):
+    request = with_scheduler(scheduler, **SCHEDULERS[scheduler])
+    run(dataclasses.replace(request, stage="encode", out=tmp_path / "whole"))
+    request = dataclasses.replace(
+        request, prompt=None, negative_prompt=None, stage="denoise", inputs=tmp_path / "whole"
+    )
     run(dataclasses.replace(request, out=tmp_path / "whole"))
     monkeypatch.setattr(Stopping, "__init__", lambda self: setattr(self, "cause", True))
     monkeypatch.setattr(Stopping, "check", lambda *_: None)  # not before the first step
