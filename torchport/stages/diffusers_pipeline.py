@@ -136,7 +136,7 @@ class _Pipeline:
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
         loop = First(copy.deepcopy(parts["scheduler"]))
         vae = Encoding(parts["vae"], dtype, loop, self.place)
-        embeddings = {name: value.to(dtype) for name, value in embeddings.items()}
+        embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
         self._sample_of_first_step(parts, settings, embeddings, loop, vae, **image)
         if not vae.moments:
             fact = f"'{self.name}' takes an image, and does not call its VAE's 'encode' before its first step"
