@@ -4,15 +4,17 @@
 """
 
 import dataclasses
+import json
 
 import pytest
 import torch
+import yaml
 from diffusers import CogVideoXPipeline
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from torchport import save
 from torchport.config.checkout import hushed
-from torchport.errors import MeshError, StoppedError
+from torchport.errors import ArtefactForeignError, BadValueError, MeshError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping
 from torchport.run import run
@@ -122,6 +124,144 @@ def test_a_stopped_run_goes_on_to_the_same_bits(small, runs, tmp_path, monkeypat
         run(request)
     assert run(request).steps == 2
     assert bits(tmp_path, "denoise") == bits(runs["torchax"], "denoise")
+
+
+SCHEDULERS = {
+    "CogVideoXDDIMScheduler": {},
+    "CogVideoXDPMScheduler": {},
+    "UniPCMultistepScheduler": {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+    "DPMSolverMultistepScheduler": {"prediction_type": "v_prediction", "algorithm_type": "sde-dpmsolver++"},
+}
+"""Schedulers by their class, each with the configuration that replaces the card's tiny one, if any does."""
+
+
+@pytest.fixture
+def with_scheduler(small, root, tmp_path):
+    """Returns a request of the same model with another scheduler: a card of somebody's own pack."""
+
+    def made(name, **config):
+        data = yaml.safe_load((root / "configs/models/cogvideox.yaml").read_text())
+        data["model"], data["components"]["scheduler"] = name.lower(), {"class": f"diffusers:{name}"}
+        data["tiny"]["components"]["scheduler"] = config or data["tiny"]["components"]["scheduler"]
+        file = tmp_path / "pack" / "configs" / "models" / f"{name.lower()}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(yaml.safe_dump(data))
+        overrides = (*SMALL, "steps=8", "save_every=1")
+        return dataclasses.replace(
+            small, model=name.lower(), paths=(str(tmp_path / "pack"),), overrides=overrides, backend="original"
+        )
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers' own schedulers
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_8_steps_with_a_stop_after_each_of_them_have_the_same_bits(with_scheduler, tmp_path, monkeypatch, scheduler):
+    request = with_scheduler(scheduler, **SCHEDULERS[scheduler])
+    run(dataclasses.replace(request, stage="encode", out=tmp_path / "whole"))
+    request = dataclasses.replace(
+        request, prompt=None, negative_prompt=None, stage="denoise", inputs=tmp_path / "whole"
+    )
+    run(dataclasses.replace(request, out=tmp_path / "whole"))
+    monkeypatch.setattr(Stopping, "__init__", lambda self: setattr(self, "cause", True))
+    monkeypatch.setattr(Stopping, "check", lambda *_: None)  # not before the first step
+    request = dataclasses.replace(request, out=tmp_path / "pieces")
+    for number in range(1, 8):
+        with pytest.raises(StoppedError, match=f"after step {number} of 8"):
+            run(request)
+    assert run(request).steps == 1
+    assert bits(tmp_path / "pieces", "denoise") == bits(tmp_path / "whole", "denoise")
+
+
+@pytest.fixture(scope="module")
+def dynamic(small, runs, tmp_path_factory):
+    """The folder of latents with dynamic guidance, which the card leaves off."""
+    folder = tmp_path_factory.mktemp("dynamic")
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, inputs=runs["original"], out=folder)
+    overrides = (*SMALL, "call.use_dynamic_cfg=true")
+    run(dataclasses.replace(request, stage="denoise", backend="original", overrides=overrides))
+    return folder
+
+
+def test_dynamic_guidance_is_upstreams_bit_for_bit_on_and_off(runs, dynamic, upstream):
+    on, off = (upstream(output_type="latent", use_dynamic_cfg=value) for value in (True, False))
+    assert not torch.equal(on, off)
+    assert torch.equal(latents_of(dynamic), on) and torch.equal(latents_of(runs["original"]), off)
+
+
+def test_what_a_job_calls_the_pipeline_with_is_in_the_manifest_and_must_be_so_in_later_stages(small, dynamic, tmp_path):
+    manifest = save.read_manifest(save.file_of(dynamic, "denoise"))
+    assert manifest.settings["call"] == manifest.config["call"] == {"use_dynamic_cfg": True}
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, seed=None, inputs=dynamic, out=tmp_path)
+    with pytest.raises(ArtefactForeignError, match=r"'denoise' was made for call {'use_dynamic_cfg': True}, and this"):
+        run(dataclasses.replace(request, stage="decode"))
+    run(dataclasses.replace(request, stage="decode", overrides=(*SMALL, "call.use_dynamic_cfg=true")))
+
+
+def test_an_argument_that_the_pipeline_does_not_take_is_refused_before_anything_is_loaded(small, tmp_path):
+    overrides = (*SMALL, "call.use_dynamic_cgf=true")
+    with pytest.raises(BadValueError) as caught:
+        run(dataclasses.replace(small, overrides=overrides, out=tmp_path))
+    assert str(caught.value).startswith(
+        "call.use_dynamic_cgf: 'CogVideoXPipeline.__call__' takes no argument 'use_dynamic_cgf'. "
+        "Did you mean 'use_dynamic_cfg'?"
+    )
+    assert list(tmp_path.glob("*.safetensors")) == []
+
+
+@pytest.fixture
+def by_hand(runs, tmp_path):
+    """The folder of a hand-written port's stage files with the tensors of the original's."""
+    folder = tmp_path / "stage_outputs"
+    folder.mkdir()
+    embeddings = load_file(runs["original"] / "encode.safetensors")
+    dtypes = {"dtype_info": json.dumps(dict.fromkeys(embeddings, "torch.float32"))}
+    save_file(embeddings, folder / "stage1_embeddings.safetensors", {"prompt": PROMPT, **dtypes})
+    latents_BCTHW = (
+        latents_of(runs["original"])[:, 1:].permute(0, 2, 1, 3, 4).contiguous()
+    )  # without upstream's padding
+    sizes = {"num_frames": "9", "height": "32", "width": "48", "seed": "3"}
+    dtypes = {"dtype_info": json.dumps({"latents": "torch.float32"})}
+    save_file({"latents": latents_BCTHW}, folder / "stage2_latents.safetensors", {**sizes, **dtypes})
+    (folder / "generation_config.json").write_text(
+        json.dumps({"prompt": PROMPT, "height": 32, "width": 48, "frames": 81})
+    )
+    return folder
+
+
+def test_stage_files_of_a_hand_written_port_are_read(small, runs, by_hand, tmp_path):
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, inputs=by_hand, out=tmp_path / "out")
+    for stage, seed in (("denoise", SEED), ("decode", None)):
+        run(dataclasses.replace(request, stage=stage, seed=seed, backend="original"))
+        assert bits(tmp_path / "out", stage) == bits(runs["original"], stage)
+
+
+def test_stage_files_of_a_hand_written_port_of_another_size_are_refused(small, by_hand, tmp_path):
+    overrides = (*SMALL, "frames=17")
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, seed=None, inputs=by_hand, stage="decode")
+    with pytest.raises(ArtefactForeignError) as caught:
+        run(dataclasses.replace(request, overrides=overrides, out=tmp_path / "out"))
+    assert str(caught.value) == (
+        f"{by_hand}/stage2_latents.safetensors: 'num_frames' is 9, and this run's frames is 17. "
+        "Run with --set frames=9."
+    )
+
+
+def test_stage_files_of_another_models_hand_written_port_are_refused(small, by_hand, tmp_path):
+    tensors = load_file(by_hand / "stage1_embeddings.safetensors")
+    tensors["prompt_embeds_mask"] = torch.ones(1, 226)
+    save_file(tensors, by_hand / "stage1_embeddings.safetensors")
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, inputs=by_hand, out=tmp_path / "out")
+    with pytest.raises(ArtefactForeignError) as caught:
+        run(dataclasses.replace(request, stage="denoise", backend="original"))
+    assert str(caught.value) == (
+        f"{by_hand}/stage1_embeddings.safetensors: It holds 'prompt_embeds_mask'. It must hold floating-point tensors "
+        "prompt_embeds, negative_prompt_embeds: make it again."
+    )
+
+
+def test_the_720p_jobs_other_size_is_taken(small):
+    accept(dataclasses.replace(small, overrides=("height=768", "width=1360", "frames=81", "steps=50")))
 
 
 def test_guidance_1_with_a_split_batch_is_refused(small):

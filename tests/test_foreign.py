@@ -1,10 +1,13 @@
 """What upstream raises over files from elsewhere becomes one line; what is torchport's own, or a bug, passes."""
 
+import math
+from pathlib import Path
+
 import jinja2
 import pytest
 
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, StoppedError
-from torchport.foreign import brief, is_absence, is_cuda, reading, refusals, tokenizing
+from torchport.foreign import brief, check_values, is_absence, is_cuda, reading, refusals, tokenizing
 
 
 @pytest.mark.parametrize("kind", [*refusals(), Exception])
@@ -63,3 +66,16 @@ def test_a_template_that_breaks_out_over_a_prompt_is_refused_with_the_tokenizers
     assert str(caught.value) == (
         f"some/tokenizer: The prompt cannot be encoded with it: {raised}. Download the tokenizer again."
     )
+
+
+class Clipped:
+    """As upstream's schedulers are, of which one has minus infinity as a default."""
+
+    def __init__(self, low: float = -math.inf, high: float = 1.0): ...
+
+
+def test_a_number_is_finite_unless_its_default_is_the_same_infinity():
+    check_values(Clipped, Path("scheduler_config.json"), {"low": -math.inf, "high": 2})
+    for config in ({"low": math.inf}, {"high": math.inf}, {"high": math.nan}):
+        with pytest.raises(CheckpointForeignError, match=r"must be like its default"):
+            check_values(Clipped, Path("scheduler_config.json"), config)

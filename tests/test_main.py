@@ -66,7 +66,7 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
             ("--backend", "torchax", "--set", "mesh.tp=2"),
             "mesh dp=2 x tp=2 takes 4 device(s), and cpu:8",
         ),
-        (errors.MeshError, ("--backend", "torchax", "--set", "guidance_scale=1.0"), "dp must be one of 1."),
+        (errors.MeshError, ("--backend", "torchax", "--set", "guidance_scale=1.0"), "dp must be 1."),
         (
             errors.MeshError,
             ("--backend", "torchax", "--set", "guidance_scale=1.0", "--set", "mesh={tp: 8}"),

@@ -124,11 +124,15 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value of JSON is of a default's kind: a truth value, a finite number, text, or a list of such."""
+    """Whether a value of JSON is of a default's kind: a truth value, a number, text, or a list of such.
+
+    A number is finite, unless the default is the same infinity.
+    """
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, int | float):
-        return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (-1e300 < value < 1e300 or value == default)
     if isinstance(default, list | tuple):
         whole = isinstance(value, list)
         return whole and all(item is None or not default or _is_like(item, default[0]) for item in value)

@@ -89,10 +89,8 @@ def test_an_unknown_model_is_refused_with_the_nearest(pack):
 def test_an_unknown_config_is_refused_with_the_nearest(pack):
     text = refused(UnknownNameError, lambda: pack.job("configs/dem.yaml"))
     assert text.startswith("--config configs/dem.yaml: There is no file 'configs/dem.yaml', here or in ")
-    assert (
-        "Did you mean 'configs/demo.yaml'? Known: configs/720p.yaml, configs/cogvideox_demo.yaml, configs/demo.yaml"
-        in text
-    )
+    known = sorted(f"configs/{file.name}" for file in (pack.root / "configs").glob("*.yaml"))
+    assert text.endswith(f"Did you mean 'configs/demo.yaml'? Known: {', '.join(known)}.")
 
 
 def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tmp_path, monkeypatch):
@@ -232,7 +230,7 @@ def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
         "--set frames=five: 'frames' is 'five' (text). It must be a whole number."
     )
     assert refused(UnknownKeyError, lambda: pack.job("demo", ["frame=5"])).startswith(
-        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, checkpoint, dtypes, fps"
+        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, call, checkpoint, dtypes, fps"
     )
     assert refused(WrongTypeError, lambda: pack.job("demo", ["frames.x=5"])).startswith("--set frames.x=5: 'frames' is")
 
@@ -553,6 +551,33 @@ def test_a_family_that_is_made_from_a_card_needs_its_pipeline_and_call(generic):
 def test_a_call_beside_another_family_is_refused(generic):
     text = refused(UnknownKeyError, lambda: cards.check_call(*generic(("family: diffusers\n", "family: up/stages\n"))))
     assert "'call' is for 'family: diffusers', and the family is 'up/stages'" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("num_frames", "'num_frames' gets the field 'frames'. Set 'frames', and remove it from 'call'."),
+        ("prompt_embeds", "torchport passes 'prompt_embeds' itself. Remove it from 'call'."),
+        ("generator", "torchport passes 'generator' itself. Remove it from 'call'."),
+    ],
+)
+def test_a_jobs_call_does_not_set_what_is_set_elsewhere(pack, generic, name, said):
+    job, document = pack.job("configs/cogvideox_demo.yaml", [f"call.{name}=1"])
+    text = refused(BadValueError, lambda: cards.check_job(job, generic()[0], document))
+    assert text == f"--set call.{name}=1: {said}"
+
+
+def test_a_jobs_call_for_a_model_without_one_is_refused(pack, card):
+    text = refused(UnknownKeyError, lambda: job_with(pack, card, "call.use_dynamic_cfg=true"))
+    assert text == (
+        "--set call.use_dynamic_cfg=true: 'call' is for models with 'family: diffusers', and 'hunyuan' has "
+        "'diffusers/hunyuan_video15_stages'. Remove 'call'."
+    )
+
+
+def test_dims_of_hand_written_latents_are_named_once_each(generic):
+    with pytest.raises(WrongTypeError, match="'order' must name each dim once"):
+        generic(("order: [B, T, C, H, W]", "order: [B, T, T, H, W]"))
 
 
 @pytest.mark.parametrize("changes", [("network: transformer", "network: transfromer"), ("[text_encoder,", "[encoder,")])

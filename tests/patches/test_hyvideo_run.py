@@ -113,7 +113,7 @@ def test_stage_files_of_the_other_card_are_refused_by_name_where_features_differ
     torchport("--model", "hunyuan", "--prompt", PROMPT, "--stage", "encode", "--out", tmp_path, *sets)
     text = hyvideo(tmp_path, "--stage", "denoise", code=2)
     assert (
-        "error[TP603] encode.safetensors: 'prompt_embeds_2' has shape [1, 256, 48], and this checkpoint takes "
+        "error[TP603] encode.safetensors: 'prompt_embeds_2' has shape [1, 256, 48], and this run takes "
         "[1, 256, 1472]." in text
     )
 

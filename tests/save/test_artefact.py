@@ -508,6 +508,6 @@ def test_latents_of_another_shape_than_the_checkpoint_takes_are_refused_before_a
     save_file({"latents": torch.ones(1, 16, 2, 4, 4)}, seeds / "stage2_latents.safetensors")
     text = refusal(ArtefactForeignError, lambda: run(request_for(stage="decode", prompt=None, inputs=seeds)))
     assert text == (
-        "denoise.safetensors: 'latents' has shape [1, 16, 2, 4, 4], and this checkpoint takes [1, 32, 2, 4, 4]. "
-        "Run --stage denoise with this model and checkpoint."
+        "denoise.safetensors: 'latents' has shape [1, 16, 2, 4, 4], and this run takes [1, 32, 2, 4, 4]. "
+        "Run --stage denoise with this model, checkpoint and size."
     )

@@ -248,6 +248,22 @@ def test_embeddings_of_another_number_than_encode_prompt_returns_are_refused(sta
         stage("encode", embeddings={"prompt_embeds": [1]}).run(encoders, None, SETTINGS, Steps())
 
 
+def test_latents_of_a_hand_written_port_that_lack_more_than_padding_are_refused(stage, parts_with):
+    latents = {"latents_BCTHW": torch.zeros(1, 16, 1, 4, 6)}
+    with pytest.raises(ArtefactForeignError, match=r"shape \[1, 1, 16, 4, 6\], and this job takes \[1, 4, 16, 4, 6\]"):
+        stage("decode").run(parts_with(), None, SETTINGS, Steps(), **latents)
+
+
+def test_latents_of_a_hand_written_port_need_a_card_that_says_what_they_are(stage, parts_with):
+    latents = {"latents_BCTHW": torch.zeros(1, 16, 3, 4, 6)}
+    with pytest.raises(ArtefactForeignError) as caught:
+        stage("decode", hand_written=None).run(parts_with(), None, SETTINGS, Steps(), **latents)
+    assert str(caught.value) == (
+        "stage2_latents.safetensors: Its latents are [B, C, T, H, W], and the card does not say how "
+        "'CogVideoXPipeline' has them. Run --stage denoise with this model, or add 'hand_written' at card.yaml:1."
+    )
+
+
 def test_latents_of_another_size_are_not_decoded(stage, parts_with):
     with pytest.raises(ArtefactForeignError) as caught:
         stage("decode").run(parts_with(), None, SETTINGS, Steps(), latents=torch.zeros(1, 3, 16, 4, 6))

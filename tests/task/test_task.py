@@ -76,7 +76,7 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(asked):
 
 def test_a_mesh_that_does_not_fit_the_batch_is_refused(asked):
     assert refusal(MeshError, lambda: asked(["guidance_scale=1.0"], backend="torchax")).endswith(
-        ": dp=2 does not divide the batch of guidance_scale 1.0, which is 1. dp must be one of 1."
+        ": dp=2 does not divide the batch of guidance_scale 1.0, which is 1. dp must be 1."
     )
     asked(["guidance_scale=1.0", "mesh={tp: 8}"], backend="torchax")
     text = refusal(MeshError, lambda: asked(["mesh={dp: 8}"], backend="torchax"))

@@ -121,7 +121,9 @@ class Journey:
         for name in stage.needs:
             folder = task.folder if name in self._manifests else task.inputs
             made_by = task.command(name, task.folder)
-            stage_tensors, manifest = save.read(folder, name, task.identity(name), self.weights.digests, made_by)
+            names = None if task.card.call is None else task.card.call.embeddings
+            identity = task.identity(name)
+            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
             tensors |= stage_tensors
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)

@@ -27,14 +27,21 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
         model: The card's name.
         upstream_path: Where the upstream stands, if it is not installed.
     """
-    from torchport.task import Request
+    from PIL import Image
 
-    card, _ = pack.card(model)
+    from torchport.stages.family import ALWAYS
+    from torchport.task import Request
+    from torchport.task.family import family
+
+    card, document = pack.card(model)
     place = None if upstream_path is None else str(upstream_path)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
     with tempfile.TemporaryDirectory() as name:
-        out = Path(name)
+        out = Path(name, "out")
         options: dict[str, Any] = {"prompt": card.tiny.prompt, "overrides": ONE_STEP, "cache": False}
+        if family(pack, card, document).TAKES_IMAGE == ALWAYS:
+            options["image"] = Path(name, "image.png")
+            Image.linear_gradient("L").save(options["image"])
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
         try:
             with progress.waiting(f"run {model}'s demo"):

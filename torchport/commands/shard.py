@@ -65,7 +65,7 @@ def rule_rows(request: Request) -> list[RuleRow]:
         ShardError: Whatever `run` refuses of rules, axes, heads and meshes; see `preflight`.
         ConfigError: The model or the config.
     """
-    task = accept(dataclasses.replace(request, stage="all", prompt=request.prompt or "a prompt"))
+    task = accept(dataclasses.replace(request, stage="all"), dry=True)
     with (
         failure.explained(task),
         checkout.on_path(task.upstream),

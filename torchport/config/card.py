@@ -260,6 +260,21 @@ class ScoreBound(Frozen):
     """The same for keys."""
 
 
+class HandWritten(Frozen):
+    """How the pipeline has latents that a hand-written port's stage file has as [B, C, T, H, W]."""
+
+    order: Annotated[list[Literal["B", "C", "T", "H", "W"]], pydantic.Field(min_length=5, max_length=5)]
+    """The order of their dims: `[B, T, C, H, W]`."""
+    leading: pydantic.NonNegativeInt = 0
+    """The most latent frames that it has before the first one, and removes before it decodes. Those files lack them."""
+
+    @pydantic.model_validator(mode="after")
+    def _each_once(self) -> HandWritten:
+        if len(set(self.order)) < len(self.order):
+            raise ValueError("'order' must name each dim once")
+        return self
+
+
 class PipelineCall(Frozen):
     """How `family: diffusers` calls the card's `pipeline`: what differs between pipelines.
 
@@ -279,7 +294,12 @@ class PipelineCall(Frozen):
     settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets."""
     constants: dict[str, Any] = {}
-    """Arguments of the pipeline that are always the same."""
+    """Arguments of the pipeline that are the same in all jobs, unless a job's `call` replaces them."""
+    image: Word | None = None
+    """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
+    `--image` must be given where prompts are encoded, and without it must not."""
+    hand_written: HandWritten | None = None
+    """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
 
 
 class Checkout(Frozen):
@@ -440,6 +460,9 @@ class Job(Frozen):
     """Text is cut to the tokens of the longest prompt, rounded up to a multiple of this. By default it is not cut."""
     vae_tiling: bool | None = None
     """Whether the VAE decodes in overlapping tiles. By default it does what upstream does."""
+    call: dict[str, Any] = {}
+    """With `family: diffusers`, arguments of the pipeline: `{use_dynamic_cfg: true}`. They replace those of the card's
+    `call.constants`."""
     save_every: pydantic.PositiveInt = 5
     """The number of denoising steps between two savings of the unfinished latents."""
     overrides: bool = False
@@ -495,6 +518,25 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+    yield from _argument_mistakes(job, card, document)
+
+
+PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "return_dict")
+"""Arguments of pipelines that torchport passes, or keeps to itself."""
+
+
+def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    for name in job.call:
+        place = document.place(["call", name])
+        if card.call is None:
+            fact = f"'call' is for models with 'family: {GENERIC}', and '{card.model}' has '{card.family}'"
+            yield UnknownKeyError(place, fact, "Remove 'call'", key="call")
+            return
+        if name in card.call.settings:
+            fact, field = f"'{name}' gets the field '{card.call.settings[name]}'", card.call.settings[name]
+            yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
+        elif name in (*PASSED, *card.call.embeddings, card.call.image):
+            yield BadValueError(place, f"torchport passes '{name}' itself", "Remove it from 'call'", key=name)
 
 
 def check_call(card: Card, document: Document) -> None:

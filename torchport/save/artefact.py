@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,12 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
 
 
 def read(
-    folder: Path, name: str, identity: Mapping[str, Any], components: Mapping[str, str], made_by: str
+    folder: Path,
+    name: str,
+    identity: Mapping[str, Any],
+    components: Mapping[str, str],
+    made_by: str,
+    embeddings: Collection[str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Manifest | None]:
     """Returns a stage's artefact, verified against its manifest.
 
@@ -151,6 +156,7 @@ def read(
         identity: What it must have been made for: the identity of the reading stage's task.
         components: Digests of the checkpoint that the reading stage uses.
         made_by: The command that makes it, for the error.
+        embeddings: The card's names for embeddings; see `hand_written.read`.
 
     Returns:
         The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
@@ -164,7 +170,7 @@ def read(
     if not file.is_file():
         old = folder / hand_written.FILES.get(name, "")
         if old.is_file():
-            return hand_written.read(old, identity), None
+            return hand_written.read(old, identity, embeddings), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,26 @@ FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.s
 """Their names, by stage."""
 
 _EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+EMBEDDINGS = (*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS))
+"""What they hold of prompts, where a card does not name it."""
 _IMAGES = ("image_latents", "image_embeds")
-_SIZES = {"height": "height", "width": "width", "video_length": "frames"}
+_SIZES = {"height": "height", "width": "width", "video_length": "frames", "num_frames": "frames", "frames": "frames"}
 _DTYPES = {
     name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
 }
 
 
-def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read(file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None) -> dict[str, torch.Tensor]:
     """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
 
     Those files have no checksum and no patch ledger. This checks the names and kinds of their tensors, and the sizes
     that they name. If they name none, it checks the sizes of `generation_config.json` beside them.
+
+    Args:
+        file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
+        identity: What it must have been made for.
+        embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
+            since the model may have other ones.
 
     Raises:
         ArtefactBrokenError: It cannot be read.
@@ -46,11 +54,12 @@ def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             if name in tensors:
                 tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
         config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
-        sizes = {key: (int(metadata[key]), file) for key in _SIZES if key in metadata}
-        sizes = {key: (int(config[key]), beside) for key in _SIZES if key in config} | sizes
-    _check(file, tensors, bool(identity.get("guidance")))
-    for field, (size, place) in sizes.items():
-        key = _SIZES[field]
+        # What the file itself says counts: the configuration may be an earlier stage's.
+        sizes: dict[str, tuple[str, int, Path]] = {}
+        for place, values in ((beside, config), (file, metadata)):
+            sizes |= {_SIZES[field]: (field, int(values[field]), place) for field in _SIZES if field in values}
+    _check(file, tensors, bool(identity.get("guidance")), EMBEDDINGS if embeddings is None else embeddings)
+    for key, (field, size, place) in sizes.items():
         if identity.get(key, size) != size:
             raise ArtefactForeignError(
                 str(place),
@@ -58,7 +67,7 @@ def read(file: Path, identity: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 f"Run with --set {key}={size}",
                 key=key,
             )
-    return tensors
+    return tensors if embeddings is None or "latents" not in tensors else {"latents_BCTHW": tensors["latents"]}
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -69,11 +78,11 @@ def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor.to(torch_dtype)
 
 
-def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool) -> None:
+def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool, of_prompts: Collection[str]) -> None:
     """Refuses a hand-written port's file whose tensors are not those of its stage."""
     embeddings = file.name == FILES["encode"]
-    names = [*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS)] if embeddings else ["latents"]
-    required = names if guided else names[: len(_EMBEDDINGS)]
+    names = list(of_prompts) if embeddings else ["latents"]
+    required = [name for name in names if guided or not name.startswith("negative_")]
     for name in sorted({*tensors, *required}):
         tensor, fact = tensors.get(name), ""
         if tensor is None:

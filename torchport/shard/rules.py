@@ -84,7 +84,7 @@ def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> N
         raise MeshError(
             place,
             f"{axis}={size} does not divide {what}, which is {count}",
-            f"{axis} must be one of {divisors}",
+            f"{axis} must be {'one of ' if count > 1 else ''}{divisors}",
             axis=axis,
             size=size,
             count=count,

@@ -21,14 +21,16 @@ import torch
 from torchport.config.card import Card, PipelineCall
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.foreign import tokenizing
-from torchport.stages.family import Call, Settings, Stage, Steps, check_noise
+from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
+from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
 from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, Loop, Replay
 from torchport.stages.stand_in import StandIn
 
 CPU = torch.device("cpu")
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
-DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes")
-DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
+IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
+DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 
 
 def family(card: Card, place: str) -> ModuleType:
@@ -39,7 +41,8 @@ def family(card: Card, place: str) -> ModuleType:
         place: Where `call` is written, for errors.
     """
     module = ModuleType(__name__)
-    names = {"STAGES": _stages(card, place), "TAKES_IMAGE": False, "VARIANTS": (), "arrange_tiny": None}
+    takes_image = False if card.call is None or card.call.image is None else ALWAYS
+    names = {"STAGES": _stages(card, place), "TAKES_IMAGE": takes_image, "VARIANTS": (), "arrange_tiny": None}
     vars(module).update(names, batch=batch, __file__=__file__)
     return module
 
@@ -52,8 +55,12 @@ def batch(guidance_scale: float) -> int:
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
     pipeline, network = _Pipeline(card.pipeline, card.call, place), card.call.network
+    encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
+    if card.call.image is not None:
+        parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
+        encode = dataclasses.replace(encode, uses=uses, parts=parts, meta=(network,))
     return (
-        Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders)),
+        encode,
         Stage(
             "denoise",
             pipeline.denoise,
@@ -62,7 +69,7 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
             parts=("scheduler",),
             network=network,
             meta=("vae",),
-            like=pipeline.embeddings_like,
+            like=pipeline.inputs_like,
         ),
         Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler", "vae"), meta=(network,)),
     )
@@ -89,10 +96,13 @@ class _Pipeline:
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
 
+        And what the VAE's `encode` returns, where the pipeline takes an image (`image.MOMENTS`).
+
         Raises:
             BadValueError: It returns more or fewer values than the card names.
         """
-        pipe = self._built(parts)
+        pipe = self._built({name: parts[name] for name in self.card.encoders})
+        self._check_call(pipe, settings)
         arguments = {
             "prompt": settings.prompt,
             "negative_prompt": settings.negative_prompt,
@@ -108,11 +118,39 @@ class _Pipeline:
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         wanted = self._embeddings(settings)
-        return {name: value for name, value in zip(self.card.embeddings, values, strict=True) if name in wanted}
+        outputs = {name: value for name, value in zip(self.card.embeddings, values, strict=True) if name in wanted}
+        if self.card.image is not None:
+            if settings.vae_tiling:
+                parts["vae"].enable_tiling()
+            outputs |= self._moments(parts, settings, outputs, **{self.card.image: _picture(settings)})
+        return outputs
+
+    def _moments(
+        self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor], **image: Any
+    ) -> dict[str, torch.Tensor]:
+        """Returns what the VAE's `encode` returns to upstream's code before its first step, by `image.MOMENTS`.
+
+        Raises:
+            BadValueError: Upstream does not call it there.
+        """
+        dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
+        loop = First(copy.deepcopy(parts["scheduler"]))
+        vae = Encoding(parts["vae"], dtype, loop, self.place)
+        embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
+        self._sample_of_first_step(parts, settings, embeddings, loop, vae, **image)
+        if not vae.moments:
+            fact = f"'{self.name}' takes an image, and does not call its VAE's 'encode' before its first step"
+            raise BadValueError(self.place, fact, OTHER_LOOP)
+        return vae.moments
 
     def _embeddings(self, settings: Settings) -> list[str]:
         guided = batch(settings.guidance_scale) == 2
         return [name for name in self.card.embeddings if guided or not name.startswith("negative_")]
+
+    def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+        """Returns tensors of the shapes that `encode` returns."""
+        embeddings = self.embeddings_like(parts, settings)
+        return embeddings | ({} if self.card.image is None else self._moments(parts, settings, embeddings))
 
     def embeddings_like(
         self, parts: Mapping[str, Any], settings: Settings, of: str | None = None
@@ -145,39 +183,62 @@ class _Pipeline:
             **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
 
         Returns:
-            `latents`, in the layout and dtype of the pipeline's `output_type="latent"`.
+            `latents`, in the layout and dtype of the pipeline's `output_type="latent"`; and what it drew of the image.
 
         Raises:
             ArtefactForeignError: Embeddings are missing.
             BadValueError: Replay does not carry this pipeline, or noise of another shape.
         """
         noise = inputs.pop("noise", None)
+        moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
+        embeddings = inputs
         missing = [name for name in self._embeddings(settings) if name not in inputs]
         if missing:
             fact = f"It lacks '{missing[0]}', and the guidance scale is {settings.guidance_scale}"
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
         if noise is not None:
-            drawn = self._drawn(parts, settings, inputs)
+            drawn = self._drawn(parts, settings, embeddings, moments, "encode")
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
         generator = torch.Generator().manual_seed(settings.seed)
         replay = Replay(parts["scheduler"], generator, steps, self.name, settings.steps)
-        return {"latents": self._run(parts, settings, inputs, replay, call, latents=noise, output_type="latent")}
+        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
+        arguments = {"latents": noise, "output_type": "latent"}
+        latents = self._run(parts, settings, embeddings, replay, call, vae, **arguments)
+        return {"latents": latents, **vae.drawn}
 
     def _drawn(
-        self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor]
+        self,
+        parts: Mapping[str, Any],
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        image: Mapping[str, torch.Tensor],
+        stage: str,
     ) -> torch.Tensor:
-        """Returns the latents that upstream's loop begins with: it is left at its first step."""
-        first = First(copy.deepcopy(parts["scheduler"]))
+        """Returns the latents that upstream's loop begins with; `image` is what a stage kept of the image."""
+        loop = First(copy.deepcopy(parts["scheduler"]))
+        vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, image, stage)
+        return self._sample_of_first_step(parts, settings, embeddings, loop, vae)
+
+    def _sample_of_first_step(
+        self,
+        parts: Mapping[str, Any],
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        loop: First,
+        vae: StandIn,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Returns the latents in upstream's loop at its first step, where it is left."""
         try:
-            self._run(parts, settings, embeddings, first, None, output_type="latent")
+            self._run(parts, settings, embeddings, loop, None, vae, output_type="latent", **arguments)
         except FirstStep as reached:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
     def decode(
-        self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps, *, latents: torch.Tensor
+        self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Returns the frames that upstream makes of latents after its loop, which is replayed to its end.
 
@@ -186,7 +247,7 @@ class _Pipeline:
             call: None: the VAE runs on the host.
             settings: The size, and whether to decode in tiles.
             steps: Progress.
-            latents: As `denoise` left them.
+            **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
         Returns:
             `frames` [1, F, 3, height, width], 0 to 1.
@@ -197,11 +258,39 @@ class _Pipeline:
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
         embeddings = self.embeddings_like(parts, settings, "vae")
+        image = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
+        latents = inputs.get("latents")
+        if latents is None:
+            shape = self._drawn(parts, settings, embeddings, image, "denoise").shape
+            latents = self._of_hand_written(inputs["latents_BCTHW"], shape)
         replay = Finished(parts["scheduler"], latents.to(settings.dtypes["vae"]))
+        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, image, "denoise")
         frames = latents
         for _ in steps.track(range(1), done=0, total=1):
-            frames = self._run(parts, settings, embeddings, replay, None, vae=parts["vae"], output_type="pt")
+            frames = self._run(parts, settings, embeddings, replay, None, vae, output_type="pt")
         return {"frames": frames}
+
+    def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Returns the latents of a hand-written port as the pipeline has them.
+
+        Args:
+            latents_BCTHW: Of its stage file.
+            shape: The pipeline's.
+
+        Raises:
+            ArtefactForeignError: The card does not say how.
+        """
+        rule = self.card.hand_written
+        if rule is None:
+            fact = f"Its latents are [B, C, T, H, W], and the card does not say how '{self.name}' has them"
+            remedy = f"Run --stage denoise with this model, or add 'hand_written' at {self.place}"
+            raise ArtefactForeignError("stage2_latents.safetensors", fact, remedy)
+        latents, time = latents_BCTHW.permute(["BCTHW".index(dim) for dim in rule.order]), rule.order.index("T")
+        missing = shape[time] - latents.shape[time] if len(shape) == len(rule.order) else 0
+        if 0 < missing <= rule.leading:  # upstream removes these frames unseen
+            first = latents.narrow(time, 0, 1)
+            latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
+        return latents
 
     def _run(
         self,
@@ -210,7 +299,7 @@ class _Pipeline:
         embeddings: Mapping[str, torch.Tensor],
         replay: Loop,
         call: Call | None,
-        vae: Any = None,
+        vae: StandIn,
         **arguments: Any,
     ) -> torch.Tensor:
         """Returns what upstream's `__call__` returns first.
@@ -221,19 +310,20 @@ class _Pipeline:
             embeddings: By the pipeline's names for them.
             replay: The scheduler's steps, and the seed's generator.
             call: The network; None where every step is done.
-            vae: Decodes; None: only its configuration is needed.
-            **arguments: Of the pipeline.
+            vae: Stands where the VAE stood.
+            **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
 
         Raises:
             BadValueError: The pipeline does not take an argument, or has another number of steps.
         """
         network = StandIn(parts[self.card.network], settings.dtypes[self.card.network], replay, call)
-        if vae is None:
-            vae = StandIn(parts["vae"], settings.dtypes["vae"], replay, None)
         pipe = self._built({self.card.network: network, "vae": vae, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
         values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
-        every = {**values, **self.card.constants, **embeddings, "generator": replay.generator, **arguments}
+        values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
+        self._check_call(pipe, settings)
+        constants = {**self.card.constants, **settings.call}
+        every = {**values, **constants, **embeddings, "generator": replay.generator, **arguments}
         self._check_takes("__call__", pipe.__call__, every)
         video: torch.Tensor = pipe(**every, return_dict=False)[0]
         if replay.number != settings.steps:
@@ -250,9 +340,32 @@ class _Pipeline:
         names = [each.name for each in parameters if each.name in parts or each.default is each.empty]
         return cls(**{name: parts.get(name) for name in names})
 
-    def _check_takes(self, what: str, function: Callable[..., Any], names: Iterable[str]) -> None:
+    def _check_call(self, pipe: Any, settings: Settings) -> None:
+        """Refuses a field of the config's `call` that is no argument of the pipeline's."""
+        for name in settings.call:
+            self._check_takes("__call__", pipe.__call__, [name], f"call.{name}")
+
+    def _check_takes(
+        self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
+    ) -> None:
         parameters = inspect.signature(function).parameters
         for name in names:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
-                raise BadValueError(self.place, fact, nearest(name, parameters), name=name)
+                raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
+
+
+def _picture(settings: Settings) -> Any:
+    """Returns the first frame as upstream's own loader reads it: upright, in RGB."""
+    from diffusers.utils import load_image
+    from PIL import Image
+
+    with Image.open(str(settings.image)) as file:
+        return load_image(file)
+
+
+def _blank(settings: Settings) -> Any:
+    """Returns an image of the video's size in place of one that is not here."""
+    from PIL import Image
+
+    return Image.new("RGB", (settings.width, settings.height))

@@ -60,6 +60,7 @@ class Settings:
         variant: Which of several networks in the checkpoint is used.
         image: A file with the first frame, for image-to-video.
         text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
+        call: Arguments of the pipeline that the config sets.
     """
 
     prompt: str
@@ -75,6 +76,7 @@ class Settings:
     variant: str | None = None
     image: Path | None = None
     text_bucket: int | None = None
+    call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def traced(self) -> Settings:
         """Returns the settings that a network is called with while it is traced: those its program may depend on.
@@ -84,6 +86,9 @@ class Settings:
         image = None if self.image is None else Path("image")
         return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, image=image)
 
+
+ALWAYS = "always"
+"""`TAKES_IMAGE` of a family that makes no video without an image."""
 
 PIECE = 256
 """Attention kernels read keys in pieces of this many. A sequence of whole pieces needs no padding in each block."""
@@ -221,8 +226,8 @@ def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inp
     """
     for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
         if name in inputs and inputs[name].shape != like.shape:
-            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this checkpoint takes {list(like.shape)}"
-            remedy = f"Run --stage {stage.needs[0]} with this model and checkpoint"
+            fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(like.shape)}"
+            remedy = f"Run --stage {stage.needs[0]} with this model, checkpoint and size"
             raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)
 
 

@@ -11,7 +11,7 @@ from torchport.errors import ReplacementError
 
 NAMES = {
     "STAGES": "a tuple of `torchport.stages.family.Stage`, in the order in which they run",
-    "TAKES_IMAGE": "whether --image may be given",
+    "TAKES_IMAGE": "whether --image may be given; 'always' if it must be",
     "VARIANTS": "the names of the networks in one checkpoint; () for one",
     "batch": "the number of conditions that go through the network at a guidance scale",
     "arrange_tiny": "what writes the tiny checkpoint in a layout of upstream's own; None where the card says it all",

@@ -167,6 +167,8 @@ class Task:
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
             return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
+        if self.card.call is not None:  # latents are replayed in the call that made them
+            identity["call"] = dict(self.settings.call)
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
@@ -179,6 +181,8 @@ class Task:
             manifest_settings["precision"] = {
                 name: self.card.components[name].precision for name in self.settings.dtypes
             }
+        if "image" in manifest_settings and self.settings.image is not None:
+            manifest_settings["image_digest"] = hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
         if "seed" in manifest_settings:
             manifest_settings["noise"] = _digest(self.request.noise)
         return manifest_settings
@@ -194,10 +198,9 @@ class Task:
         """Returns the settings that a flag sets, without those of a config or a default."""
         keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
         flag_settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
-        flags = ("prompt", "negative_prompt", "seed")
-        return flag_settings | {
-            key: getattr(self.request, key) for key in flags if getattr(self.request, key) is not None
-        }
+        flags = {key: getattr(self.request, key) for key in ("prompt", "negative_prompt", "seed")}
+        flags["image"] = None if self.request.image is None else str(self.request.image)
+        return flag_settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
         """Returns the command that makes a stage's artefact in a folder, for this task."""
@@ -205,6 +208,7 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
+            words += ["--image", "FILE"] if self.family.TAKES_IMAGE == families.ALWAYS else []
         flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
         for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
             words += [flag, value] if value is not None else []
@@ -233,8 +237,12 @@ def _digest(noise: torch.Tensor | None) -> str | None:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
-def accept(request: Request) -> Task:
+def accept(request: Request, dry: bool = False) -> Task:
     """Returns the task of a request, after reading and checking all that it names.
+
+    Args:
+        request: The request.
+        dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
 
     Raises:
         ConfigError: A mistake in a file, by its line, or in a flag.
@@ -243,7 +251,7 @@ def accept(request: Request) -> Task:
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
     job, job_document = pack.job(request.config, request.overrides)
-    _check_request(request)
+    _check_request(request, dry)
     check_job(job, card, job_document)
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
@@ -263,19 +271,19 @@ def accept(request: Request) -> Task:
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     upstream = checkout.find(card.checkout, request.upstream_path)
-    _check_image(request, family)
+    _check_image(request, family, dry)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
-def _check_request(request: Request) -> None:
+def _check_request(request: Request, dry: bool) -> None:
     if request.stage not in (*STAGES, "all"):
         raise UnknownNameError(
             f"--stage {request.stage}", "There is no such stage", nearest(request.stage, [*STAGES, "all"])
         )
-    if request.prompt is None and request.stage in ("encode", "all"):
+    if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
     for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         try:
@@ -294,8 +302,11 @@ def _check_request(request: Request) -> None:
         )
 
 
-def _check_image(request: Request, family: ModuleType) -> None:
+def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
     if request.image is None:
+        if family.TAKES_IMAGE == families.ALWAYS and request.stage in ("encode", "all") and not dry:
+            fact = f"It is missing, and '{request.model}' makes videos from a first frame"
+            raise BadValueError("--image", fact, "Add --image FILE")
         return
     if not family.TAKES_IMAGE:
         raise BadValueError(
@@ -351,4 +362,5 @@ def _settings(request: Request, card: Card, job: Job) -> families.Settings:
         text_bucket=job.text_bucket,
         variant=job.variant or card.variant,
         image=request.image,
+        call=job.call,
     )

@@ -1,0 +1,125 @@
+"""A pipeline's image: what the VAE makes of it is kept where the VAE runs, and given back where it does not.
+
+`encode` keeps the moments of each latent distribution that the pipeline asks its VAE for, before its first step.
+`denoise` gives them back, and keeps what the pipeline draws from them. `decode` gives that back: code after the loop
+may use it, too. So only `encode` needs the image, and neither of the others draws it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.stages.replay import OTHER_LOOP, Loop
+from torchport.stages.stand_in import StandIn
+
+MOMENTS = "image_moments_"
+"""Names of what `vae.encode` returned, with the number of its call: [1, 2C, T, H, W], mean and log of the variance."""
+LATENTS = "image_latents_"
+"""Names of what the pipeline drew from that, with the number of its drawing: [1, C, T, H, W]."""
+
+
+class Encoding(StandIn):
+    """Stands where the VAE stood, encodes with it, and keeps what it returned.
+
+    Args:
+        vae: With weights; or on meta, and then only the shapes are right.
+        dtype: What the pipeline is told that it has.
+        loop: The pipeline's.
+        place: Where the card names the pipeline's call, for errors.
+    """
+
+    def __init__(self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, place: str) -> None:
+        super().__init__(vae, dtype, loop, None)
+        self.place = place
+        self.moments: dict[str, torch.Tensor] = {}
+
+    def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
+        """Returns what the VAE's `encode` returns.
+
+        Raises:
+            BadValueError: That has no latent distribution.
+        """
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        vae = vars(self)["component"]
+        distribution = vae.encode(pixels.to(next(vae.parameters()).device), **kwargs)[0]
+        if not isinstance(distribution, DiagonalGaussianDistribution):
+            fact = f"'{type(vae).__name__}.encode' returns no latent distribution of mean and variance"
+            raise BadValueError(self.place, fact, f"An image goes through one. {OTHER_LOOP}")
+        moments = distribution.parameters
+        moments = torch.zeros(moments.shape, dtype=moments.dtype) if moments.is_meta else moments
+        self.moments[f"{MOMENTS}{len(self.moments)}"] = moments
+        return _output(DiagonalGaussianDistribution(moments))
+
+
+class Encoded(StandIn):
+    """Stands where the VAE stood, and returns of the image what was kept; all else is the VAE's.
+
+    Args:
+        vae: The VAE; without storage if it is not to decode.
+        dtype: What the pipeline is told that it has.
+        loop: The pipeline's.
+        tensors: What `encode` kept, or what `denoise` kept, by name.
+        stage: Which of the two.
+    """
+
+    def __init__(
+        self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, tensors: Mapping[str, torch.Tensor], stage: str
+    ) -> None:
+        super().__init__(vae, dtype, loop, None)
+        self.tensors = tensors
+        self.stage = stage
+        self.number = 0
+        self.drawn: dict[str, torch.Tensor] = {}
+
+    def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
+        """Returns a latent distribution: the very one, or one of which what was drawn is drawn again.
+
+        Raises:
+            ArtefactForeignError: It was not kept.
+        """
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        if self.stage == "denoise":
+            return _output(_Distribution(lambda method, *args: self._draw(self._kept(LATENTS, len(self.drawn)))))
+        real = DiagonalGaussianDistribution(self._kept(MOMENTS, self.number))
+        self.number += 1
+        return _output(_Distribution(lambda method, *args: self._draw(getattr(real, method)(*args))))
+
+    def _draw(self, latents: torch.Tensor) -> torch.Tensor:
+        self.drawn[f"{LATENTS}{len(self.drawn)}"] = latents
+        return latents
+
+    def _kept(self, kind: str, number: int) -> torch.Tensor:
+        name = f"{kind}{number}"
+        if name not in self.tensors:
+            remedy = f"Run --stage {self.stage} with this model" + (" and --image FILE" if kind == MOMENTS else "")
+            raise ArtefactForeignError(f"{self.stage}.safetensors", f"It lacks '{name}'", remedy, name=name)
+        return self.tensors[name]
+
+
+class _Distribution:
+    """A latent distribution that a function draws from.
+
+    Args:
+        draw: Called with the name of the method, and the arguments of that.
+    """
+
+    def __init__(self, draw: Callable[..., torch.Tensor]) -> None:
+        self.draw = draw
+
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        return self.draw("sample", generator)
+
+    def mode(self) -> torch.Tensor:
+        return self.draw("mode")
+
+
+def _output(distribution: Any) -> Any:
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+    return AutoencoderKLOutput(latent_dist=distribution)
