@@ -19,7 +19,7 @@ from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
 from torchport.config import checkout
-from torchport.config.card import STAGES
+from torchport.config.card import DENOISING, STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -30,6 +30,10 @@ from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
+
+
+STATE = "state/"
+"""Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
 
 
 class Journey:
@@ -62,6 +66,7 @@ class Journey:
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
+        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
@@ -99,7 +104,7 @@ class Journey:
         self._tidy(stage, outputs, manifest)
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the stages that this one needs, verified.
+        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns.
 
         Raises:
             SaveError: An artefact is missing, damaged, or another run's.
@@ -107,10 +112,10 @@ class Journey:
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
-        inputs = dict(tensors)
-        if stage.name == "denoise" and self.task.request.noise is not None:
-            inputs["noise"] = self.task.request.noise
-        return inputs
+        inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
+        state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
+        self._start = (int(state.pop("done")), state) if state else (0, {})
+        return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Returns the artefacts' checksums and settings, and their tensors."""
@@ -122,7 +127,8 @@ class Journey:
             folder = task.folder if name in self._manifests else task.inputs
             made_by = task.command(name, task.folder)
             stage_tensors, manifest = save.read(folder, name, task.identity(name), self.weights.digests, made_by)
-            tensors |= stage_tensors
+            follows = name in DENOISING and stage.name in DENOISING
+            tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
                 _check_flags(task, stage, save.file_of(folder, name), manifest)
@@ -144,10 +150,11 @@ class Journey:
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
         """Returns a loop's progress bar, its saving every few steps, and where it goes on; see `resume.steps`."""
-        start: tuple[int, dict[str, torch.Tensor]] = (0, {})
-        if stage.name == "denoise":
-            start = self.unfinished.read(self.weights, self.inputs_of(stage))
-            self.steps = self.task.settings.steps - start[0]
+        start = self._start
+        if stage.name in DENOISING:
+            unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
+            start = unfinished if unfinished[0] else start
+            self.steps += self.task.settings.steps - start[0]
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
 
@@ -180,6 +187,8 @@ class Journey:
 
         manifest = Manifest.model_validate(hosts.from_first(write_artefact))
         self._note(stage, manifest)
+        if stage.name == "denoise_first":
+            self.steps -= self.task.settings.steps - int(outputs["done"])
         hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
 
     def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
@@ -247,7 +256,7 @@ class Journey:
 
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""
-        return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
+        return resume.going_on(self.task, list(self._manifests), self.unfinished)
 
 
 def log_patches(ledger: patch.Ledger, when: str) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from torchport.config.card import STAGES
 from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
 from torchport.patch import aliases
-from torchport.patch.declared.entry import STAGES, Entry
+from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, digest
