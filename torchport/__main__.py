@@ -50,7 +50,7 @@ def cli(verbose: bool) -> None:
 @click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="DIR", help="The folder with earlier artefacts [--out]."
 )
-@click.option("--stage", default="all", show_default=True, metavar="encode|denoise_first|denoise|decode|all", help="Stages to run.")
+@click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="Stages to run.")
 @click.option(
     "--backend",
     type=click.Choice(["torchax", "original"]),
@@ -145,7 +145,7 @@ def explain(id: str | None, everything: bool) -> None:
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")
 @click.option("--scores", type=click.Choice(["bounded", "any"]), help="Assume bounded scores, or any [bounded].")
-@click.option("--stage", metavar="denoise_first|denoise|decode|all", help="What to compile [what denoises]. Decoding takes many minutes.")
+@click.option("--stage", metavar="denoise|decode|all", help="What to compile [what denoises]. Decoding takes minutes.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the plan and the dump.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -373,7 +373,7 @@ def _print_summary(summary: "Summary", quiet: bool) -> None:
 
     terminal.say("")
     stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
-    width = max(8, *map(len, stages))
+    width = max([8, *map(len, stages)])
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
         shown = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)

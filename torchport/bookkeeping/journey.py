@@ -31,7 +31,6 @@ from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
 
-
 STATE = "state/"
 """Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
 
@@ -155,8 +154,13 @@ class Journey:
             unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
             start = unfinished if unfinished[0] else start
             self.steps += self.task.settings.steps - start[0]
+            self._start = start
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+
+    def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
+        """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
+        return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
     def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
         """Returns where a stage's programs come from; see `network.compiled`."""

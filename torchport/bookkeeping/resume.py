@@ -137,7 +137,8 @@ def _read_unfinished(
         fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
         raise ArtefactForeignError(str(file), fact, remedy, key=key)
     if manifest.inputs != dict(shas):
-        other = next((name for name, sha in shas.items() if manifest.inputs.get(name) != sha), "encode")
+        theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
+        other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
         what = "other embeddings" if other == "encode" else f"another '{other}'"
         raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
     done, total = manifest.done, task.settings.steps

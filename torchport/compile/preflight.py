@@ -88,6 +88,8 @@ def check_checkpoint(task: Task, folder: Path) -> None:
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
     """
+    if task.card.call is not None:
+        load.check_init(task.card, folder)
     for stage in task.stages:
         names = [stage.network] if stage.network is not None else []
         for name in (*stage.parts, *stage.loads(task.settings), *names):

@@ -420,7 +420,7 @@ class Card(Frozen):
         return self
 
     def written(self, component: str) -> str:
-        """Returns the component under whose name the card has the rules for one: its own, or the one that it is like."""
+        """Returns the name under which the card has a component's rules: its own, or that of the one it is like."""
         return self.components[component].like or component
 
     def folder(self, component: str, variant: str | None) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -225,18 +225,6 @@ def check_index(folder: Path, card: Card, variant: str | None = None) -> None:
         if classes != [library.partition(".")[0], class_name]:
             remedy = f"The card '{card.model}' wants {[library, class_name]}: name a checkpoint of that model"
             raise CheckpointForeignError(str(file), f"'{name}' is {index[name]}", remedy, component=name)
-    if card.call is not None:
-        _check_init(file, index, card, card.call.init)
-
-
-def _check_init(file: Path, index: Mapping[str, Any], card: Card, init: Mapping[str, Any]) -> None:
-    """Refuses an index whose pipeline is made with other arguments than the card's. No value is as null or false."""
-    values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    for name in sorted(values | set(init)):
-        if (index.get(name) or None) != (init.get(name) or None):
-            fact, ours = f"'{name}' is {index.get(name)!r}", init.get(name)
-            remedy = f"The card '{card.model}' has {ours!r} under 'call.init': name a checkpoint of that model"
-            raise CheckpointForeignError(str(file), fact, remedy, name=name)
 
 
 def _check_classes(folder: Path, card: Card, variant: str | None) -> None:

@@ -182,7 +182,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 
     Args:
         entries: As `read` returns them.
-        stage: encode, denoise or decode. The ledger checks its `must_be_called`. None for all stages.
+        stage: A stage's name, such as denoise. The ledger checks its `must_be_called`. None for all stages.
         accept_drift: For `torchport check`, which reports drift itself and goes on.
 
     Raises:

@@ -194,9 +194,7 @@ class _Pipeline:
         fact = f"{settings.steps} steps of '{self.name}' leave none to '{first if not replay.number else second}'"
         raise BadValueError("'steps'", fact, f"Take more, so that both '{first}' and '{second}' have some")
 
-    def _replay(
-        self, parts: Mapping[str, Any], settings: Settings, steps: Steps, leaves: bool = False
-    ) -> Replay:
+    def _replay(self, parts: Mapping[str, Any], settings: Settings, steps: Steps, leaves: bool = False) -> Replay:
         generator = torch.Generator().manual_seed(settings.seed)
         return Replay(parts["scheduler"], generator, steps, self.name, settings.steps, leaves)
 
