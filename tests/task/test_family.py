@@ -153,6 +153,15 @@ def test_stages_that_are_none_are_refused(world, stages):
     )
 
 
+def test_a_second_stage_that_would_begin_anew_is_refused(world):
+    names = ("encode", "denoise_first", "denoise")
+    world.write(f"{GOOD}\nSTAGES = tuple(Stage(name, STAGES[0].run, ()) for name in {names})\n")
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: Stage 'denoise' in 'patches/up/stages.py' does not name 'denoise_first' in 'needs'"
+        ", and would begin anew. Add it: the steps of the one stage go on in the other."
+    )
+
+
 def test_a_family_that_imports_its_upstream_too_early_is_refused(world, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     monkeypatch.delitem(sys.modules, "diffusers")  # and as it was, at the end
