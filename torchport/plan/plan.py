@@ -50,7 +50,7 @@ def plan(
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
         stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By
-            default those that denoise; `all` is these and decode.
+            default those that denoise; `all` is every one with a network.
 
     Raises:
         BadValueError: The machine is no TPU, or nothing of a stage is compiled.
@@ -69,8 +69,8 @@ def on_slice(request: Request, topology_name: str | None) -> Request:
 
 def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
     """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
-    denoising = [stage.name for stage in task.denoising]
-    stages = [*denoising, "decode"] if "all" in stages else stages or denoising
+    networks = [stage.name for stage in task.family.STAGES if stage.network is not None]
+    stages = networks if "all" in stages else stages or [stage.name for stage in task.denoising]
     _check(task, stages)
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         folder = Path(scratch) if keep is None else keep
