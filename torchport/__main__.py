@@ -149,7 +149,7 @@ def explain(id: str | None, everything: bool) -> None:
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")
 @click.option("--scores", type=click.Choice(["bounded", "any"]), help="Assume bounded scores, or any [bounded].")
-@click.option("--stage", metavar="denoise|decode|all", help="What to compile [denoise]. Decoding takes many minutes.")
+@click.option("--stage", metavar="denoise|decode|all", help="What to compile [what denoises]. Decoding takes minutes.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the plan and the dump.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -373,14 +373,18 @@ def _print_summary(summary: "Summary", quiet: bool) -> None:
     if quiet:
         terminal.say(str(made))
         return
+    from torchport.config.card import DENOISING
+
     terminal.say("")
     stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
+    width = max([8, *map(len, stages)])
     for stage in stages:
         parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
         shown = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
-        terminal.say(f"{stage:8} {sum(parts.values()):7.1f} s   ({shown})")
+        terminal.say(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shown})")
     if summary.steps:
-        terminal.say(f"{'':8} {summary.seconds['denoise run'] / summary.steps:7.2f} s/step")
+        running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
+        terminal.say(f"{'':{width}} {running / summary.steps:7.2f} s/step")
     if summary.upstream is not None:
         terminal.say(f"{summary.upstream}")
     terminal.say(f"\n{made}")

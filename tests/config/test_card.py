@@ -584,3 +584,34 @@ def test_dims_of_hand_written_latents_are_named_once_each(generic):
 def test_a_call_names_components(generic, changes):
     text = refused(UnknownKeyError, lambda: cards.check_names(generic(changes)[0], ["transformer"], generic()[1]))
     assert "is no component of 'cogvideox'" in text and text.startswith("card.yaml:")
+
+
+def like(name):
+    """A change to a card's text: another component, which is like the one of a name."""
+    here = "  tokenizer: {class"
+    entry = f'{{class: "diffusers:CogVideoXTransformer3DModel", dtype: bfloat16, like: {name}}}'
+    return here, f"  other: {entry}\n{here}"
+
+
+def test_a_component_that_is_like_another_one_has_its_rules(generic):
+    card, document = generic(like("transformer"), ("network: transformer", "network: [transformer, other]"))
+    cards.check_names(card, card.call.networks, document)
+    assert card.components["other"].published == card.components["transformer"].published != {}
+    assert card.stacks["other"] == card.stacks["transformer"]
+    assert card.tiny.components["other"] == card.tiny.components["transformer"]
+    for strategy in card.strategies.values():
+        for kind in (strategy.weights, strategy.inputs, strategy.activations):
+            assert kind["other"] == kind["transformer"]
+    assert (card.written("other"), card.written("vae")) == ("transformer", "vae")
+
+
+def test_a_component_cannot_be_like_one_that_there_is_not(generic):
+    card, document = generic(like("transformr"))
+    text = refused(UnknownKeyError, lambda: cards.check_names(card, ["transformer"], document))
+    assert "'transformr' is no component of 'cogvideox'. Did you mean 'transformer'?" in text
+
+
+def test_a_loop_has_one_network_or_two(generic):
+    for networks in ("[transformer]", "[transformer, vae, tokenizer]"):
+        with pytest.raises(ConfigError, match=r"call\.network"):
+            generic(("network: transformer", f"network: {networks}"))

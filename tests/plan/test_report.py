@@ -207,3 +207,15 @@ def caught_text(file):
 def test_a_plan_can_be_read_again_from_its_json():
     written = json.loads(json.dumps(plan().model_dump(mode="json")))
     assert written == plans.plan() and JobPlan.model_validate(written) == plan()
+
+
+def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
+    def at_once(**changes):
+        both = plan(denoise_first=stage(per_device=memory(**changes)), denoise=stage())
+        return [line for line in report.lines(both) if "take turns" in line]
+
+    turns = "two networks take turns, one is on the devices at a time; both would"
+    assert at_once() == [f"{turns} not fit at once: 35.0 GiB of 32.0 GiB"]
+    assert at_once(arguments_bytes=2 * GIB, peak_bytes=12 * GIB) == [f"{turns} fit at once: 28.0 GiB of 32.0 GiB"]
+    assert at_once(arguments_bytes=None) == []
+    assert plan(denoise=stage()).at_once_bytes is None

@@ -22,7 +22,7 @@ def outcomes(monkeypatch):
     """Has every choice planned in no time: `outcomes[strategy, mesh]` is its seconds, an error, or None: no room."""
     found, asked = {}, []
 
-    def of_task(task, keep, bounded):
+    def of_task(task, keep, bounded, stages):
         given = dict(override.split("=", 1) for override in task.request.overrides)
         asked.append((given, keep, bounded))
         outcome = found.get((given["strategy"], given["mesh"]), 9.0)

@@ -16,6 +16,7 @@ from torchport.bookkeeping import resume
 from torchport.errors import SaveError
 from torchport.task import accept
 
+PARTIAL = "denoise.partial"
 SEED = 20261122
 
 
@@ -102,7 +103,7 @@ def runs(tmp_path_factory, root):
     task = accept(request)
     tensors, manifest = save.read(folder / "a", "denoise", {}, {}, "")
     facts = manifest.model_dump(exclude={"schema_version", "tensors", "sha256", "done"})
-    save.write(folder / "a", resume.PARTIAL, tensors, {**facts, "done": 2})
+    save.write(folder / "a", PARTIAL, tensors, {**facts, "done": 2})
     return task, folder / "a"
 
 
@@ -137,14 +138,14 @@ def test_1500_changed_artefacts_are_refused_by_name_or_read_as_they_were(runs, t
 def test_500_changed_unfinished_latents_are_refused_by_name_or_read_as_they_were(runs, tmp_path, forged, monkeypatch):
     task, source = runs
     draw, refused, right = random.Random(SEED + 1), 0, 0
-    whole = sums(load_file(save.file_of(source, resume.PARTIAL)))
+    whole = sums(load_file(save.file_of(source, PARTIAL)))
     inputs = save.read_manifest(save.file_of(source, "denoise")).inputs
     weights = type("Weights", (), {"digests": save.read_manifest(save.file_of(source, "denoise")).components})
     for number in range(500):
         folder = tmp_path / "a"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(source, folder)
-        mutate(folder, resume.PARTIAL, draw, forged)
+        mutate(folder, PARTIAL, draw, forged)
         unfinished = resume.Unfinished(dataclasses.replace(task, folder=folder))
         try:
             done, tensors = unfinished.read(weights, inputs)

@@ -9,6 +9,7 @@ from diffusers import CogVideoXPipeline
 from torchport import load
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load import tiny
+from torchport.stages import recorder
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import Settings, Steps
 
@@ -271,3 +272,48 @@ def test_latents_of_another_size_are_not_decoded(stage, parts_with):
         "denoise.safetensors: 'latents' has shape [1, 3, 16, 4, 6], and this job takes [1, 4, 16, 4, 6]. Run --stage "
         "denoise with this model and size."
     )
+
+
+NETWORKS = ("transformer", "transformer_2", "vae")
+
+
+def two_networks(pack, card, stage, **call):
+    """Returns a stage of the card with two networks, and its parts."""
+    card = card.model_copy(update={"call": card.call.model_copy(update=call)})
+    [result] = (each for each in family(card, "card.yaml:1").STAGES if each.name == stage)
+    networks = {name: load.published(card.components[name].class_, card.tiny.components[name]) for name in NETWORKS}
+    scheduler = load.class_of(card.components["scheduler"].class_)(**card.tiny.components["scheduler"])
+    return result, {**networks, "scheduler": scheduler}
+
+
+def test_a_rehearsal_counts_the_steps_of_each_of_two_networks(pack):
+    settings = dataclasses.replace(
+        SETTINGS, dtypes=dict.fromkeys(("transformer", "transformer_2", "vae"), torch.float32)
+    )
+    for name, steps in {"denoise_first": 3, "denoise": 5}.items():
+        stage, parts = two_networks(pack, pack.card("wan")[0], name)
+        network = parts[stage.network]
+        [called] = recorder.network_calls(stage, parts, network, lambda module, **inputs: module(**inputs), settings)
+        assert (called.times, called.steps) == (2 * steps, steps)
+
+
+def test_a_loop_that_goes_back_to_its_first_network_is_refused(pack):
+    settings = dataclasses.replace(
+        SETTINGS, dtypes=dict.fromkeys(("transformer", "transformer_2", "vae"), torch.float32)
+    )
+    stage, parts = two_networks(pack, pack.card("wan")[0], "denoise", network=["transformer_2", "transformer"])
+    zeros = stage.like(parts, settings)
+
+    class Zeros(Network):
+        def __call__(self, *, hidden_states, **rest):
+            return torch.zeros_like(hidden_states)
+
+    with pytest.raises(BadValueError) as caught:
+        stage.run(parts, Zeros(), settings, Steps(), **zeros)
+    assert str(caught.value) == (
+        "WanPipeline: Step 4 of 8 goes back from its second network to the first. "
+        "Write a family with a loop of its own for it: docs/families.md."
+    )
+    first, parts = two_networks(pack, pack.card("wan")[0], "denoise_first", network=["transformer_2", "transformer"])
+    with pytest.raises(BadValueError, match="'steps': 8 steps of 'WanPipeline' leave none to 'transformer_2'"):
+        first.run(parts, Zeros(), settings, Steps(), **zeros)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.families import HUNYUAN, HYVIDEO, loaded
 
-from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.errors import ArtefactForeignError, BadValueError, ReplacementError
 from torchport.stages import family as families
 from torchport.stages.family import Steps
 
@@ -198,3 +198,14 @@ def test_embeddings_of_an_image_are_refused_where_videos_are_made_from_text_alon
         "encode.safetensors: It holds 'image_embeds', and this model makes videos from text alone. "
         "Run --stage encode with this model and checkpoint."
     )
+
+
+def test_a_first_stage_that_denoises_must_say_how_many_steps_it_took():
+    def first_half(parts, call, settings, steps):
+        return {"latents": torch.zeros(2)}
+
+    stage = families.Stage("denoise_first", first_half, ())
+    with pytest.raises(ReplacementError) as caught:
+        families.check_outputs(stage, first_half(None, None, None, None))
+    assert "'first_half' returns no 'done', the number of steps that it took. Return the stage's" in str(caught.value)
+    families.check_outputs(stage, {"latents": torch.zeros(2), "done": torch.tensor(3)})

@@ -28,8 +28,12 @@ def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
     for name in pack.models():
         card, document = pack.card(name)
         stages = family_of(pack, card, document)
-        assert [stage.name for stage in stages.STAGES] == list(STAGES)
-        assert stages.batch(1.0) == 1 and stages.batch(6.0) == 2
+        networks = card.call.networks if card.call is not None else ("",)
+        assert [stage.name for stage in stages.STAGES] == [
+            name for name in STAGES if name != "denoise_first" or len(networks) == 2
+        ]
+        together = card.call is None or card.call.batches_guidance
+        assert stages.batch(1.0) == 1 and stages.batch(6.0) == (2 if together else 1)
         for stage in stages.STAGES:
             names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
             assert names <= set(card.components), stage.name
@@ -146,6 +150,15 @@ def test_stages_that_are_none_are_refused(world, stages):
     assert world.refusal(ReplacementError) == (
         "configs/models/some.yaml:4: STAGES in 'patches/up/stages.py' is no tuple of Stages. "
         f"It must be {NAMES['STAGES']}."
+    )
+
+
+def test_a_second_stage_that_would_begin_anew_is_refused(world):
+    names = ("encode", "denoise_first", "denoise")
+    world.write(f"{GOOD}\nSTAGES = tuple(Stage(name, STAGES[0].run, ()) for name in {names})\n")
+    assert world.refusal(ReplacementError) == (
+        "configs/models/some.yaml:4: Stage 'denoise' in 'patches/up/stages.py' does not name 'denoise_first' in 'needs'"
+        ", and would begin anew. Add it: the steps of the one stage go on in the other."
     )
 
 

@@ -19,7 +19,7 @@ from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
 from torchport.config import checkout
-from torchport.config.card import STAGES
+from torchport.config.card import DENOISING, STAGES
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -30,6 +30,9 @@ from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
+
+STATE = "state/"
+"""Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
 
 
 class Journey:
@@ -62,6 +65,7 @@ class Journey:
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
+        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
 
     def stages(self) -> Iterator[family.Stage]:
         """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
@@ -99,7 +103,7 @@ class Journey:
         self._tidy(stage, outputs, manifest)
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the stages that this one needs, verified.
+        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns.
 
         Raises:
             SaveError: An artefact is missing, damaged, or another run's.
@@ -107,10 +111,10 @@ class Journey:
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
-        inputs = dict(tensors)
-        if stage.name == "denoise" and self.task.request.noise is not None:
-            inputs["noise"] = self.task.request.noise
-        return inputs
+        inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
+        state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
+        self._start = (int(state.pop("done")), state) if state else (0, {})
+        return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Returns the artefacts' checksums and settings, and their tensors."""
@@ -124,7 +128,8 @@ class Journey:
             names = None if task.card.call is None else task.card.call.embeddings
             identity = task.identity(name)
             stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
-            tensors |= stage_tensors
+            follows = name in DENOISING and stage.name in DENOISING
+            tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
             if manifest is not None:
                 save.check_lineage(folder, name, manifest)
                 _check_flags(task, stage, save.file_of(folder, name), manifest)
@@ -146,12 +151,18 @@ class Journey:
 
     def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
         """Returns a loop's progress bar, its saving every few steps, and where it goes on; see `resume.steps`."""
-        start: tuple[int, dict[str, torch.Tensor]] = (0, {})
-        if stage.name == "denoise":
-            start = self.unfinished.read(self.weights, self.inputs_of(stage))
-            self.steps = self.task.settings.steps - start[0]
+        start = self._start
+        if stage.name in DENOISING:
+            unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
+            start = unfinished if unfinished[0] else start
+            self.steps += self.task.settings.steps - start[0]
+            self._start = start
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+
+    def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
+        """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
+        return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
     def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
         """Returns where a stage's programs come from; see `network.compiled`."""
@@ -182,6 +193,8 @@ class Journey:
 
         manifest = Manifest.model_validate(hosts.from_first(write_artefact))
         self._note(stage, manifest)
+        if stage.name == "denoise_first":
+            self.steps -= self.task.settings.steps - int(outputs["done"])
         hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
 
     def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
@@ -249,7 +262,7 @@ class Journey:
 
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""
-        return resume.going_on(self.task, list(self._manifests), self.unfinished.step)
+        return resume.going_on(self.task, list(self._manifests), self.unfinished)
 
 
 def log_patches(ledger: patch.Ledger, when: str) -> None:

@@ -10,6 +10,7 @@ import pydantic
 import torch
 
 from torchport import save
+from torchport.config.card import DENOISING, StageName
 from torchport.config.checkout import Upstream
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError
 from torchport.files import atomic
@@ -21,8 +22,8 @@ from torchport.save.manifest import Manifest, versions
 from torchport.stages import family
 from torchport.task import Task
 
-PARTIAL = "denoise.partial"
-"""The unfinished latents' artefact."""
+PARTIAL = "{}.partial"
+"""The artefact of a stage's unfinished latents: `denoise.partial`."""
 UNFINISHED = ".unfinished.json"
 """Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
 ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked")
@@ -35,12 +36,14 @@ class Unfinished:
     """A run's unfinished latents: saved every few steps, and read by the run that goes on from there.
 
     Attributes:
+        stage: The stage that they are of.
         step: How many steps the latents on the disk have gone through; 0 where there are none.
     """
 
     def __init__(self, task: Task, upstream: Upstream | None = None) -> None:
         self.task = task
         self.upstream = upstream
+        self.stage: StageName = "denoise"
         self.step = 0
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -49,21 +52,28 @@ class Unfinished:
         Raises:
             OutputError: They cannot be written.
         """
-        hosts.from_first(lambda: save.write(self.task.folder, PARTIAL, state, {**facts, "done": number}).sha256)
+        name = PARTIAL.format(self.stage)
+        hosts.from_first(lambda: save.write(self.task.folder, name, state, {**facts, "done": number}).sha256)
         self.step = number
 
-    def read(self, weights: checkpoint.Checkpoint, shas: Mapping[str, str]) -> tuple[int, dict[str, torch.Tensor]]:
+    def read(
+        self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
+    ) -> tuple[int, dict[str, torch.Tensor]]:
         """Returns how many steps a stopped or killed run of this very job finished, and its latents.
 
         Args:
             weights: The checkpoint in use.
             shas: sha256 of the artefacts that the stage reads.
+            stage: The stage, whose latents are saved from now on.
 
         Raises:
             ArtefactForeignError: Latents of another job lie there.
             ArtefactBrokenError: They are damaged.
         """
-        self.step, tensors = hosts.pair_from_first(lambda: _read_unfinished(self.task, weights, shas, self.upstream))
+        [denoising] = (each for each in self.task.denoising if each.name == stage)
+        make = functools.partial(_read_unfinished, self.task, denoising, weights, shas, self.upstream)
+        self.stage = stage
+        self.step, tensors = hosts.pair_from_first(make)
         return self.step, dict(tensors)
 
 
@@ -96,7 +106,7 @@ def steps(
                 stopping.stop(task.folder, f"after step {number} of {total}")
 
     bar = functools.partial(track, what=stage.name, unit="tile" if stage.name == "decode" else "step")
-    if stage.name != "denoise":
+    if stage.name not in DENOISING:
 
         def until_stopped(items: Iterable[Any], done: int, total: int) -> Iterator[Any]:
             for item in bar(items, done=done, total=total):
@@ -108,21 +118,29 @@ def steps(
 
 
 def _read_unfinished(
-    task: Task, weights: checkpoint.Checkpoint, shas: Mapping[str, str], upstream: Upstream | None
+    task: Task,
+    stage: family.Stage,
+    weights: checkpoint.Checkpoint,
+    shas: Mapping[str, str],
+    upstream: Upstream | None,
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    file = save.file_of(task.folder, PARTIAL)
+    name = PARTIAL.format(stage.name)
+    file = save.file_of(task.folder, name)
     if not file.is_file():
         return 0, {}
     remedy = f"Finish that run, or remove {file.name}, or choose another --out"
-    tensors, manifest = save.read(task.folder, PARTIAL, task.identity("denoise"), weights.digests, AFTER_REMOVAL)
+    tensors, manifest = save.read(task.folder, name, task.identity(stage.name), weights.digests, AFTER_REMOVAL)
     assert manifest is not None
-    differs = _difference(task, _denoise(task), manifest, upstream)
+    differs = _difference(task, stage, manifest, upstream)
     if differs is not None:
         key, theirs, ours = differs
         fact = f"A run with {key} {theirs!r} was stopped here, and this one has {ours!r}"
         raise ArtefactForeignError(str(file), fact, remedy, key=key)
     if manifest.inputs != dict(shas):
-        raise ArtefactForeignError(str(file), "The run that was stopped here had other embeddings", remedy)
+        theirs = {str(stage): sha for stage, sha in manifest.inputs.items()}
+        other = next((stage for stage, sha in shas.items() if theirs.get(stage) != sha), "encode")
+        what = "other embeddings" if other == "encode" else f"another '{other}'"
+        raise ArtefactForeignError(str(file), f"The run that was stopped here had {what}", remedy)
     done, total = manifest.done, task.settings.steps
     if done is None or done >= total:
         fact = f"Its latents have gone through {done} of {total} steps, and are said to be unfinished"
@@ -149,10 +167,6 @@ def _difference(
 
 def _upstream_settings(package: str, commit: str | None, dirty: bool) -> dict[str, Any]:
     return {f"commit of {package}": commit, f"changes to {package}'s commit": dirty}
-
-
-def _denoise(task: Task) -> family.Stage:
-    return next(stage for stage in task.family.STAGES if stage.name == "denoise")  # type: ignore[no-any-return]
 
 
 def unfinished_run(task: Task) -> str | None:
@@ -215,17 +229,17 @@ def finished_manifests(
     return manifests
 
 
-def going_on(task: Task, names: Sequence[str], step: int) -> str:
+def going_on(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
     """Returns what the same command does next time, as a clause.
 
     Args:
         task: The run.
         names: The stages that are finished.
-        step: How many steps the unfinished latents on the disk have gone through.
+        unfinished: What lies on the disk of one that is not.
     """
     again = f"the same command with --out {task.folder} then"
-    if step and "denoise" not in names:
-        return f"{again} goes on after step {step} of {task.settings.steps}"
+    if unfinished.step and unfinished.stage not in names:
+        return f"{again} goes on after step {unfinished.step} of {task.settings.steps}"
     if names and task.request.stage == "all":
         return f"{again} goes on after '{names[-1]}'"
     return f"{again} begins anew: nothing was finished"
@@ -233,5 +247,6 @@ def going_on(task: Task, names: Sequence[str], step: int) -> str:
 
 def forget(task: Task) -> None:
     """Removes the files from which a stopped run would continue: this run has finished."""
-    save.remove(task.folder, PARTIAL)
+    for stage in task.denoising:
+        save.remove(task.folder, PARTIAL.format(stage.name))
     atomic.remove(task.folder / UNFINISHED)

@@ -77,8 +77,7 @@ def answer(flags: Flags, command: str) -> Answer:
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
         return Answer(sweep.data(swept), sweep.lines(swept))
-    stages = ("denoise", "decode") if flags.stage == "all" else (flags.stage or "denoise",)
-    job = plan.plan(request, flags.topology, flags.keep, bounded, stages=stages)
+    job = plan.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
     if flags.report is not None:
         report.write(flags.report, job, command)
     return Answer(job.model_dump(mode="json"), report.lines(job), job.fits)

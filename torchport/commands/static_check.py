@@ -372,7 +372,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     """
     check_call(card, document)
     if card.call is not None:
-        return {card.call.network}
+        return set(card.call.networks)
     place = document.place(["family"])
     file = pack.family_file(card, place)
     tree = tree_of(file, functools.partial(_does_not_load, file, place))

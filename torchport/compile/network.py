@@ -146,7 +146,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
-        parts[name] = load.class_of(component.class_)() if component.dtype is None else published(task, name)
+        parts[name] = _without_weights(task, name) if component.dtype is None else published(task, name)
     for name in (*stage.meta, str(stage.network)):
         parts[name] = published(task, name)
     del task.shapes[str(stage.network)]
@@ -154,6 +154,18 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
+
+
+def _without_weights(task: Task, component: str) -> Any:
+    """Returns a part that has no weights: a scheduler as it is configured, anything else as its class makes it."""
+    entry = task.card.components[component]
+    cls = load.class_of(entry.class_)
+    if not hasattr(cls, "from_config"):
+        return cls()
+    root = None if task.checkpoint == "tiny" else checkpoint.local(task.checkpoint)
+    if root is not None:
+        return load.part(entry.class_, task.component_folder(root, component))
+    return cls.from_config(dict(recipe(task, component, None).config))
 
 
 def published(task: Task, component: str) -> Any:
@@ -204,7 +216,7 @@ def check_heads(task: Task) -> None:
         MeshError: It does not.
         BadValueError: The card names something that the checkpoint's configuration has not.
     """
-    networks = [] if task.original else [stage.network for stage in task.stages]
+    networks = [] if task.original else [task.card.written(str(s.network)) for s in task.stages if s.network]
     for axis, path in task.card.strategies[task.job.strategy].divides.items():
         component, _, key = path.partition(".")
         if component in networks:

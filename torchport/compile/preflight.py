@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchport import load, patch, shard
 from torchport.attention import dispatch, sdpa
 from torchport.compile import network
-from torchport.config.card import Rule, WeightRule, dims_of
+from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
 from torchport.config.machine import HOST
 from torchport.errors import AttentionError, MeshError
 from torchport.load import checkpoint
@@ -88,6 +88,8 @@ def check_checkpoint(task: Task, folder: Path) -> None:
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
     """
+    if task.card.call is not None:
+        load.check_init(task.card, folder)
     for stage in task.stages:
         names = [stage.network] if stage.network is not None else []
         for name in (*stage.parts, *stage.loads(task.settings), *names):
@@ -174,7 +176,7 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
     if stage.name == "decode":
         dtype = task.settings.dtypes.get(str(stage.network), torch.float32)
         return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
-    if stage.name != "denoise" or last.like is None:
+    if stage.name not in DENOISING or last.like is None:
         return 0
     with torch.device("meta"):
         latents = last.like({str(last.network): network.published(task, str(last.network))}, task.settings).values()
@@ -202,7 +204,6 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
-    noise = {"noise": task.request.noise} if stage.name == "denoise" and task.request.noise is not None else {}
     patches = patch.applied(task.patches([stage]), stage=stage.name)  # of all in force, this stage's exchange its parts
     with patches, _without_values(), jax.sharding.use_abstract_mesh(mesh):
         parts = network.as_shapes(task, stage)
@@ -215,7 +216,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
         largest, attention = [0], _Attention()
         with _largest_output(module, largest), attention:
             calls = recorder.network_calls(
-                stage, parts, module, network.how(stage, task), task.settings, count=False, **noise
+                stage, parts, module, network.how(stage, task), task.settings, count=False, **task.noise(stage)
             )
         check_called()
     inputs = input_rules(task, name, calls)

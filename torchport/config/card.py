@@ -24,8 +24,11 @@ from torchport.errors import (
     together,
 )
 
-StageName = Literal["encode", "denoise", "decode"]
-STAGES: tuple[StageName, ...] = ("encode", "denoise", "decode")
+StageName = Literal["encode", "denoise_first", "denoise", "decode"]
+STAGES: tuple[StageName, ...] = ("encode", "denoise_first", "denoise", "decode")
+"""All stages that a family can have, in their order."""
+DENOISING: tuple[StageName, ...] = ("denoise_first", "denoise")
+"""Those that take denoising steps. Where there are two, the second goes on from the state that the first leaves."""
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """dtype names as torch and JAX have them, with their size in bytes."""
 
@@ -224,6 +227,9 @@ class Component(Frozen):
     one is refused."""
     parameters: pydantic.PositiveInt | None = None
     """The number of parameters in the published checkpoint, so that the memory is known before any download."""
+    like: Word | None = None
+    """Another component of the same shapes: what the card says of that one under `published`, `tiny`, `stacks` and
+    `strategies` also goes for this one, where it does not say otherwise."""
 
     @pydantic.model_validator(mode="after")
     def _computes(self) -> Component:
@@ -281,8 +287,12 @@ class PipelineCall(Frozen):
     The pipeline's scheduler is the component `scheduler`, and what decodes is `vae`.
     """
 
-    network: Word
-    """The component that the pipeline's loop calls. It is compiled."""
+    network: Word | Annotated[list[Word], pydantic.Field(min_length=2, max_length=2)]
+    """The component that the pipeline's loop calls. It is compiled. Or two, if its loop calls a second one after the
+    first: each of them has a stage, `denoise_first` and `denoise`, so that one is on the devices at a time."""
+    batches_guidance: bool = True
+    """Whether the loop calls the network with the conditions of guidance as one batch. Otherwise it calls once for
+    each, and the mesh's `dp` has no batch to split."""
     encoders: Annotated[list[Word], pydantic.Field(min_length=1)]
     """The components that its `encode_prompt` uses: text encoders and tokenizers."""
     encode: dict[str, Any] = {}
@@ -295,11 +305,18 @@ class PipelineCall(Frozen):
     """By argument of the pipeline, the field of the config that it gets."""
     constants: dict[str, Any] = {}
     """Arguments of the pipeline that are the same in all jobs, unless a job's `call` replaces them."""
+    init: dict[str, Any] = {}
+    """Arguments of the pipeline's constructor that are no components, as the published `model_index.json` has them."""
     image: Word | None = None
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
     `--image` must be given where prompts are encoded, and without it must not."""
     hand_written: HandWritten | None = None
     """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """The components that the loop calls, in its order."""
+        return (self.network,) if isinstance(self.network, str) else tuple(self.network)
 
 
 class Checkout(Frozen):
@@ -408,6 +425,23 @@ class Card(Frozen):
     """A small copy of the model with random weights, for demos and tests."""
     overrides: bool = False
     """Whether it takes the place of the card with the same name in a pack under its own (docs/packs.md)."""
+
+    @pydantic.model_validator(mode="after")
+    def _spreads(self) -> Card:
+        """Gives a component what goes for the one that it is like; `check_names` refuses a name that there is not."""
+        groups: list[dict[str, Any]] = [self.tiny.components, self.stacks]
+        groups += [kind for each in self.strategies.values() for kind in (each.weights, each.inputs, each.activations)]
+        for name, component in self.components.items():
+            for group in groups if component.like is not None else ():
+                if component.like in group:
+                    group.setdefault(name, group[component.like])
+            if component.like in self.components and not component.published:
+                component.published.update(self.components[component.like].published)
+        return self
+
+    def written(self, component: str) -> str:
+        """Returns the name under which the card has a component's rules: its own, or that of the one it is like."""
+        return self.components[component].like or component
 
     def folder(self, component: str, variant: str | None) -> str:
         """Returns where a component lies in a checkpoint, relative to its root."""
@@ -595,9 +629,14 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
     sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
     sections_of_names = [(path, names, "network", networks) for path, names in sections]
     sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]
+    sections_of_names += [
+        (["components", name, "like"], [component.like], "component", card.components)
+        for name, component in card.components.items()
+        if component.like is not None
+    ]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
     if card.call is not None:
-        needed = [card.call.network, *card.call.encoders, "scheduler", "vae"]
+        needed = [*card.call.networks, *card.call.encoders, "scheduler", "vae"]
         sections_of_names += [(["call"], needed, "component", card.components)]
     for path, names, word, known_names in sections_of_names:
         for name in names:

@@ -1,6 +1,6 @@
 """Weights: a checkpoint's files, the modules that they fill, and the tiny checkpoint of the demo."""
 
-from torchport.load.component import account_component, is_built_here, reads_config
+from torchport.load.component import account_component, check_init, is_built_here, reads_config
 from torchport.load.layout import Layout, layout_of
 from torchport.load.module import (
     Builder,
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "account_component",
     "build",
+    "check_init",
     "class_of",
     "configuration",
     "default_dtype",

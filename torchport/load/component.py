@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from torchport.config.card import Component
-from torchport.errors import BadValueError
+from torchport.config.card import Card, Component
+from torchport.errors import BadValueError, CheckpointForeignError
 from torchport.foreign import check_values
 from torchport.load import checkpoint, pretrained
 from torchport.load.layout import Layout, layout_of
@@ -60,6 +60,29 @@ def account_component(
         pretrained.account(component, folder)
     else:
         pretrained.check_part(component.class_, folder)
+
+
+def check_init(card: Card, folder: Path) -> None:
+    """Refuses a checkpoint whose pipeline is made with other arguments than the card's. No value is as null or false.
+
+    Args:
+        card: One with `call`.
+        folder: The checkpoint's.
+
+    Raises:
+        CheckpointForeignError: It is.
+    """
+    assert card.call is not None
+    file, init = folder / "model_index.json", card.call.init
+    index = checkpoint.read_json(file)
+    values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
+    for name in sorted(values | set(init)):
+        if (index.get(name) or None) != (init.get(name) or None):
+            fact = f"'{name}' is {index.get(name)!r}"
+            remedy = (
+                f"The card '{card.model}' has {init.get(name)!r} under 'call.init': name a checkpoint of that model"
+            )
+            raise CheckpointForeignError(str(file), fact, remedy, name=name)
 
 
 def _recorded(component: Component, folder: Path) -> Recipe:

@@ -45,7 +45,8 @@ def folder_of(card: Card, family: Path) -> Path:
         family: The file of its family, which may arrange it in a layout of upstream's own.
     """
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
-    text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], versions], sort_keys=True)
+    init = {} if card.call is None else card.call.init
+    text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], init, versions], sort_keys=True)
     sha = hashlib.sha256(text.encode())
     for file in (Path(__file__), Path(str(renaming.__file__)), *card.code(family)):
         sha.update(file.read_bytes() if file.is_file() else b"")
@@ -95,7 +96,8 @@ def write(card: Card, family: Path, arrange: Arrange | None = None, makers: Mapp
                 arrange(make, work)
             else:
                 assert card.pipeline is not None
-                _class_of(card.pipeline)(**{name: make(name) for name in card.components}).save_pretrained(work)
+                init = {} if card.call is None else card.call.init
+                _class_of(card.pipeline)(**{name: make(name) for name in card.components}, **init).save_pretrained(work)
             (work / DONE).touch()
             try:
                 work.rename(folder)

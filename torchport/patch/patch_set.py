@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from torchport.config.card import STAGES
 from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
 from torchport.patch import aliases
-from torchport.patch.declared.entry import STAGES, Entry
+from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, digest
@@ -181,7 +182,7 @@ def applied(entries: Sequence[Entry], stage: str | None = None, *, accept_drift:
 
     Args:
         entries: As `read` returns them.
-        stage: encode, denoise or decode. The ledger checks its `must_be_called`. None for all stages.
+        stage: A stage's name, such as denoise. The ledger checks its `must_be_called`. None for all stages.
         accept_drift: For `torchport check`, which reports drift itself and goes on.
 
     Raises:

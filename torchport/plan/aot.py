@@ -112,6 +112,7 @@ class CompiledProgram:
         memory: Its bytes, or what does not fit.
         inputs: The shapes that the verb calls it with, by name.
         times: How often the verb does.
+        steps: The denoising steps of all the verb's calls; 1 for another stage.
         flops: Of one run, on the whole slice.
         calls: Calls of attention.
         passes: Of each kernel beside attention the call that moves most.
@@ -124,6 +125,7 @@ class CompiledProgram:
     memory: DeviceBytes | Overflow
     inputs: dict[str, list[int]]
     times: int
+    steps: int
     flops: int
     calls: list[dispatch.Traced]
     passes: list[dispatch.Pass]
@@ -166,6 +168,7 @@ def _program(network: StageNetwork, called: recorder.NetworkCall, machine: Machi
         memory,
         {name: list(tensor.shape) for name, tensor in called.tensors.items()},
         called.times,
+        called.steps,
         called.flops,
         [call for call in noted if isinstance(call, dispatch.Traced)],
         _once(call for call in noted if isinstance(call, dispatch.Pass)),

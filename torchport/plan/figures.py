@@ -13,7 +13,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 import pydantic
 
 from torchport.config import Frozen
-from torchport.config.card import Axis
+from torchport.config.card import DENOISING, Axis
 from torchport.errors import BadValueError
 
 SecondsT = TypeVar("SecondsT")
@@ -293,6 +293,16 @@ class JobPlan(Figure):
     def mesh_text(self) -> str:
         """The mesh, as text."""
         return mesh_text(self.mesh)
+
+    @property
+    def at_once_bytes(self) -> int | None:
+        """Bytes on each device if the networks of all stages that denoise lay there at once; None without two known."""
+        stages = [stage for name, stage in self.stages.items() if name in DENOISING and isinstance(stage, StagePlan)]
+        sizes = [(stage.per_device.arguments_bytes, stage.per_device.peak_bytes) for stage in stages]
+        known = [(arguments, peak) for arguments, peak in sizes if arguments is not None and peak is not None]
+        if len(known) < max(2, len(sizes)):
+            return None
+        return sum(arguments for arguments, _ in known) + max(peak - arguments for arguments, peak in known)
 
     def stage(self, name: str) -> StagePlan:
         """Returns the figures of a stage.

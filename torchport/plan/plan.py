@@ -40,7 +40,7 @@ def plan(
     keep: Path | None = None,
     bounded: bool = True,
     *,
-    stages: Sequence[str] = ("denoise",),
+    stages: Sequence[str] = (),
 ) -> JobPlan:
     """Returns the plan of a job.
 
@@ -49,7 +49,8 @@ def plan(
         topology_name: A TPU slice in place of the config's machine.
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
-        stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes.
+        stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By
+            default those that denoise; `all` is every one with a network.
 
     Raises:
         BadValueError: The machine is no TPU, or nothing of a stage is compiled.
@@ -66,8 +67,10 @@ def on_slice(request: Request, topology_name: str | None) -> Request:
     return dataclasses.replace(request, stage="denoise", overrides=overrides)
 
 
-def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ("denoise",)) -> JobPlan:
+def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
     """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
+    networks = [stage.name for stage in task.family.STAGES if stage.network is not None]
+    stages = networks if "all" in stages else stages or [stage.name for stage in task.denoising]
     _check(task, stages)
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         folder = Path(scratch) if keep is None else keep
@@ -126,13 +129,13 @@ def _assumptions(task: Task, bounded: bool) -> list[str]:
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
     """Compiles a stage's programs, and returns what is known of each and of all together."""
-    programs = [_program_plan(task, compiled, folder) for compiled in aot.apart(task, name, folder, bounded)]
+    compiled = aot.apart(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
     network = str(stage.network)
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
     return together(
-        programs,
-        task.settings.steps if name == "denoise" else 1,
+        [_program_plan(task, one, folder) for one in compiled],
+        compiled[0].steps,
         dtypes={network: task.dtype(network)},
         precision={network: task.card.components[network].precision},
     )

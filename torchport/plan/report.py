@@ -73,8 +73,19 @@ def lines(job: JobPlan) -> list[str]:
             continue
         calls = ", ".join(f"{one.times} x {largest_shape(one.inputs)}" for one in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(stage)]
+    text += _at_once_lines(job)
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
+
+
+def _at_once_lines(job: JobPlan) -> list[str]:
+    """Returns whether two networks that take turns would fit on the devices together."""
+    size = job.at_once_bytes
+    if size is None:
+        return []
+    limit = job.stage("denoise").per_device.hbm_bytes
+    verdict = "both would fit at once" if size <= limit else "both would not fit at once"
+    return [f"two networks take turns, one is on the devices at a time; {verdict}: {_size(size)} of {_size(limit)}"]
 
 
 def _stage_lines(stage: StagePlan) -> list[str]:

@@ -121,7 +121,7 @@ def sweep(
     def work(item: tuple[Choice, Task]) -> JobPlan:
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
-        return of_task(task, folder, bounded)
+        return of_task(task, folder, bounded, (STAGE,))
 
     def name(item: tuple[Choice, Task]) -> str:
         return f"{item[0].strategy}, {item[0].mesh_text}"

@@ -4,12 +4,16 @@ Upstream's own `__call__` runs, with its network, its VAE and its scheduler repl
 mechanism is *replay*: the loop always begins at its start. For a step that is done the network is not called, and
 `scheduler.step` returns what is known already. So a stopped run goes on after any step, and decoding passes through the
 whole loop with the finished latents to upstream's code after it.
+
+A loop that calls a second network after the first has a stage for each, so that one is on the devices at a time: the
+first leaves the loop where it calls the other network, and the second goes on as a stopped run does.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +27,7 @@ from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.foreign import tokenizing
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
-from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, Loop, Replay
+from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, Loop, OtherNetwork, Replay
 from torchport.stages.stand_in import StandIn
 
 CPU = torch.device("cpu")
@@ -41,37 +45,46 @@ def family(card: Card, place: str) -> ModuleType:
         place: Where `call` is written, for errors.
     """
     module = ModuleType(__name__)
-    takes_image = False if card.call is None or card.call.image is None else ALWAYS
+    assert card.call is not None  # `check_call`
+    takes_image = False if card.call.image is None else ALWAYS
     names = {"STAGES": _stages(card, place), "TAKES_IMAGE": takes_image, "VARIANTS": (), "arrange_tiny": None}
-    vars(module).update(names, batch=batch, __file__=__file__)
+    vars(module).update(names, batch=functools.partial(batch, card.call), __file__=__file__)
     return module
 
 
-def batch(guidance_scale: float) -> int:
-    """Returns how many conditions go through the network at each step."""
-    return 1 if guidance_scale == 1.0 else 2
+def batch(call: PipelineCall, guidance_scale: float) -> int:
+    """Returns how many conditions go through the network at once."""
+    return 2 if call.batches_guidance and _is_guided(guidance_scale) else 1
+
+
+def _is_guided(guidance_scale: float) -> bool:
+    return guidance_scale != 1.0
 
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    pipeline, network = _Pipeline(card.pipeline, card.call, place), card.call.network
+    pipeline, networks = _Pipeline(card.pipeline, card.call, place), card.call.networks
     encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
     if card.call.image is not None:
         parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
-        encode = dataclasses.replace(encode, uses=uses, parts=parts, meta=(network,))
+        encode = dataclasses.replace(encode, uses=uses, parts=parts, meta=networks)
+    denoising: dict[str, Any] = {"parts": ("scheduler",), "like": pipeline.inputs_like}
+    first, last = (
+        {**denoising, "network": network, "meta": ("vae", *(other for other in networks if other != network))}
+        for network in (networks[0], networks[-1])
+    )
+    denoise = [Stage("denoise", pipeline.denoise, DENOISE_USES, needs=("encode",), **last)]
+    if len(networks) == 2:
+        # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
+        uses_second = tuple(name for name in DENOISE_USES if name != "seed" or card.call.image is not None)
+        denoise = [
+            Stage("denoise_first", pipeline.denoise_first, DENOISE_USES, needs=("encode",), **first),
+            Stage("denoise", pipeline.denoise, uses_second, needs=("encode", "denoise_first"), **last),
+        ]
     return (
         encode,
-        Stage(
-            "denoise",
-            pipeline.denoise,
-            DENOISE_USES,
-            needs=("encode",),
-            parts=("scheduler",),
-            network=network,
-            meta=("vae",),
-            like=pipeline.inputs_like,
-        ),
-        Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler", "vae"), meta=(network,)),
+        *denoise,
+        Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler", "vae"), meta=networks),
     )
 
 
@@ -93,6 +106,11 @@ class _Pipeline:
     def name(self) -> str:
         return self.class_path.partition(":")[2]
 
+    @property
+    def network(self) -> str:
+        """The network whose configuration and dtype the pipeline reads: the first."""
+        return self.card.networks[0]
+
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
 
@@ -106,9 +124,9 @@ class _Pipeline:
         arguments = {
             "prompt": settings.prompt,
             "negative_prompt": settings.negative_prompt,
-            "do_classifier_free_guidance": batch(settings.guidance_scale) == 2,
+            "do_classifier_free_guidance": _is_guided(settings.guidance_scale),
             "device": CPU,
-            "dtype": settings.dtypes[self.card.network],
+            "dtype": settings.dtypes[self.network],
             **self.card.encode,
         }
         self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
@@ -144,7 +162,7 @@ class _Pipeline:
         return vae.moments
 
     def _embeddings(self, settings: Settings) -> list[str]:
-        guided = batch(settings.guidance_scale) == 2
+        guided = _is_guided(settings.guidance_scale)
         return [name for name in self.card.embeddings if guided or not name.startswith("negative_")]
 
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
@@ -156,7 +174,7 @@ class _Pipeline:
         self, parts: Mapping[str, Any], settings: Settings, of: str | None = None
     ) -> dict[str, torch.Tensor]:
         """Returns embeddings of the shapes that `encode` returns, in the dtype of a component: the network's."""
-        config, dtype = parts[self.card.network].config, settings.dtypes[of or self.card.network]
+        config, dtype = parts[self.network].config, settings.dtypes[of or self.network]
         return {
             name: torch.zeros([self._size(size, config) for size in self.card.embeddings[name]], dtype=dtype)
             for name in self._embeddings(settings)
@@ -166,7 +184,7 @@ class _Pipeline:
         if isinstance(size, int):
             return size
         if not isinstance(config.get(size), int):
-            fact = f"'{size}' is no number in the configuration of '{self.card.network}'"
+            fact = f"'{size}' is no number in the configuration of '{self.network}'"
             raise BadValueError(self.place, fact, nearest(size, config), name=size)
         return int(config[size])
 
@@ -189,7 +207,54 @@ class _Pipeline:
             ArtefactForeignError: Embeddings are missing.
             BadValueError: Replay does not carry this pipeline, or noise of another shape.
         """
-        noise = inputs.pop("noise", None)
+        replay = self._replay(parts, settings, steps)
+        return self._denoised(parts, {self.card.networks[-1]: call}, settings, replay, **inputs)
+
+    def denoise_first(
+        self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Returns what the second network's stage goes on from; see `denoise` for what comes in.
+
+        Returns:
+            The state after the last step of the first network, and `done`, how many steps there were.
+
+        Raises:
+            BadValueError: One of the two networks has no step.
+        """
+        first, second = self.card.networks
+        replay = self._replay(parts, settings, steps, leaves=True)
+        try:
+            self._denoised(parts, {first: call}, settings, replay, **inputs)
+        except OtherNetwork:
+            replay.finish()
+            if replay.number:
+                return {**replay.state, "done": torch.tensor(replay.number)}
+        fact = f"{settings.steps} steps of '{self.name}' leave none to '{first if not replay.number else second}'"
+        raise BadValueError("'steps'", fact, f"Take more, so that both '{first}' and '{second}' have some")
+
+    def _replay(self, parts: Mapping[str, Any], settings: Settings, steps: Steps, leaves: bool = False) -> Replay:
+        generator = torch.Generator().manual_seed(settings.seed)
+        return Replay(parts["scheduler"], generator, steps, self.name, settings.steps, leaves)
+
+    def _denoised(
+        self,
+        parts: Mapping[str, Any],
+        calls: Mapping[str, Call],
+        settings: Settings,
+        replay: Replay,
+        noise: torch.Tensor | None = None,
+        **inputs: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Returns the latents that upstream's loop ends with; see `denoise` for what it refuses.
+
+        Args:
+            parts: As `denoise` has them.
+            calls: The stage's network, by its name.
+            settings: As `denoise` has them.
+            replay: The loop.
+            noise: To begin with; None: it is drawn.
+            **inputs: As `denoise` has them.
+        """
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
         embeddings = inputs
         missing = [name for name in self._embeddings(settings) if name not in inputs]
@@ -201,11 +266,9 @@ class _Pipeline:
             drawn = self._drawn(parts, settings, embeddings, moments, "encode")
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
-        generator = torch.Generator().manual_seed(settings.seed)
-        replay = Replay(parts["scheduler"], generator, steps, self.name, settings.steps)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
         arguments = {"latents": noise, "output_type": "latent"}
-        latents = self._run(parts, settings, embeddings, replay, call, vae, **arguments)
+        latents = self._run(parts, settings, embeddings, replay, calls, vae, **arguments)
         return {"latents": latents, **vae.drawn}
 
     def _drawn(
@@ -232,7 +295,7 @@ class _Pipeline:
     ) -> torch.Tensor:
         """Returns the latents in upstream's loop at its first step, where it is left."""
         try:
-            self._run(parts, settings, embeddings, loop, None, vae, output_type="latent", **arguments)
+            self._run(parts, settings, embeddings, loop, {}, vae, output_type="latent", **arguments)
         except FirstStep as reached:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
@@ -267,7 +330,7 @@ class _Pipeline:
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, image, "denoise")
         frames = latents
         for _ in steps.track(range(1), done=0, total=1):
-            frames = self._run(parts, settings, embeddings, replay, None, vae, output_type="pt")
+            frames = self._run(parts, settings, embeddings, replay, {}, vae, output_type="pt")
         return {"frames": frames}
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -298,7 +361,7 @@ class _Pipeline:
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
         replay: Loop,
-        call: Call | None,
+        calls: Mapping[str, Call],
         vae: StandIn,
         **arguments: Any,
     ) -> torch.Tensor:
@@ -309,15 +372,16 @@ class _Pipeline:
             settings: Those of the card's `settings` go in.
             embeddings: By the pipeline's names for them.
             replay: The scheduler's steps, and the seed's generator.
-            call: The network; None where every step is done.
+            calls: The stage's network, by its name; none where every step is done.
             vae: Stands where the VAE stood.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
 
         Raises:
             BadValueError: The pipeline does not take an argument, or has another number of steps.
         """
-        network = StandIn(parts[self.card.network], settings.dtypes[self.card.network], replay, call)
-        pipe = self._built({self.card.network: network, "vae": vae, "scheduler": replay.scheduler})
+        names = self.card.networks
+        stand_ins = {name: StandIn(parts[name], settings.dtypes[name], replay, calls.get(name)) for name in names}
+        pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
         values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
         values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
@@ -336,9 +400,10 @@ class _Pipeline:
         """Returns upstream's pipeline object around some parts; components that are not among them are None."""
         module, _, name = self.class_path.partition(":")
         cls = getattr(importlib.import_module(module), name)
+        self._check_takes("__init__", cls.__init__, self.card.init)
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         names = [each.name for each in parameters if each.name in parts or each.default is each.empty]
-        return cls(**{name: parts.get(name) for name in names})
+        return cls(**{name: parts.get(name) for name in names} | self.card.init)
 
     def _check_call(self, pipe: Any, settings: Settings) -> None:
         """Refuses a field of the config's `call` that is no argument of the pipeline's."""

@@ -141,7 +141,7 @@ class Stage:
     """One stage of a family.
 
     Attributes:
-        name: encode, denoise or decode.
+        name: encode, denoise_first, denoise or decode. A family has denoise_first only if two networks take turns.
         run: The stage's function: `run(parts, call, settings, steps, **inputs)` returns its outputs, tensors by name.
         uses: The names of the settings that change its outputs. A stage is made again if one of these differs.
         needs: The stages whose outputs are its inputs.
@@ -198,14 +198,19 @@ def check_outputs(stage: Stage, outputs: Any) -> None:
     """Refuses what a stage's function returned, if it is no dict of tensors with values, by name.
 
     Raises:
-        ReplacementError: It is something else.
+        ReplacementError: It is something else, or the first of two stages that denoise does not say how many steps it
+            took.
     """
-    if isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values()):
+    is_dict = isinstance(outputs, dict) and all(_is_whole(value) for value in outputs.values())
+    counts = stage.name != "denoise_first" or (is_dict and "done" in outputs)
+    if is_dict and counts:
         return
     code = inspect.unwrap(stage.run).__code__
     place = f"{as_named(Path(code.co_filename))}:{code.co_firstlineno}"
     fact = f"'{code.co_name}' returns a {type(outputs).__name__}"
-    if isinstance(outputs, dict):
+    if is_dict:
+        fact = f"'{code.co_name}' returns no 'done', the number of steps that it took"
+    elif isinstance(outputs, dict):
         name = next(name for name, value in outputs.items() if not _is_whole(value))
         if isinstance(outputs[name], torch.Tensor):
             fact = f"'{code.co_name}' returns '{name}' without values: it was computed with weights on meta"

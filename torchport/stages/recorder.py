@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchport.config.card import DENOISING
 from torchport.errors import BadValueError
 from torchport.stages import outputs
 from torchport.stages.constants import Constants
@@ -28,6 +29,7 @@ class NetworkCall:
             None where it was not to be counted.
         output: What the call returns, without storage.
         kept: The tensors of it that stay on the devices, by path.
+        steps: The denoising steps that the verb takes in all its calls; 1 for another stage.
     """
 
     inputs: dict[str, Any]
@@ -36,6 +38,7 @@ class NetworkCall:
     flops: int | None
     output: Any
     kept: dict[str, torch.Tensor]
+    steps: int = 1
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -139,12 +142,16 @@ def network_calls(
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     assert stage.like is not None
-    recorder = Recorder(module, how, stage, count)
+    recorder, numbers = Recorder(module, how, stage, count), []
+    steps = Steps(finished=lambda number, state: numbers.append(number))
     try:
-        stage.run(parts, recorder, settings, Steps(), **stage.like(parts, settings), **inputs)
+        stage.run(parts, recorder, settings, steps, **stage.like(parts, settings), **inputs)
     except DataDependentOutputException as error:
         fact = f"Its verb asks for a value that the network computes ({error.func})"
         raise BadValueError(f"--stage {stage.name}", fact, "Its calls must follow from shapes alone") from error
     if not recorder.calls:
         raise BadValueError(f"--stage {stage.name}", "It never calls its network", "Report this: its verb is at fault")
+    if stage.name in DENOISING:  # a loop that never says so takes them all
+        taken = len(numbers) or settings.steps
+        return [dataclasses.replace(call, steps=taken) for call in recorder.calls.values()]
     return list(recorder.calls.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Loop:
     def begin(self) -> None:
         """Is called before the network is."""
 
+    def begin_other(self) -> None:
+        """Is called in place of a network that is not this stage's."""
+
     def finish(self) -> None:
         """Is called after the loop."""
 
@@ -61,8 +64,12 @@ class Loop:
         return sample
 
 
+class OtherNetwork(BaseException):
+    """Leaves a pipeline's loop where it calls a network that another stage has."""
+
+
 class Replay(Loop):
-    """A loop that goes on after the steps that a stopped run took.
+    """A loop that goes on after the steps that a stopped run, or the stage before, took.
 
     What upstream's loop carries from one step to the next must be what `step` returns, or what scheduler and generator
     hold. That is saved after each step.
@@ -73,27 +80,53 @@ class Replay(Loop):
         steps: Progress, saving, and where to go on.
         name: The pipeline's, for errors.
         total: The number of steps.
+        leaves: Whether the loop is left where it calls another stage's network. Otherwise a stage before this one took
+            those steps; where none did, as in a rehearsal, that network returns zeros.
+
+    Attributes:
+        state: What was saved after the last step.
     """
 
-    def __init__(self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int) -> None:
-        done, state = steps.resume or (0, {})
+    def __init__(
+        self, scheduler: Any, generator: torch.Generator, steps: Steps, name: str, total: int, leaves: bool = False
+    ) -> None:
+        done, self.state = steps.resume or (0, {})
         super().__init__(scheduler, generator, done)
         self.steps = steps
         self.name = name
-        self.saved: Any = tree.unpacked(state) if state else None
+        self.total = total
+        self.leaves = leaves
+        self.saved: Any = tree.unpacked(self.state) if self.state else None
         self.progress = iter(steps.track(range(done, total), done=done, total=total))
         self.begun = done
         self.before: dict[str, Any] = {}
+        self.is_others = False
 
     def begin(self) -> None:
         """Advances the progress bar, once a step: guidance may call the network twice."""
-        if self.begun == self.number:
+        if self.begun <= self.number:
             next(self.progress, None)
-            self.begun += 1
+            self.begun = self.number + 1
+
+    def begin_other(self) -> None:
+        """Leaves the loop, or has the step taken with zeros.
+
+        Raises:
+            OtherNetwork: Another stage goes on from here.
+            BadValueError: The loop goes back to the first network, which is not on the devices any more.
+        """
+        if self.leaves:
+            raise OtherNetwork
+        if self.begun:
+            fact = f"Step {self.number + 1} of {self.total} goes back from its second network to the first"
+            raise BadValueError(self.name, fact, OTHER_LOOP)
+        self.is_others = True
 
     def finish(self) -> None:
         """Ends the progress bar."""
         next(self.progress, None)
+        if isinstance(self.progress, Generator):
+            self.progress.close()  # a loop that is left has items that no step took
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what the step returned when it was taken, or takes it."""
@@ -106,7 +139,11 @@ class Replay(Loop):
                 self.generator.set_state(self.saved["generator"])
             return self.saved["returned"]
         returned = self.real(*args, **kwargs)
-        self.steps.finished(self.number, self._state(returned))
+        if self.is_others:
+            self.is_others = False
+        else:
+            self.state = self._state(returned)
+            self.steps.finished(self.number, self.state)
         return returned
 
     def _state(self, returned: Any) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ class StandIn(torch.nn.Module):
         component: Without storage.
         dtype: What the pipeline is told that it has.
         loop: Says which steps are done.
-        call: The network; None if it is never needed.
+        call: The network; None if it is never needed, or another stage's.
     """
 
     device = torch.device("cpu")
@@ -42,11 +42,13 @@ class StandIn(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
-        if self.loop.is_done or self.call is None:
-            first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-            return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
-        self.loop.begin()
-        return (self.call(**{name: self.constants.placed(name, value) for name, value in inputs.items()}),)
+        if not self.loop.is_done and self.call is not None:
+            self.loop.begin()
+            return (self.call(**{name: self.constants.placed(name, value) for name, value in inputs.items()}),)
+        if not self.loop.is_done:
+            self.loop.begin_other()
+        first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
 
 
 class Constants:

@@ -70,6 +70,9 @@ def _check_stage(stage: Stage, stages: Sequence[Stage], card: Card, what: str, p
             if name not in names:
                 fact = f"{what} names '{name}' in '{field}'"
                 raise ReplacementError(place, fact, nearest(name, names), family=card.family)
+    if stage.name == "denoise" and "denoise_first" in earlier and "denoise_first" not in stage.needs:
+        fact = f"{what} does not name 'denoise_first' in 'needs', and would begin anew"
+        raise ReplacementError(place, fact, "Add it: the steps of the one stage go on in the other", family=card.family)
     try:
         inspect.signature(stage.run).bind_partial(*("parts", "call", "settings", "steps"))
     except TypeError as error:

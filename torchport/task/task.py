@@ -15,7 +15,7 @@ import torch
 
 from torchport import patch, shard
 from torchport.config import Document, checkout, machine
-from torchport.config.card import STAGES, Card, Job, StageName, check_job, check_names
+from torchport.config.card import DENOISING, Card, Job, StageName, check_job, check_names
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
@@ -137,6 +137,16 @@ class Task:
         needed = {entry.id for entry in patch.read(self.pack.folders, self.card.original, home)}
         return [entry for entry in entries if entry.plumbing or entry.id in needed]
 
+    @property
+    def denoising(self) -> list[families.Stage]:
+        """The family's stages that take denoising steps, in order; the first one begins with the noise."""
+        return [stage for stage in self.family.STAGES if stage.name in DENOISING]
+
+    def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
+        """Returns the noise that the caller has for a stage, by its name among the stage's inputs."""
+        noise = self.request.noise
+        return {} if noise is None or stage.name != self.denoising[0].name else {"noise": noise}
+
     def component_folder(self, weights: Path, component: str) -> Path:
         """Returns where a component lies in the checkpoint."""
         return weights / self.card.folder(component, self.settings.variant)
@@ -147,29 +157,30 @@ class Task:
 
     def rules_place(self, kind: Literal["weights", "inputs", "activations"], component: str) -> str:
         """Returns where the sharding rules of a component are written, `file:line`."""
-        return self.card_document.place(["strategies", self.job.strategy, kind, component])
+        return self.card_document.place(["strategies", self.job.strategy, kind, self.card.written(component)])
 
     def rule_places(self, kind: Literal["weights", "inputs"], component: str) -> list[str]:
         """Returns where each sharding rule of a component is written, `file:line`."""
         strategy = self.card.strategies[self.job.strategy]
         rules = strategy.weights[component] if kind == "weights" else strategy.inputs[component]
-        path = ["strategies", self.job.strategy, kind, component]
+        path = ["strategies", self.job.strategy, kind, self.card.written(component)]
         return [self.card_document.place([*path, number]) for number in range(len(rules))]
 
     def program_place(self, component: str, what: str) -> str:
         """Returns where a component's rules for activations, or one of its stacks (`stacks.<list>`), are written."""
         if what == "activations":
             return self.rules_place("activations", component)
-        return self.card_document.place(["stacks", component, what.removeprefix("stacks.")])
+        return self.card_document.place(["stacks", self.card.written(component), what.removeprefix("stacks.")])
 
     def identity(self, stage: StageName) -> dict[str, Any]:
         """Returns the fields in which the run that makes a stage's artefact and the run that reads it must agree."""
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
-            return identity | {"guidance": self.family.batch(self.settings.guidance_scale) > 1}
+            return identity | {"guidance": self.settings.guidance_scale != 1.0}
         if self.card.call is not None:  # latents are replayed in the call that made them
             identity["call"] = dict(self.settings.call)
-        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
+        loop = ("steps", "guidance_scale") if stage == "denoise_first" else ()  # the same loop goes on
+        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames", *loop)}
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
@@ -256,6 +267,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
+    _check_stage(request, family)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
@@ -278,11 +290,13 @@ def accept(request: Request, dry: bool = False) -> Task:
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
+def _check_stage(request: Request, family: ModuleType) -> None:
+    names = [*(stage.name for stage in family.STAGES), "all"]
+    if request.stage not in names:
+        raise UnknownNameError(f"--stage {request.stage}", "There is no such stage", nearest(request.stage, names))
+
+
 def _check_request(request: Request, dry: bool) -> None:
-    if request.stage not in (*STAGES, "all"):
-        raise UnknownNameError(
-            f"--stage {request.stage}", "There is no such stage", nearest(request.stage, [*STAGES, "all"])
-        )
     if request.prompt is None and request.stage in ("encode", "all") and not dry:
         raise BadValueError("--prompt", "It is missing, and the stage 'encode' needs one", 'Add --prompt "..."')
     for flag, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from torchport.config import Frozen
+from torchport.config.card import StageName
 
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance")
-STAGES = ("encode", "denoise", "decode")
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _PATH = rf"{_NAME}(?:\.{_NAME})*"
@@ -186,7 +186,7 @@ class Entry(Frozen):
     until: Text
     fits: dict[str, Range] = pydantic.Field(min_length=1)
     equivalence: Equivalence
-    must_be_called: list[Literal["encode", "denoise", "decode"]] = []
+    must_be_called: list[StageName] = []
     plumbing: bool = False
     needed: dict[str, Range] | None = pydantic.Field(default=None, min_length=1)
     scope: Literal["package", "global"] = "package"
