@@ -14,9 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +22,12 @@ import torch
 
 from torchport.config.card import Card, PipelineCall
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
-from torchport.foreign import tokenizing
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
-from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, Loop, OtherNetwork, Replay
+from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
 from torchport.stages.stand_in import StandIn
+from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
-CPU = torch.device("cpu")
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
@@ -54,16 +51,13 @@ def family(card: Card, place: str) -> ModuleType:
 
 def batch(call: PipelineCall, guidance_scale: float) -> int:
     """Returns how many conditions go through the network at once."""
-    return 2 if call.batches_guidance and _is_guided(guidance_scale) else 1
-
-
-def _is_guided(guidance_scale: float) -> bool:
-    return guidance_scale != 1.0
+    return 2 if call.batches_guidance and guidance_scale != 1.0 else 1
 
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     assert card.pipeline is not None and card.call is not None  # `check_call`
-    pipeline, networks = _Pipeline(card.pipeline, card.call, place), card.call.networks
+    upstream = UpstreamPipeline(card.pipeline, card.call, place)
+    pipeline, networks = _Stages(upstream, card.call, place), card.call.networks
     encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
     if card.call.image is not None:
         parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
@@ -89,22 +83,23 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pipeline:
-    """A pipeline of diffusers, called as a card says.
+class _Stages:
+    """The functions of the stages.
 
     Attributes:
-        class_path: `package.module:Class`.
+        upstream: The pipeline.
         card: The card's section `call`.
         place: Where that is written.
     """
 
-    class_path: str
+    upstream: UpstreamPipeline
     card: PipelineCall
     place: str
 
     @property
     def name(self) -> str:
-        return self.class_path.partition(":")[2]
+        """The pipeline's class."""
+        return self.upstream.name
 
     @property
     def network(self) -> str:
@@ -119,19 +114,7 @@ class _Pipeline:
         Raises:
             BadValueError: It returns more or fewer values than the card names.
         """
-        pipe = self._built({name: parts[name] for name in self.card.encoders})
-        self._check_call(pipe, settings)
-        arguments = {
-            "prompt": settings.prompt,
-            "negative_prompt": settings.negative_prompt,
-            "do_classifier_free_guidance": _is_guided(settings.guidance_scale),
-            "device": CPU,
-            "dtype": settings.dtypes[self.network],
-            **self.card.encode,
-        }
-        self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
-        with torch.no_grad(), tokenizing(self.name):
-            values = pipe.encode_prompt(**arguments)
+        values = self.upstream.encoded({name: parts[name] for name in self.card.encoders}, settings)
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
@@ -162,7 +145,7 @@ class _Pipeline:
         return vae.moments
 
     def _embeddings(self, settings: Settings) -> list[str]:
-        guided = _is_guided(settings.guidance_scale)
+        guided = is_guided(settings)
         return [name for name in self.card.embeddings if guided or not name.startswith("negative_")]
 
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
@@ -267,8 +250,8 @@ class _Pipeline:
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
-        arguments = {"latents": noise, "output_type": "latent"}
-        latents = self._run(parts, settings, embeddings, replay, calls, vae, **arguments)
+        run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
+        latents = run(is_latent=True, latents=noise)
         return {"latents": latents, **vae.drawn}
 
     def _drawn(
@@ -295,7 +278,7 @@ class _Pipeline:
     ) -> torch.Tensor:
         """Returns the latents in upstream's loop at its first step, where it is left."""
         try:
-            self._run(parts, settings, embeddings, loop, {}, vae, output_type="latent", **arguments)
+            self.upstream.called(parts, settings, embeddings, loop, {}, vae, is_latent=True, **arguments)
         except FirstStep as reached:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
@@ -330,7 +313,7 @@ class _Pipeline:
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, image, "denoise")
         frames = latents
         for _ in steps.track(range(1), done=0, total=1):
-            frames = self._run(parts, settings, embeddings, replay, {}, vae, output_type="pt")
+            frames = self.upstream.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
         return {"frames": frames}
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -355,70 +338,6 @@ class _Pipeline:
             latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
         return latents
 
-    def _run(
-        self,
-        parts: Mapping[str, Any],
-        settings: Settings,
-        embeddings: Mapping[str, torch.Tensor],
-        replay: Loop,
-        calls: Mapping[str, Call],
-        vae: StandIn,
-        **arguments: Any,
-    ) -> torch.Tensor:
-        """Returns what upstream's `__call__` returns first.
-
-        Args:
-            parts: Network and VAE for their configurations.
-            settings: Those of the card's `settings` go in.
-            embeddings: By the pipeline's names for them.
-            replay: The scheduler's steps, and the seed's generator.
-            calls: The stage's network, by its name; none where every step is done.
-            vae: Stands where the VAE stood.
-            **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
-
-        Raises:
-            BadValueError: The pipeline does not take an argument, or has another number of steps.
-        """
-        names = self.card.networks
-        stand_ins = {name: StandIn(parts[name], settings.dtypes[name], replay, calls.get(name)) for name in names}
-        pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
-        pipe.set_progress_bar_config(disable=True)
-        values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
-        values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
-        self._check_call(pipe, settings)
-        constants = {**self.card.constants, **settings.call}
-        every = {**values, **constants, **embeddings, "generator": replay.generator, **arguments}
-        self._check_takes("__call__", pipe.__call__, every)
-        video: torch.Tensor = pipe(**every, return_dict=False)[0]
-        if replay.number != settings.steps:
-            fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
-            raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
-        replay.finish()
-        return video
-
-    def _built(self, parts: Mapping[str, Any]) -> Any:
-        """Returns upstream's pipeline object around some parts; components that are not among them are None."""
-        module, _, name = self.class_path.partition(":")
-        cls = getattr(importlib.import_module(module), name)
-        self._check_takes("__init__", cls.__init__, self.card.init)
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        names = [each.name for each in parameters if each.name in parts or each.default is each.empty]
-        return cls(**{name: parts.get(name) for name in names} | self.card.init)
-
-    def _check_call(self, pipe: Any, settings: Settings) -> None:
-        """Refuses a field of the config's `call` that is no argument of the pipeline's."""
-        for name in settings.call:
-            self._check_takes("__call__", pipe.__call__, [name], f"call.{name}")
-
-    def _check_takes(
-        self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
-    ) -> None:
-        parameters = inspect.signature(function).parameters
-        for name in names:
-            if name not in parameters:
-                fact = f"'{self.name}.{what}' takes no argument '{name}'"
-                raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
-
 
 def _picture(settings: Settings) -> Any:
     """Returns the first frame as upstream's own loader reads it: upright, in RGB."""
@@ -427,10 +346,3 @@ def _picture(settings: Settings) -> Any:
 
     with Image.open(str(settings.image)) as file:
         return load_image(file)
-
-
-def _blank(settings: Settings) -> Any:
-    """Returns an image of the video's size in place of one that is not here."""
-    from PIL import Image
-
-    return Image.new("RGB", (settings.width, settings.height))

@@ -1,0 +1,73 @@
+"""A pipeline object as a card calls it: what it must take and return, and how it is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchport.config.card import PipelineCall
+from torchport.errors import BadValueError
+from torchport.stages.family import Settings
+from torchport.stages.upstream_pipeline import UpstreamPipeline
+
+SETTINGS = Settings(
+    prompt="A cat",
+    negative_prompt="dark",
+    seed=5,
+    height=8,
+    width=16,
+    frames=5,
+    steps=1,
+    guidance_scale=6.0,
+    dtypes={"network": torch.float32},
+    vae_tiling=None,
+)
+CALL = PipelineCall(network="network", encoders=["encoder"], embeddings={"prompt_embeds": [1]}, settings={})
+
+
+class Prompts:
+    """A pipeline that needs no more than a prompt."""
+
+    def __init__(self, encoder):
+        self.encoder = encoder
+
+    def encode_prompt(self, prompt, negative_prompt=None):
+        return self.encoder, prompt, negative_prompt
+
+
+class AnyPrompts(Prompts):
+    def encode_prompt(self, prompt, **kwargs):
+        return self.encoder, prompt, kwargs
+
+
+def upstream(name, **changes):
+    return UpstreamPipeline(f"{__name__}:{name}", CALL.model_copy(update=changes), "card.yaml:1")
+
+
+def test_encode_prompt_gets_what_it_takes_and_all_of_the_cards():
+    assert upstream("Prompts").encoded({"encoder": 1}, SETTINGS) == (1, "A cat", "dark")
+    _, _, more = upstream("AnyPrompts", encode={"clean": True}).encoded({"encoder": 1}, SETTINGS)
+    assert more == {"clean": True}
+    with pytest.raises(BadValueError, match=r"'Prompts\.encode_prompt' takes no argument 'clean'"):
+        upstream("Prompts", encode={"clean": True}).encoded({"encoder": 1}, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("video", "is_latent", "fact"),
+    [
+        (torch.zeros(1, 5, 8, 16, 3, dtype=torch.uint8), False, "'pt' returns uint8 [1, 5, 8, 16, 3], and not numbers"),
+        (torch.zeros(1, 9, 3, 8, 16), False, "'pt' returns float32 [1, 9, 3, 8, 16], and not numbers"),
+        ([None], False, "'pt' returns a list, and not numbers from 0 to 1, [1, 5, 3, 8, 16]"),
+        ([None], True, "'latent' returns a list, and not a tensor"),
+    ],
+)
+def test_another_result_is_refused(video, is_latent, fact):
+    with pytest.raises(BadValueError) as caught:
+        upstream("Prompts")._check_result(video, SETTINGS, is_latent)
+    assert str(caught.value).startswith(f"card.yaml:1: 'Prompts' with output_type {fact}")
+    assert str(caught.value).endswith("Write a family of its own for it: docs/families.md.")
+
+
+def test_frames_of_the_jobs_size_and_any_latents_are_taken():
+    upstream("Prompts")._check_result(torch.zeros(1, 5, 3, 8, 16), SETTINGS, False)
+    upstream("Prompts")._check_result(torch.zeros(1, 7), dataclasses.replace(SETTINGS, frames=9), True)

@@ -1,0 +1,168 @@
+"""A pipeline object of diffusers, built around other parts than its own, and called as a card says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from torchport.config.card import PipelineCall
+from torchport.errors import BadValueError, nearest
+from torchport.foreign import tokenizing
+from torchport.stages.family import Call, Settings
+from torchport.stages.replay import OTHER_LOOP, Loop
+from torchport.stages.stand_in import StandIn
+
+
+@dataclasses.dataclass(frozen=True)
+class UpstreamPipeline:
+    """A pipeline of diffusers.
+
+    Attributes:
+        class_path: `package.module:Class`.
+        card: The card's section `call`.
+        place: Where that is written.
+    """
+
+    class_path: str
+    card: PipelineCall
+    place: str
+
+    @property
+    def name(self) -> str:
+        """The class's name."""
+        return self.class_path.partition(":")[2]
+
+    def encoded(self, encoders: Mapping[str, Any], settings: Settings) -> tuple[Any, ...]:
+        """Returns what `encode_prompt` returns.
+
+        It gets the arguments of torchport's among these that it takes: `prompt`, `negative_prompt`,
+        `do_classifier_free_guidance`, `device` and `dtype`; and all of the card's.
+
+        Args:
+            encoders: Text encoders and tokenizers, by name.
+            settings: The prompts, and whether there is guidance.
+
+        Raises:
+            BadValueError: It does not take an argument of the card's, or no prompt.
+        """
+        pipe = self._built(encoders)
+        self._check_call(pipe, settings)
+        arguments = {
+            "prompt": settings.prompt,
+            "negative_prompt": settings.negative_prompt,
+            "do_classifier_free_guidance": is_guided(settings),
+            "device": torch.device("cpu"),
+            "dtype": settings.dtypes[self.card.networks[0]],
+        }
+        known = inspect.signature(pipe.encode_prompt).parameters
+        arguments = {name: value for name, value in arguments.items() if name in known or name == "prompt"}
+        arguments |= self.card.encode
+        self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
+        with torch.no_grad(), tokenizing(self.name):
+            values: tuple[Any, ...] = pipe.encode_prompt(**arguments)
+        return values
+
+    def called(
+        self,
+        parts: Mapping[str, Any],
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        replay: Loop,
+        calls: Mapping[str, Call],
+        vae: StandIn,
+        *,
+        is_latent: bool,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Returns what upstream's `__call__` returns first.
+
+        Args:
+            parts: The networks, for their configurations.
+            settings: Those of the card's `settings` go in.
+            embeddings: By the pipeline's names for them.
+            replay: The scheduler's steps, and the seed's generator.
+            calls: The stage's network, by its name; none where every step is done.
+            vae: Stands where the VAE stood.
+            is_latent: Whether it returns latents, or frames.
+            **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
+
+        Raises:
+            BadValueError: The pipeline does not take an argument, or has another number of steps.
+        """
+        names = self.card.networks
+        stand_ins = {name: StandIn(parts[name], settings.dtypes[name], replay, calls.get(name)) for name in names}
+        pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
+        pipe.set_progress_bar_config(disable=True)
+        values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
+        values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
+        self._check_call(pipe, settings)
+        constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
+        every = {**values, **constants, **embeddings, "generator": replay.generator, **arguments}
+        self._check_takes("__call__", pipe.__call__, every)
+        video: torch.Tensor = pipe(**every, return_dict=False)[0]
+        if replay.number != settings.steps:
+            fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
+            raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
+        self._check_result(video, settings, is_latent)
+        replay.finish()
+        return video
+
+    def _check_result(self, video: Any, settings: Settings, is_latent: bool) -> None:
+        """Refuses what is no tensor, or frames of another shape or range.
+
+        Raises:
+            BadValueError: It is something else.
+        """
+        if isinstance(video, torch.Tensor) and is_latent:
+            return
+        size = [1, settings.frames, 3, settings.height, settings.width]
+        if isinstance(video, torch.Tensor) and video.is_floating_point() and list(video.shape) == size:
+            return
+        what = f"a {type(video).__name__}"
+        if isinstance(video, torch.Tensor):
+            what = f"{str(video.dtype).removeprefix('torch.')} {list(video.shape)}"
+        called, needed = ("latent", "a tensor") if is_latent else ("pt", f"numbers from 0 to 1, {size}")
+        fact = f"'{self.name}' with output_type '{called}' returns {what}, and not {needed}"
+        raise BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
+
+    def _built(self, parts: Mapping[str, Any]) -> Any:
+        """Returns upstream's pipeline object around some parts; components that are not among them are None."""
+        module, _, name = self.class_path.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        self._check_takes("__init__", cls.__init__, self.card.init)
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        names = [each.name for each in parameters if each.name in parts or each.default is each.empty]
+        return cls(**{name: parts.get(name) for name in names} | self.card.init)
+
+    def _check_call(self, pipe: Any, settings: Settings) -> None:
+        """Refuses a field of the config's `call` that is no argument of the pipeline's."""
+        for name in settings.call:
+            self._check_takes("__call__", pipe.__call__, [name], f"call.{name}")
+
+    def _check_takes(
+        self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
+    ) -> None:
+        parameters = inspect.signature(function).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        for name in names:
+            if name not in parameters:
+                fact = f"'{self.name}.{what}' takes no argument '{name}'"
+                raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
+
+
+def is_guided(settings: Settings) -> bool:
+    """Returns whether there are negative embeddings."""
+    return settings.guidance_scale != 1.0
+
+
+def _blank(settings: Settings) -> Any:
+    """Returns an image of the video's size in place of one that is not here."""
+    from PIL import Image
+
+    return Image.new("RGB", (settings.width, settings.height))
