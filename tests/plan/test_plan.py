@@ -121,12 +121,12 @@ def unfit(what, asked, limit):
     overflow = Overflow(
         what=what, kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact="Too large for HBM"
     )
-    return compiled_program(overflow)
+    return compiled_program(overflow, steps=8)
 
 
 def compiled_program(memory, **fields):
     """What the compiler's process says of a program."""
-    known = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
+    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
     return aot.CompiledProgram(memory, **{**known, "calls": [], "passes": [], "spots": [], **fields})
 
 
