@@ -126,8 +126,9 @@ def unfit(what, asked, limit):
 
 def compiled_program(memory, **fields):
     """What the compiler's process says of a program."""
-    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
-    return aot.CompiledProgram(memory, **{**known, "calls": [], "passes": [], "spots": [], **fields})
+    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "dump": None}
+    known |= {"trace_s": 1.0, "compile_s": 2.0, "calls": [], "passes": [], "spots": []}
+    return aot.CompiledProgram(memory, **{**known, **fields})
 
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
