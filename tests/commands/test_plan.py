@@ -74,7 +74,7 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     job = ["--model", "hunyuan", "--config", "configs/720p.yaml"]
     assert run(*job, "--strategy", "tp", "--topology", "v5e:2x4", "--scores", "any") == "plan"
     [(_, (request, topology, keep, bounded, stages))] = calls
-    assert stages == ()
+    assert stages == (), "those that denoise"
     assert request.overrides == ("strategy=tp",) and (topology, keep, bounded) == ("v5e:2x4", None, False)
     assert run(*job, "--sweep", "--jobs", "3", "--keep", "kept") == "sweep"
     [(_, (request, topology, keep, bounded, jobs))] = calls

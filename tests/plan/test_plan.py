@@ -121,13 +121,14 @@ def unfit(what, asked, limit):
     overflow = Overflow(
         what=what, kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact="Too large for HBM"
     )
-    return compiled_program(overflow)
+    return compiled_program(overflow, steps=8)
 
 
 def compiled_program(memory, **fields):
     """What the compiler's process says of a program."""
-    known = {"inputs": {"x": [2, 3]}, "times": 8, "flops": 10**15, "dump": None, "trace_s": 1.0, "compile_s": 2.0}
-    return aot.CompiledProgram(memory, **{**known, "calls": [], "passes": [], "spots": [], **fields})
+    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "dump": None}
+    known |= {"trace_s": 1.0, "compile_s": 2.0, "calls": [], "passes": [], "spots": []}
+    return aot.CompiledProgram(memory, **{**known, **fields})
 
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
