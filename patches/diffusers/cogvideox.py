@@ -3,8 +3,10 @@
 Shapes: B batch, S tokens of the pictures, T of the text, D features.
 """
 
+import jax
 import torch
 
+from torchport import engine
 from torchport.attention.for_torch import Stream, self_attention, token_multiple
 from torchport.errors import BadValueError
 
@@ -25,6 +27,22 @@ def padded_tokens(original, self, text_embeds, image_embeds):
         return tokens
     missing = -(tokens.shape[1] - text_embeds.shape[1]) % token_multiple(tokens)
     return torch.nn.functional.pad(tokens, (0, 0, 0, missing)) if missing else tokens
+
+
+def normalised_once(original, self, hidden_states, encoder_hidden_states, temb):
+    """Returns what upstream returns, with the pictures' normalised tokens as an array of their own.
+
+    Args:
+        original: Upstream's method.
+        self: The module.
+        hidden_states: Tokens of the pictures.
+        encoder_hidden_states: Tokens of the text.
+        temb: The time's embedding.
+    """
+    hidden_states, *others = original(self, hidden_states, encoder_hidden_states, temb)
+    if engine.is_traced(hidden_states):
+        hidden_states = engine.call_jax(jax.lax.optimization_barrier, hidden_states)
+    return hidden_states, *others
 
 
 def attended(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb):
