@@ -184,13 +184,12 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
         # the compiler schedules as one.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
-        cells, copies = plan.cells(), chunks.values(j, slot(j)).copies
+        cells, copies = plan.cells(), chunks.values(j, slot(j))
         for i, cell in enumerate(cells, 1):
             softmax.second(values, cell)
             softmax.first(keys[...], cell)
             # One after another between the cells: the products stand still while several are started.
-            for copy in copies[(i - 1) * len(copies) // len(cells) : i * len(copies) // len(cells)]:
-                copy.start()
+            copies.start(range((i - 1) * len(copies) // len(cells), i * len(copies) // len(cells)))
 
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
