@@ -89,10 +89,8 @@ def test_an_unknown_model_is_refused_with_the_nearest(pack):
 def test_an_unknown_config_is_refused_with_the_nearest(pack):
     text = refused(UnknownNameError, lambda: pack.job("configs/dem.yaml"))
     assert text.startswith("--config configs/dem.yaml: There is no file 'configs/dem.yaml', here or in ")
-    assert (
-        "Did you mean 'configs/demo.yaml'? Known: configs/720p.yaml, configs/cogvideox_demo.yaml, configs/demo.yaml"
-        in text
-    )
+    known = "configs/720p.yaml, configs/cogvideox_720p.yaml, configs/cogvideox_demo.yaml, configs/demo.yaml"
+    assert f"Did you mean 'configs/demo.yaml'? Known: {known}" in text
 
 
 def test_a_config_is_found_here_then_in_the_pack_then_by_its_name_alone(pack, tmp_path, monkeypatch):

@@ -133,9 +133,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
-    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`; where keys
-    are few, as in cross-attention to a text, `sp` splits the queries. Inside a `jax.shard_map` of the caller
-    (check_vma=False) it takes its inputs as they are. It has no reverse mode.
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries over
+    `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
@@ -156,7 +155,7 @@ def attention(
         interpret: Run a TPU kernel as plain JAX, on any platform: for tests.
 
     Returns:
-        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key. It has no reverse mode.
 
     Raises:
         AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
