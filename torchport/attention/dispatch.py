@@ -133,8 +133,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
-    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries over
-    `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries
+    over `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
