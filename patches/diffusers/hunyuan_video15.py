@@ -5,7 +5,7 @@ Shapes: B batch, S tokens, H heads, D features.
 
 import torch
 
-from torchport.attention.for_torch import Stream, joint, token_multiple
+from torchport.attention.for_torch import Stream, self_attention, token_multiple
 from torchport.errors import BadValueError
 
 
@@ -90,7 +90,7 @@ def joint_attention(attn, query, key, value, encoder_hidden_states, attention_ma
     from diffusers.models.embeddings import apply_rotary_emb
 
     projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    pictures, text = joint(
+    pictures, text = self_attention(
         Stream(query, key, value, attn.norm_q, attn.norm_k),
         Stream(*(layer(encoder_hidden_states) for layer in projections), attn.norm_added_q, attn.norm_added_k),
         rotary=image_rotary_emb,

@@ -6,7 +6,7 @@ Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D featur
 import torch
 from torch.nn import functional
 
-from torchport.attention.for_torch import Stream, attention, joint, token_multiple
+from torchport.attention.for_torch import Stream, attention, self_attention, token_multiple
 from torchport.errors import BadValueError
 
 DENSE = ("flash", "flash2", "flash3", "torch")
@@ -71,7 +71,7 @@ def joint_attention(
 
     _check(attn_mode, text_mask)
     images = (x.flatten(2) for x in (img_q, img_k, img_v))
-    attended, text = joint(
+    attended, text = self_attention(
         Stream(*images, self.img_attn_q_norm, self.img_attn_k_norm),
         Stream(*(x.flatten(2) for x in (txt_q, txt_k, txt_v))),
         rotary=freqs_cis,

@@ -188,6 +188,28 @@ def test_a_kernel_on_shards_equals_one_on_whole_arrays(with_lengths):
     assert float(jnp.abs(split - whole).max() / jnp.abs(whole).max()) < 1e-6
 
 
+def test_few_keys_leave_queries_where_they_are():
+    """Cross-attention to a text: sp splits the queries, also of heads that it does not divide."""
+    q, k, v = drawn(batch=2, heads=3, queries=280, keys=20, size=64)
+    lengths = jnp.asarray([20, 7])
+    options = {"implementation": "splash_transposed", "interpret": True, "tile": SMALL}
+    whole = attention(q, k, v, lengths=lengths, **options)
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 4, 1), ("dp", "sp", "tp"), axis_types=kinds, devices=jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        split = jax.jit(lambda q, k, v: attention(q, k, v, lengths=lengths, **options))(q, k, v)
+    assert split.sharding.shard_shape(split.shape) == (1, 3, 70, 64)
+    assert float(jnp.abs(split - whole).max() / jnp.abs(whole).max()) < 1e-6
+
+
+def test_only_few_keys_do():
+    sizes = {"dp": 2, "sp": 4, "tp": 1}
+    assert dispatch._splitting(sizes, 280, 20) == ("sp",)
+    assert dispatch._splitting(sizes, 280, 70) == ()  # to exchange a quarter of the queries costs no more
+    assert dispatch._splitting(sizes, 281, 20) == ()
+    assert dispatch._splitting({"dp": 2, "tp": 4}, 280, 20) == ()
+
+
 def test_axes_that_do_not_divide_are_left_out():
     sizes = {"dp": 2, "sp": 4, "tp": 2}
     assert dispatch._dividing(("dp",), sizes, 2) == ("dp",)

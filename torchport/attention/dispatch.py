@@ -39,6 +39,7 @@ MASKED = ("plain",)
 WINDOWED = ("plain", "splash", "cudnn", "xla")
 BATCH_AXES: tuple[Axis, ...] = ("dp",)
 HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
+QUERY_AXES: tuple[Axis, ...] = ("sp",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,8 @@ def attention(
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v, with padding left out exactly.
 
-    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`. Inside a
-    `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are. It has no reverse mode.
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries
+    over `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
 
     Args:
         q_BHSD: Queries [B, H, S, D].
@@ -154,7 +155,7 @@ def attention(
         interpret: Run a TPU kernel as plain JAX, on any platform: for tests.
 
     Returns:
-        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key. It has no reverse mode.
 
     Raises:
         AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
@@ -227,13 +228,13 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
     if name == "plain":
         # A mask has its own layout, so XLA splits the masked form by itself.
         whole = functools.partial(_plain, problem)
-        return whole if problem.masked else _sharded(whole)
+        return whole if problem.masked else _sharded(whole, problem.windowed)
     if name == "xla":
         return functools.partial(_stock, problem, "xla")
     if name == "cudnn":
-        return _sharded(functools.partial(_stock, problem, "cudnn"))
+        return _sharded(functools.partial(_stock, problem, "cudnn"), problem.windowed)
     _check_kernel(name, problem)
-    return _sharded(functools.partial(_splash if name == "splash" else _transposed, problem))
+    return _sharded(functools.partial(_splash if name == "splash" else _transposed, problem), problem.windowed)
 
 
 def _by_platform(problem: Problem) -> str:
@@ -328,11 +329,15 @@ def transposed_options(problem: Problem, queries: int, keys: int, heads: int, he
     return {**options, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
-def _sharded(run: Callable[..., jax.Array]) -> Run:
+def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
     """Returns a function of whole arrays that runs `run` on every device's shard, if there is a mesh.
 
     XLA cannot split a kernel by itself. Axes that do not divide the batch or the heads are left out: the devices along
     them compute the same.
+
+    Args:
+        run: Attention of a shard.
+        windowed: Whether it matters where a query stands.
     """
 
     def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
@@ -340,15 +345,28 @@ def _sharded(run: Callable[..., jax.Array]) -> Run:
         if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
             return run(q, k, v, lengths_B)
         _check_axes(mesh)
-        batch = _dividing(BATCH_AXES, dict(mesh.shape), q.shape[0])
-        tensors = PartitionSpec(batch, _dividing(HEAD_AXES, dict(mesh.shape), q.shape[1]))
+        sizes = dict(mesh.shape)
+        batch = _dividing(BATCH_AXES, sizes, q.shape[0])
+        tokens = () if windowed else _splitting(sizes, q.shape[2], k.shape[2])
+        heads = _dividing(tuple(axis for axis in HEAD_AXES if axis not in tokens), sizes, q.shape[1])
+        queries, keys = PartitionSpec(batch, heads, tokens), PartitionSpec(batch, heads)
         if lengths_B is None:
             whole = functools.partial(run, lengths_B=None)
-            return jax.shard_map(whole, in_specs=(tensors,) * 3, out_specs=tensors, check_vma=False)(q, k, v)
-        specs = (tensors, tensors, tensors, PartitionSpec(batch))
-        return jax.shard_map(run, in_specs=specs, out_specs=tensors, check_vma=False)(q, k, v, lengths_B)
+            return jax.shard_map(whole, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False)(q, k, v)
+        specs = (queries, keys, keys, PartitionSpec(batch))
+        return jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, lengths_B)
 
     return split
+
+
+def _splitting(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
+    """Returns the axes that split the queries rather than the heads: tokens stay where they are in cross-attention.
+
+    To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
+    These are a text's few, which every device has.
+    """
+    ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
+    return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
 
 
 def _check_axes(mesh: Any) -> None:

@@ -6,7 +6,7 @@ Shapes: B batch, H heads, S queries, T keys, D features of a head.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,13 +71,14 @@ def _eager(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A stream's projections, before norms and positions.
+    """Projections of tokens, before norms and positions.
 
     Attributes:
         q: Queries [B, S, H * D].
         k: Keys, likewise.
         v: Values, likewise.
-        norm_q: The queries' RMSNorm over D, with gains and `eps`; None where they are normalised already: a text's.
+        norm_q: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised
+            already, or never.
         norm_k: The keys'.
     """
 
@@ -89,104 +90,126 @@ class Stream:
 
 
 def token_multiple(tokens: torch.Tensor) -> int:
-    """Returns the number of which the pictures' token count should be a multiple, for `joint` on this mesh."""
+    """Returns the number of which the count of tokens should be a multiple, for `self_attention` on this mesh."""
     import jax
 
     # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
     if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
         return 1
-    from torchport.attention import joint
+    from torchport.attention import self_attention
 
-    return joint.multiple()
+    return self_attention.multiple()
 
 
-def joint(
-    pictures: Stream,
-    text: Stream,
+def self_attention(
+    tokens: Stream,
+    further: Stream | None = None,
     *,
     rotary: tuple[torch.Tensor, torch.Tensor],
     rotate: Callable[[torch.Tensor], torch.Tensor],
-    lengths: torch.Tensor,
     project: torch.nn.Linear,
+    lengths: torch.Tensor | None = None,
     bound: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention of pictures and text over both, the pictures' projected, in the form that fits the platform.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns attention of tokens and further tokens over both, the tokens' projected, as fits the platform.
 
     Args:
-        pictures: Tokens of the pictures, first those that have positions, then padding that takes no part.
-        text: Tokens of the text, the valid ones first.
-        rotary: Cosines and sines [S, D] of the pictures' positions, float32, for features 2i and 2i + 1 as a pair.
+        tokens: First those that have positions, such as the pictures'; then padding that takes no part.
+        further: Those without, such as a text's, the valid ones first; None: there are none.
+        rotary: Cosines and sines [S, D] of the tokens' positions, float32, for features 2i and 2i + 1 as a pair.
         rotate: Upstream's own rotation of [B, S, H, D] by them, for wherever there is no kernel.
-        lengths: Integers [B]: valid tokens of the text.
-        project: What the pictures' outputs go through.
+        project: What the tokens' outputs go through.
+        lengths: Integers [B]: valid further tokens; None: all.
         bound: The model card's name for the bound of these scores.
 
     Returns:
-        [B, S, O] and [B, T, H * D] of q's dtype. The text's are 0 beyond its lengths. Padding of the pictures holds
-        arbitrary values.
+        [B, S, O], and the further tokens' [B, T, H * D] or None, of q's dtype. These are 0 beyond their lengths.
+        Padding of the tokens holds arbitrary values.
     """
     size = rotary[0].shape[1]
-    heads = pictures.q.shape[2] // size
-    if engine.is_traced(pictures.q):
-        from torchport.attention import joint as form
+    heads = tokens.q.shape[2] // size
+    if engine.is_traced(tokens.q):
+        from torchport.attention import self_attention as form
 
-        if form.fits(pictures.q.shape[0], heads, size):
-            return _jointly(pictures, text, rotary, lengths, project, heads, bound)
-    valid, every = rotary[0].shape[0], pictures.q.shape[1]
-    q, k, v = (_by_head(x[:, :valid], heads) for x in (pictures.q, pictures.k, pictures.v))
-    text_q, text_k, text_v = (_by_head(x, heads) for x in (text.q, text.k, text.v))
-    q = torch.cat([rotate(_normal(q, pictures.norm_q)), _normal(text_q, text.norm_q)], dim=1)
-    k = torch.cat([rotate(_normal(k, pictures.norm_k)), _normal(text_k, text.norm_k)], dim=1)
-    v = torch.cat([v, text_v], dim=1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    output = attention(q, k, v, lengths=lengths + valid, bound=bound).transpose(1, 2).flatten(2).to(pictures.q.dtype)
-    out = functional.pad(output[:, :valid], (0, 0, 0, every - valid)) if every > valid else output[:, :valid]
-    return project(out), output[:, valid:]
+        if form.fits(tokens.q.shape[0], heads, size):
+            return _by_kernel(tokens, further, rotary, lengths, project, heads, bound)
+    valid, missing = rotary[0].shape[0], tokens.q.shape[1] - rotary[0].shape[0]
+    q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
+    streams = [(rotate(q), rotate(k), v)]
+    if further is not None:
+        # Where all are valid any order is right: models without a mask have the further tokens first.
+        streams.insert(0 if lengths is None else 1, _by_head(further, heads))
+    q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*streams, strict=True))
+    all_lengths = None if lengths is None else lengths + valid
+    output = attention(q, k, v, lengths=all_lengths, bound=bound).transpose(1, 2).flatten(2).to(tokens.q.dtype)
+    first = output.shape[1] - valid if lengths is None else 0
+    out, rest = output[:, first : first + valid], output[:, :first] if lengths is None else output[:, valid:]
+    return project(functional.pad(out, (0, 0, 0, missing)) if missing else out), None if further is None else rest
 
 
-def _jointly(
-    pictures: Stream,
-    text: Stream,
+def _by_kernel(
+    tokens: Stream,
+    further: Stream | None,
     rotary: tuple[torch.Tensor, torch.Tensor],
-    lengths: torch.Tensor,
+    lengths: torch.Tensor | None,
     project: torch.nn.Linear,
     heads: int,
     bound: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `joint` by the kernel."""
-    from torchport.attention import joint as form
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes `self_attention` by the kernel."""
+    from torchport.attention import self_attention as form
+    from torchport.attention.norm import Norm
 
-    norms = [norm for stream in (pictures, text) for norm in (stream.norm_q, stream.norm_k)]
-    eps = common_eps([norm for norm in norms if norm is not None])
+    def kinds(stream: Stream) -> list[dict[str, Any] | None]:
+        return [None if norm is None else norm_kind(norm) for norm in (stream.norm_q, stream.norm_k)]
 
-    def run(streams: list[list[Any]], tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        tokens, (cos, sin) = [form.Tokens(*stream) for stream in streams], tables
-        out, text = form.joint(tokens[0], tokens[1], cos, sin, lengths_B, heads=heads, eps=eps, bound=bound)
-        return form.linear_of_parts(out, weight, bias), text
+    def tensors(stream: Stream) -> list[Any]:
+        norms = (stream.norm_q, stream.norm_k)
+        gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
+        return [stream.q, stream.k, stream.v, gains]
 
-    gains = [None if norm is None else norm.weight for norm in norms]
-    streams = [[s.q, s.k, s.v, *gains[2 * n : 2 * n + 2]] for n, s in enumerate((pictures, text))]
-    output: tuple[torch.Tensor, torch.Tensor] = engine.call_jax(
-        run, streams, tuple(rotary), lengths, project.weight, project.bias
+    def arrays(of: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
+        q, k, v, gains = of
+        norms = [None if kind is None else Norm(*own, **kind) for own, kind in zip(gains, kinds, strict=True)]
+        return form.Tokens(q, k, v, *norms)
+
+    def run(own: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        first = arrays(own, kinds(tokens))
+        second = None if further is None else arrays(others, kinds(further))
+        cos, sin = tables
+        out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
+        return form.linear_of_parts(out, weight, bias), rest
+
+    both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
+    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_jax(
+        run, *both, tuple(rotary), lengths, project.weight, project.bias
     )
     return output
 
 
-def common_eps(norms: Sequence[Any]) -> float:
-    """Returns what all norms add to the mean square.
+def norm_kind(norm: Any) -> dict[str, Any]:
+    """Returns what a module's norm adds to the mean square, whether it is centred, and whether it rounds twice.
+
+    PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
 
     Raises:
-        AttentionError: They differ.
+        AttentionError: It is no LayerNorm and no RMSNorm, or it has no gains.
     """
-    eps = {float(norm.eps) for norm in norms}
-    if len(eps) > 1:
-        raise AttentionError("attention joint", f"The norms' eps differ: {sorted(eps)}", "They must be one")
-    return eps.pop()
+    of_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    is_known = of_torch or type(norm).__name__.endswith("RMSNorm")
+    if not is_known or norm.weight is None or norm.eps is None:
+        remedy = "It must be a LayerNorm or an RMSNorm with gains and eps; normalise before by any other, and pass None"
+        raise AttentionError("self_attention", f"A norm of queries or keys is {norm!r}", remedy)
+    return {"eps": float(norm.eps), "centred": isinstance(norm, torch.nn.LayerNorm), "twice": not of_torch}
 
 
-def _normal(x: torch.Tensor, norm: Any) -> Any:
-    return x if norm is None else norm(x).to(x.dtype)
+def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns queries, keys and values [B, S, H, D], the first two normalised."""
 
+    def parted(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        is_over_all = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[2]
+        x = norm(x).to(x.dtype) if is_over_all else x
+        by_head = x.reshape(*x.shape[:2], heads, -1)
+        return by_head if norm is None or is_over_all else norm(by_head).to(x.dtype)
 
-def _by_head(x_BSF: torch.Tensor, heads: int) -> torch.Tensor:
-    return x_BSF.reshape(*x_BSF.shape[:2], heads, -1)
+    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, None)

@@ -183,11 +183,13 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
         # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
         # the compiler schedules as one.
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
-        chunks.values(j, slot(j)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
-        for cell in plan.cells():
+        cells, copies = plan.cells(), chunks.values(j, slot(j))
+        for i, cell in enumerate(cells, 1):
             softmax.second(values, cell)
             softmax.first(keys[...], cell)
+            # One after another between the cells: the products stand still while several are started.
+            copies.start(range((i - 1) * len(copies) // len(cells), i * len(copies) // len(cells)))
 
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()

@@ -6,6 +6,7 @@ Shapes: as `transposed_kernel` has them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -113,13 +114,14 @@ class Chunks:
     def _columns(self, first: Any, target: Any, done: Any) -> _Copies:
         """Returns the copies of values into [n, W, 128], from a column of 128 keys on: a chunk may lie in two parts."""
         _, parts, _, keys = self.v_hbm.shape
-        copies = []
-        for i in range(target.shape[0]):
+
+        def copy(i: int) -> Any:
             part, column = (0, first + i) if parts == 1 else _divmod(first + i, keys // LANES)
             here = pl.ds(pl.multiple_of(column * LANES, LANES), LANES)
             source = self.v_hbm.at[self.sample, part, self.features, here]
-            copies.append(pltpu.make_async_copy(source, target.at[i], done))
-        return _Copies(copies, target, done)
+            return pltpu.make_async_copy(source, target.at[i], done)
+
+        return _Copies(copy, target, done)
 
     def fetch_first(self) -> None:
         """Starts to fetch chunk 0."""
@@ -139,16 +141,19 @@ class Chunks:
 
 
 class _Copies:
-    """Several copies that are started, and waited for, as one."""
+    """Several copies that are waited for as one."""
 
-    def __init__(self, copies: list[Any], target: Any, done: Any) -> None:
-        self.copies = copies
+    def __init__(self, copy: Callable[[int], Any], target: Any, done: Any) -> None:
+        self.copy = copy
         self.target, self.done = target, done
 
-    def start(self) -> None:
-        """Starts all."""
-        for copy in self.copies:
-            copy.start()
+    def __len__(self) -> int:
+        return int(self.target.shape[0])
+
+    def start(self, some: range | None = None) -> None:
+        """Starts some, or all."""
+        for i in range(len(self)) if some is None else some:
+            self.copy(i).start()
 
     def wait(self) -> None:
         """Waits for the bytes of all copies, once: each wait delays the products."""
