@@ -16,6 +16,7 @@ from diffusers import HunyuanVideo15Pipeline
 from fakes.families import HUNYUAN, loaded
 from safetensors.torch import load_file
 
+from torchport.compile import network
 from torchport.config.checkout import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import AttentionError
@@ -297,6 +298,23 @@ def test_the_devices_hold_what_the_rules_say(runs):
     assert manifest["settings"]["precision"]["transformer"] == "default"
     manifest = json.loads((runs["torchax"] / "decode.json").read_text())
     assert manifest["settings"]["precision"]["vae"] == "highest" and manifest["settings"]["dtypes"]["vae"] == "float32"
+
+
+def test_a_networks_weights_are_gone_before_the_next_are_placed(request_small, tmp_path, monkeypatch):
+    """Two experts that fit one after the other need not fit together."""
+    honest, kept = network.placed, []
+
+    def placed(task, stage, *rest):
+        before = sum(array.nbytes for array in jax.live_arrays())
+        weights = honest(task, stage, *rest)
+        kept.append((stage.name, before - start, sum(array.nbytes for array in weights.values())))
+        return weights
+
+    monkeypatch.setattr(network, "placed", placed)
+    start = sum(array.nbytes for array in jax.live_arrays())
+    run(dataclasses.replace(request_small, out=tmp_path))
+    assert [name for name, _, _ in kept] == ["denoise", "decode"]
+    assert kept[1][1] < kept[0][2] / 100
 
 
 def test_stages_on_three_machines_make_the_same_video(request_small, runs, tmp_path):

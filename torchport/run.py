@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -94,6 +95,7 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
         try:
             for stage in journey.stages():
                 _travel(journey, stage)
+                gc.collect()  # the network's weights are in circles of references; the next one needs their room
             return Summary(task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.going_on()}") from error

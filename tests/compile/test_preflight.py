@@ -136,7 +136,7 @@ def port(asked):
 
 def shown(task, monkeypatch):
     """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
-    monkeypatch.setattr(shard, "accept", lambda request: task)
+    monkeypatch.setattr(shard, "accept", lambda request, dry: task)
     monkeypatch.setattr("torchport.patch.applied", lambda entries, stage=None: contextlib.nullcontext())
     return shard.rule_rows(task.request)
 
@@ -293,7 +293,7 @@ def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monk
     large = ("height=16384", "width=16384", "frames=241")
     task = port("machine=v6e:2x4", *large, stage="denoise", prompt=None)
     text = refusal(MachineError, lambda: check(task))
-    assert "of weights and at least " in text and "this machine has 32.0 GiB on each device" in text
+    assert "of weights (transformer) and at least " in text and "this machine has 32.0 GiB on each device" in text
     rehearsal = preflight.rehearse(task, task.stages[0])
     tokens = 61 * 1024 * 1024
     assert rehearsal.calls[0].tensors["hidden_states"].shape == (2, 65, 61, 1024, 1024)

@@ -17,11 +17,11 @@ class Need:
 
     Attributes:
         devices: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-        device_bytes: Weights on each device, by component.
+        device_bytes: Weights on each device, by component; one component is there at a time.
         host_bytes: Weights that are held in the host's memory at once.
         checkpoint: What is read, and from where.
         host_tensors: Latents and frames that are held there beside the weights, at least.
-        activations: What each device holds beside weights, at least, by component; one component runs at a time.
+        activations: What each device holds beside weights, at least, by component.
     """
 
     devices: int
@@ -30,6 +30,15 @@ class Need:
     checkpoint: str
     host_tensors: int = 0
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def of(self, component: str) -> int:
+        """Returns the bytes that a component takes on each device."""
+        return self.device_bytes[component] + self.activations.get(component, 0)
+
+    @property
+    def largest(self) -> str | None:
+        """The component that takes most on a device, if any is there."""
+        return max(self.device_bytes, key=self.of, default=None)
 
 
 def prepare(machine: Machine) -> None:
@@ -92,8 +101,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     elif machine.kinds and kind not in machine.kinds:
         lacks.append(f"{count} devices of kind '{kind}'")
     limit = memory if memory is not None else machine.memory
-    most = max(need.activations.values(), default=0)
-    if count and limit is not None and sum(need.device_bytes.values()) + most > limit:
+    if count and limit is not None and need.largest is not None and need.of(need.largest) > limit:
         lacks.append(f"{size_text(limit)} on each device")
     host = host_memory()
     if need.host_bytes + need.host_tensors > host:
@@ -112,12 +120,12 @@ def require(machine: Machine, need: Need, instead: str) -> None:
 
 
 def _on_devices(machine: Machine, need: Need) -> list[str]:
-    if not need.devices:
+    if need.largest is None:
         return []
-    parts = " + ".join(f"{name} {size_text(size)}" for name, size in need.device_bytes.items())
-    most = max(need.activations.values(), default=0)
+    most = need.activations.get(need.largest, 0)
     beside = f" and at least {size_text(most)} of activations" if most else ""
-    return [f"{need.devices} device(s) of {machine.name} with {parts} of weights{beside} on each"]
+    weights = f"{size_text(need.device_bytes[need.largest])} of weights ({need.largest})"
+    return [f"{need.devices} device(s) of {machine.name} with {weights}{beside} on each"]
 
 
 def _on_host(need: Need) -> str:
@@ -127,8 +135,8 @@ def _on_host(need: Need) -> str:
 
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
     """Returns the remedy. If the weights alone would fit, the video is too large."""
-    weights = limit is None or sum(need.device_bytes.values()) <= limit
-    whole = limit is None or sum(need.device_bytes.values()) + max(need.activations.values(), default=0) <= limit
+    weights = limit is None or max(need.device_bytes.values(), default=0) <= limit
+    whole = limit is None or max(map(need.of, need.device_bytes), default=0) <= limit
     large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
     smaller = "Make the video smaller with --set height=, width= or frames=; or run it" if large else "Run it"
     where = f"a {machine.name}" if need.devices and not large else "a larger machine"
