@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from torchport.attention import bound, transposed
+from torchport.attention import bound, transposed, transposed_kernel
 from torchport.attention.tiles import Tile
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
@@ -279,3 +279,8 @@ def test_beyond_the_bound_only_the_running_maximum_is_right(kind):
     # 2^200 is infinite and 2^-200 is 0: rows come out as NaN, or as nothing.
     assert not numpy.isfinite(bounded[:, :, 0]).any()
     assert not numpy.allclose(bounded[:, :, 1], exact[:, :, 1], atol=0.1 * numpy.abs(exact).max())
+
+
+def test_copies_are_started_one_by_one_between_many_cells_and_all_before_the_first_of_few():
+    assert [list(some) for some in transposed_kernel._shares(2, 5)] == [[], [], [0], [], [1]]
+    assert [list(some) for some in transposed_kernel._shares(4, 2)] == [[0, 1, 2, 3], []]

@@ -185,16 +185,26 @@ def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
         chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
         keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
         cells, copies = plan.cells(), chunks.values(j, slot(j))
-        for i, cell in enumerate(cells, 1):
+        for cell, some in zip(cells, _shares(len(copies), len(cells)), strict=True):
+            copies.start(some)
             softmax.second(values, cell)
             softmax.first(keys[...], cell)
-            # One after another between the cells: the products stand still while several are started.
-            copies.start(range((i - 1) * len(copies) // len(cells), i * len(copies) // len(cells)))
 
     lax.fori_loop(1, full, step, None)
     chunks.keys(last, slot(full)).wait()
     chunks.values(last, slot(last)).wait()
     _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+
+
+def _shares(copies: int, cells: int) -> list[range]:
+    """Returns which copies are started before each cell.
+
+    Where several are started at once, the products stand still. But a copy that is started between two cells keeps
+    their products apart, of which few cells have none to spare: they have all copies before the first.
+    """
+    if cells < 2 * copies:
+        return [range(copies), *[range(0)] * (cells - 1)]
+    return [range(i * copies // cells, (i + 1) * copies // cells) for i in range(cells)]
 
 
 def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:

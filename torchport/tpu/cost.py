@@ -118,7 +118,8 @@ def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
     """
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine).bundles
-    count = executed(kernel, Trips((math.ceil(call.steps / chip.cores),)))
+    steps = math.ceil(call.steps / chip.cores)
+    count = executed(kernel, Trips((steps,) if steps > 1 else ()))  # a loop of one pass is none
     return max(count / chip.clock, call.bytes / chip.bandwidth)
 
 
