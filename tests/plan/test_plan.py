@@ -53,7 +53,9 @@ def test_a_plan_says_what_the_compiler_says(planned):
     program = hlo.read(keep / "denoise")
     loop = max((loop for loop in program.loop_bodies() if program.kernels(loop.body)), key=lambda loop: loop.cycles)
     assert stage.per_block.count == loop.trips == 2
-    assert stage.per_block.other_ms == pytest.approx(1e3 * loop.cycles / 1.755e9)
+    passes = sum(kernel.count * kernel.ms for kernel in stage.per_block.kernels)
+    assert passes > 0, "norms and positions are a kernel's, which the compiler's estimate leaves out"
+    assert stage.per_block.other_ms == pytest.approx(1e3 * loop.cycles / 1.755e9 + passes)
     assert json.loads((keep / "plan.json").read_text()) == found.model_dump(mode="json")
     [one] = stage.programs
     assert one.times == stage.steps == 8 and (keep / one.dump).is_file()
