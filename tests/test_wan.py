@@ -12,6 +12,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 
 from torchport import load, save
+from torchport.compile.program import Compiled, Eager
 from torchport.config.checkout import hushed
 from torchport.errors import (
     ArtefactForeignError,
@@ -118,7 +119,7 @@ def test_the_port_agrees_with_upstream_after_the_last_step(runs, model):
 def test_the_port_agrees_with_upstream_after_the_first_step(request_of, upstream, runs, tmp_path, model, strategy):
     stage, name = ("denoise_first", "returned.0") if model == "wan" else ("denoise", "latents")
     steps = 3 if model == "wan" else 1
-    mesh = "{tp: 8}" if strategy == "tp" else "{sp: 8}"
+    mesh = "{dp: 2, tp: 4}" if strategy == "tp" else "{dp: 2, sp: 4}"
     sets = (f"strategy={strategy}", f"mesh={mesh}")
     run(request_of(model, steps, sets, stage=stage, inputs=runs(model, "original"), out=tmp_path))
     after = []
@@ -133,7 +134,7 @@ def test_the_port_agrees_with_upstream_after_the_first_step(request_of, upstream
 
 @pytest.mark.parametrize("strategy", ["tp", "ulysses"])
 def test_both_networks_agree_with_upstream_under_every_strategy(request_of, runs, tmp_path, strategy):
-    sets = (f"strategy={strategy}", "mesh={tp: 8}" if strategy == "tp" else "mesh={sp: 8}")
+    sets = (f"strategy={strategy}", "mesh={dp: 2, tp: 4}" if strategy == "tp" else "mesh={dp: 2, sp: 4}")
     for stage in ("denoise_first", "denoise"):
         inputs = tmp_path if stage == "denoise" else runs("wan", "original")
         for name in ("encode",) if stage == "denoise" else ():
@@ -194,9 +195,34 @@ def test_guidance_1_is_upstreams_pipeline_too(request_of, upstream, tmp_path):
 
 
 @MODELS
-def test_conditions_that_are_called_apart_are_no_batch_for_dp(request_of, model):
-    with pytest.raises(MeshError, match=r"dp=2.*guidance_scale"):
-        accept(request_of(model, sets=("mesh={dp: 2, sp: 4}",)))
+def test_one_condition_is_no_batch_for_dp(request_of, model):
+    with pytest.raises(MeshError, match=r"dp=2.*guidance_scale 1\.0"):
+        accept(request_of(model, sets=("guidance_scale=1.0",)))
+
+
+def test_the_network_is_called_once_for_both_conditions_by_the_port_alone(request_of, runs, monkeypatch, tmp_path):
+    batches = []
+    for cls, name in ((Compiled, "torchax"), (Eager, "original")):
+        computed = cls.__call__
+
+        def noted(self, computed=computed, name=name, **inputs):
+            batches.append((name, *(inputs[each].shape[0] for each in ("hidden_states", "timestep"))))
+            return computed(self, **inputs)
+
+        monkeypatch.setattr(cls, "__call__", noted)
+        run(request_of("wan", stage="denoise_first", inputs=runs("wan", "original"), out=tmp_path / name, backend=name))
+    assert batches == [("torchax", 2, 2), ("original", 1, 1), ("original", 1, 1)]
+
+
+def test_one_condition_is_one_call_on_a_mesh_without_dp(request_of, tmp_path):
+    sets, prompts = ("guidance_scale=1.0", "mesh={sp: 8}"), {"prompt": PROMPT, "negative_prompt": NEGATIVE}
+    run(request_of("wan", sets=sets, stage="encode", out=tmp_path, **prompts))
+    after = {}
+    for backend in ("torchax", "original"):
+        out = tmp_path / backend
+        run(request_of("wan", sets=sets, stage="denoise_first", inputs=tmp_path, out=out, backend=backend))
+        after[backend] = latents_of(out, "denoise_first", "returned.0")
+    assert difference(after["torchax"], after["original"]) < 1e-5
 
 
 def test_the_second_stage_needs_the_first_ones_state_of_the_same_loop(request_of, runs, tmp_path):

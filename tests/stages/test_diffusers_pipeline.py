@@ -294,7 +294,8 @@ def test_a_rehearsal_counts_the_steps_of_each_of_two_networks(pack):
         stage, parts = two_networks(pack, pack.card("wan")[0], name)
         network = parts[stage.network]
         [called] = recorder.network_calls(stage, parts, network, lambda module, **inputs: module(**inputs), settings)
-        assert (called.times, called.steps) == (2 * steps, steps)
+        assert (called.times, called.steps) == (steps, steps)
+        assert {tensor.shape[0] for tensor in called.tensors.values()} == {2}  # conditions of guidance
 
 
 def test_a_loop_that_goes_back_to_its_first_network_is_refused(pack):

@@ -32,8 +32,7 @@ def test_every_cards_family_is_there_and_speaks_the_verbs(pack):
         assert [stage.name for stage in stages.STAGES] == [
             name for name in STAGES if name != "denoise_first" or len(networks) == 2
         ]
-        together = card.call is None or card.call.batches_guidance
-        assert stages.batch(1.0) == 1 and stages.batch(6.0) == (2 if together else 1)
+        assert stages.batch(1.0) == 1 and stages.batch(6.0) == 2
         for stage in stages.STAGES:
             names = {*stage.parts, *stage.meta, *([stage.network] if stage.network else [])}
             assert names <= set(card.components), stage.name

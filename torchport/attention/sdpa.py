@@ -67,13 +67,12 @@ def scaled_dot_product_attention(
     size = v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     q, k, v = _same_size(q, k, v)
-    queries = jnp.full(q.shape[:1], q.shape[2])
     if attn_mask is None:
-        output = attention(q, k, v, query_lengths=queries, scale=scale, causal=is_causal)
+        output = attention(q, k, v, scale=scale, causal=is_causal)
     elif _over_keys(attn_mask):
         output = _over_valid_keys(q, k, v, attn_mask, scale)
     else:
-        output = attention(q, k, v, query_lengths=queries, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
+        output = attention(q, k, v, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
     output = output[..., :size]
     return output.reshape(*lead, *output.shape[-2:])
 

@@ -290,9 +290,6 @@ class PipelineCall(Frozen):
     network: Word | Annotated[list[Word], pydantic.Field(min_length=2, max_length=2)]
     """The component that the pipeline's loop calls. It is compiled. Or two, if its loop calls a second one after the
     first: each of them has a stage, `denoise_first` and `denoise`, so that one is on the devices at a time."""
-    batches_guidance: bool = True
-    """Whether the loop calls the network with the conditions of guidance as one batch. Otherwise it calls once for
-    each, and the mesh's `dp` has no batch to split."""
     encoders: Annotated[list[Word], pydantic.Field(min_length=1)]
     """The components that its `encode_prompt` uses: text encoders and tokenizers."""
     encode: dict[str, Any] = {}
@@ -301,6 +298,10 @@ class PipelineCall(Frozen):
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
     a shape is a number in the network's configuration. Without guidance there are none whose names begin with
     `negative_`."""
+    conditions: dict[str, Annotated[list[Word], pydantic.Field(min_length=2, max_length=2)]] = {}
+    """For a loop that calls the network once for each condition of guidance: the inputs of the network that differ,
+    with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
+    which the mesh's `dp` splits."""
     settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets."""
     constants: dict[str, Any] = {}
@@ -317,6 +318,13 @@ class PipelineCall(Frozen):
     def networks(self) -> tuple[str, ...]:
         """The components that the loop calls, in its order."""
         return (self.network,) if isinstance(self.network, str) else tuple(self.network)
+
+    @pydantic.model_validator(mode="after")
+    def _conditions_are_embeddings(self) -> PipelineCall:
+        unknown = [name for names in self.conditions.values() for name in names if name not in self.embeddings]
+        if unknown:
+            raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")
+        return self
 
 
 class Checkout(Frozen):

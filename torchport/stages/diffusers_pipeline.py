@@ -45,13 +45,13 @@ def family(card: Card, place: str) -> ModuleType:
     assert card.call is not None  # `check_call`
     takes_image = False if card.call.image is None else ALWAYS
     names = {"STAGES": _stages(card, place), "TAKES_IMAGE": takes_image, "VARIANTS": (), "arrange_tiny": None}
-    vars(module).update(names, batch=functools.partial(batch, card.call), __file__=__file__)
+    vars(module).update(names, batch=batch, __file__=__file__)
     return module
 
 
-def batch(call: PipelineCall, guidance_scale: float) -> int:
+def batch(guidance_scale: float) -> int:
     """Returns how many conditions go through the network at once."""
-    return 2 if call.batches_guidance and guidance_scale != 1.0 else 1
+    return 2 if guidance_scale != 1.0 else 1
 
 
 def _stages(card: Card, place: str) -> tuple[Stage, ...]:

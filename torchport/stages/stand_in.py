@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchport.stages import outputs
+from torchport.stages.conditions import Conditions
 from torchport.stages.family import Call
 from torchport.stages.replay import Loop
 
@@ -20,16 +21,25 @@ class StandIn(torch.nn.Module):
         dtype: What the pipeline is told that it has.
         loop: Says which steps are done.
         call: The network; None if it is never needed, or another stage's.
+        conditions: Makes one batch of two calls; None: each is computed by itself. So does a call that takes no batch.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, component: torch.nn.Module, dtype: torch.dtype, loop: Loop, call: Call | None) -> None:
+    def __init__(
+        self,
+        component: torch.nn.Module,
+        dtype: torch.dtype,
+        loop: Loop,
+        call: Call | None,
+        conditions: Conditions | None = None,
+    ) -> None:
         super().__init__()
         vars(self)["component"] = component  # no submodule: nobody is to look for its weights here
         self.dtype = dtype
         self.loop = loop
         self.call = call
+        self.conditions = conditions if call is not None and call.batches else None
         self.constants = Constants(call)
 
     def __getattr__(self, name: str) -> Any:
@@ -44,11 +54,20 @@ class StandIn(torch.nn.Module):
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
         if not self.loop.is_done and self.call is not None:
             self.loop.begin()
-            return (self.call(**{name: self.constants.placed(name, value) for name, value in inputs.items()}),)
+            return (self._computed(self.call, inputs),)
         if not self.loop.is_done:
             self.loop.begin_other()
         first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
         return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
+
+    def _computed(self, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the network's output, which may have been computed with the call before."""
+        batch = inputs if self.conditions is None else self.conditions.inputs(inputs, self.loop.number)
+        if self.conditions is not None and batch is None:
+            return self.conditions.second
+        assert batch is not None
+        output: torch.Tensor = call(**{name: self.constants.placed(name, value) for name, value in batch.items()})
+        return output if self.conditions is None else self.conditions.halves(output)
 
 
 class Constants:

@@ -13,6 +13,7 @@ import torch
 from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
 from torchport.foreign import tokenizing
+from torchport.stages.conditions import Conditions
 from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import StandIn
@@ -95,7 +96,16 @@ class UpstreamPipeline:
             BadValueError: The pipeline does not take an argument, or has another number of steps.
         """
         names = self.card.networks
-        stand_ins = {name: StandIn(parts[name], settings.dtypes[name], replay, calls.get(name)) for name in names}
+        stand_ins = {
+            name: StandIn(
+                parts[name],
+                settings.dtypes[name],
+                replay,
+                calls.get(name),
+                self._conditions(name, settings, embeddings),
+            )
+            for name in names
+        }
         pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
         values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
@@ -111,6 +121,15 @@ class UpstreamPipeline:
         self._check_result(video, settings, is_latent)
         replay.finish()
         return video
+
+    def _conditions(
+        self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
+    ) -> Conditions | None:
+        """Returns what makes one batch of a network's two calls; None where it is called once."""
+        if not self.card.conditions or not is_guided(settings):
+            return None
+        by_input = {name: (embeddings[one], embeddings[other]) for name, (one, other) in self.card.conditions.items()}
+        return Conditions(by_input, network, self.place)
 
     def _check_result(self, video: Any, settings: Settings, is_latent: bool) -> None:
         """Refuses what is no tensor, or frames of another shape or range.
