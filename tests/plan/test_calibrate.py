@@ -1,11 +1,8 @@
 """Published step times, their models, the factor between, and the order in which they come out."""
 
-import shutil
-
 import pytest
 from fakes import plans as fakes
 
-from torchport.config.pack import find_pack
 from torchport.errors import (
     BadValueError,
     TopologyError,
@@ -13,9 +10,10 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
-from torchport.plan import calibrate, calibration, outlines
+from torchport.plan import calibrate, calibration
 from torchport.plan.figures import JobPlan
 from torchport.plan.published import read
+from torchport.task import accept
 
 KERNELS = """\
 kernels:
@@ -40,7 +38,7 @@ def published(tmp_path, monkeypatch):
 
     def write(*steps):
         root = tmp_path / "pack"
-        (root / "configs" / "published" / "outlines").mkdir(parents=True, exist_ok=True)
+        (root / "configs" / "published").mkdir(parents=True, exist_ok=True)
         (root / "configs" / "published" / "steps.yaml").write_text(KERNELS + "".join(steps))
         monkeypatch.chdir(root)
         return (str(root),)
@@ -53,7 +51,7 @@ def plans(monkeypatch):
     """Has every job planned in no time: `plans[frames]` is its seconds of attention, everything else and moving."""
     found, asked = {}, []
 
-    def plan(request, topology, bounded):
+    def plan(request, topology, bounded, stages):
         given = dict(override.split("=", 1) for override in request.overrides)
         asked.append((given, bounded))
         outcome = found[given["strategy"]]
@@ -84,17 +82,14 @@ def refusal(call, kind):
 
 
 def test_the_shipped_steps_are_complete(pack):
-    """Every kernel, outline and strategy that a step names is there, and of the outline's size."""
-    folder = pack.root / "configs" / "published"
-    found, _ = read(folder / "steps.yaml")
+    """Every kernel, card and strategy that a step names is there, and its mesh fits."""
+    found, _ = read(pack.root / "configs" / "published" / "steps.yaml")
     modelled = [one for one in found.steps if one.left_out is None]
     assert len(found.steps) >= 30 and len(modelled) >= 10
     assert all(not one.trusted for one in found.steps if one.name.startswith("hunyuan-v6e8-first"))
     for one in modelled:
-        if one.outline is not None:
-            drawn = outlines.read(folder / "outlines" / f"{one.outline.file}.yaml")
-            outlines.check_size(drawn, {key: getattr(one, key) for key in ("height", "width", "frames", "batch")}, "")
-            assert one.outline.strategy in drawn.strategies
+        task = accept(calibrate.request_of(one, found.kernels[one.kernel], ()), dry=True)
+        assert task.family.batch(task.settings.guidance_scale) == one.batch
         chips = found.kernels[one.kernel].steady_percent
         assert not chips or one.machine.partition(":")[0] in chips
 
@@ -211,7 +206,7 @@ def test_a_calibration_reads_as_text(published, plans):
             BadValueError,
             "p.yaml:6: 'ring' has no implementation, and 'a' is to",
         ),
-        (step("a", 1, way("tp") + ", left_out: no"), WrongTypeError, "It must have one of card, outline and left_out,"),
+        (step("a", 1, way("tp") + ", left_out: no"), WrongTypeError, "It must have one of card and left_out,"),
         (step("a", 1, way("tp"), trusted="false"), WrongTypeError, "What is not trusted is not modelled: it must have"),
         (step("a", 1, way("tp")) + step("a", 2, way("tp")), BadValueError, "p.yaml:7: A second step is called 'a'."),
         (
@@ -226,17 +221,3 @@ def test_published_steps_with_a_mistake_are_refused_with_the_line(tmp_path, line
     file = tmp_path / "p.yaml"
     file.write_text(KERNELS + line)
     assert said in refusal(lambda: read(file, "p.yaml"), kind)
-
-
-def test_an_outline_that_is_not_there_or_has_another_size_is_refused(published):
-    outline = "outline: {file: none, strategy: a}"
-    path = published(step("one", 1.0, outline))
-    [(_, error)] = calibrate.calibrate(path, 1).failed
-    assert str(error).startswith("configs/published/steps.yaml:6: There is no outline 'none'.")
-    drawn = find_pack().root / "configs" / "published" / "outlines" / "wan14b.yaml"
-    shutil.copy(drawn, f"{path[0]}/configs/published/outlines/none.yaml")
-    [(_, error)] = calibrate.calibrate(path, 1).failed
-    assert str(error) == (
-        "configs/published/steps.yaml:6: 'frames' is 121, and the outline 'Wan 14B, 1280x720, 81 frames' has 81. "
-        "Name an outline of this size."
-    )

@@ -142,17 +142,6 @@ def hostile(tmp_path, root):
 MODULE = ("-m", "torchport")
 BAD_FLAG = ("LIBTPU_INIT_ARGS", "--no_such_flag=1")
 """With it, a process that compiles starts, imports all that it needs, and ends at once."""
-OUTLINE = """
-from torchport.config.pack import find_pack
-from torchport.errors import TopologyError
-from torchport.plan import outlines
-file = sorted((find_pack().root / 'configs' / 'published' / 'outlines').glob('*.yaml'))[0]
-strategy = next(iter(outlines.read(file).strategies))
-try:
-    outlines.step_parts(outlines.OutlineJob(str(file), 'v6e:2x4', {'dp': 2, 'sp': 4}, strategy, 'splash_transposed'))
-except TopologyError as error:
-    print(error)
-"""
 
 
 @pytest.mark.parametrize("start", [None, MODULE])
@@ -184,9 +173,3 @@ def test_a_command_that_compiles_runs_no_file_of_the_current_folder(hostile, wor
     code, out, err = hostile(*words)
     assert (code, out) == (2, "") and err.splitlines()[-1].startswith("error[TP502] ")
     assert "ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in err
-
-
-def test_an_outline_is_compiled_without_a_file_of_the_current_folder(hostile, monkeypatch):
-    monkeypatch.setenv(*BAD_FLAG)
-    _, out, _ = hostile(start=("-P", "-c", OUTLINE))
-    assert "The compiler ended with exit code 1 and said: ERROR: Unknown command line flag 'no_such_flag'. " in out

@@ -14,18 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport.attention import tiles
 from torchport.config.pack import find_pack
-from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
-from torchport.files.folder import as_named, inside
-from torchport.plan import calibration, outlines
+from torchport.errors import BadValueError, TorchportError
+from torchport.files.folder import as_named
+from torchport.plan import calibration
 from torchport.plan.calibration import Calibration
 from torchport.plan.figures import KernelAttention, Parts
 from torchport.plan.plan import plan
 from torchport.plan.published import (
-    CardReference,
     MeasuredKernel,
-    OutlineReference,
     PublishedStep,
     PublishedSteps,
     chip_name,
@@ -65,6 +62,19 @@ class StepModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepParts:
+    """The parts of the model of a step.
+
+    Attributes:
+        parts: In seconds; attention is the largest call, as often as the program calls it, at `peak_percent`.
+        peak_percent: The kernel's share of peak, of the table of tiles.
+    """
+
+    parts: Parts[float]
+    peak_percent: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """The models of published steps.
 
@@ -94,11 +104,10 @@ def calibrate(paths: tuple[str, ...], count: int | None = None) -> Outcome:
     """
     file = find_pack(paths).file("configs/published/steps.yaml")
     published, document = read(file, as_named(file))
-    folder = file.parent
 
-    def work(number: int) -> outlines.StepParts:
+    def work(number: int) -> StepParts:
         step = published.steps[number]
-        return parts(step, published.kernels[step.kernel], folder, paths, document.place(["steps", number]))
+        return parts(step, published.kernels[step.kernel], paths, document.place(["steps", number]))
 
     numbers = [number for number, step in enumerate(published.steps) if step.left_out is None]
     programs = {number: _program(published, number) for number in numbers}
@@ -123,9 +132,8 @@ def _program(published: PublishedSteps, number: int) -> tuple[Any, ...]:
     """Returns what decides a step's program: steps with the same share one compilation."""
     step = published.steps[number]
     kernel = published.kernels[step.kernel]
-    way, size = step.card or step.outline, (step.height, step.width, step.frames, step.batch)
-    bounded = kernel.bounded if step.card else None  # an outline has no bounds
-    return way, step.machine, tuple(step.mesh.items()), size, kernel.implementation, bounded
+    size = (step.height, step.width, step.frames, step.batch)
+    return step.card, step.machine, tuple(step.mesh.items()), size, kernel.implementation, kernel.bounded
 
 
 def fit(models: Sequence[StepModel]) -> Calibration | None:
@@ -139,37 +147,10 @@ def fit(models: Sequence[StepModel]) -> Calibration | None:
     return Calibration(factor=factor, spread_percent=spread, steps=len(models), versions=deciding, date=today)
 
 
-def parts(
-    step: PublishedStep, kernel: MeasuredKernel, folder: Path, paths: tuple[str, ...], place: str
-) -> outlines.StepParts:
-    """Returns the parts of a step's model: its program is compiled for its slice.
-
-    Args:
-        step: One with a card or an outline.
-        kernel: Its kernel.
-        folder: In which `outlines` lies.
-        paths: The packs.
-        place: Where the step is written.
-
-    Raises:
-        TorchportError: Whatever the plan is refused for; a job that does not fit.
-    """
-    if step.card:
-        return _of_card(step, step.card, kernel, paths, place)
-    assert step.outline is not None and kernel.implementation is not None  # see `read`
-    return _of_outline(step, step.outline, kernel.implementation, folder, paths, place)
-
-
-def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: outlines.StepParts) -> StepModel:
-    """Returns a step's model with the share of peak of the kernel that was measured."""
-    share = kernel.steady_percent.get(chip_name(step), model.peak_percent)
-    attention_s = model.parts.attention_s * model.peak_percent / share
-    return StepModel(step, model.parts.model_copy(update={"attention_s": attention_s}))
-
-
-def _of_card(
-    step: PublishedStep, card: CardReference, kernel: MeasuredKernel, paths: tuple[str, ...], place: str
-) -> outlines.StepParts:
+def request_of(step: PublishedStep, kernel: MeasuredKernel, paths: tuple[str, ...]) -> Request:
+    """Returns the job of a step that has a card, as `parts` plans it."""
+    card = step.card
+    assert card is not None
     mesh = ", ".join(f"{axis}: {size}" for axis, size in step.mesh.items())
     fields = {
         "height": step.height,
@@ -181,34 +162,37 @@ def _of_card(
         "attention": kernel.implementation,
     } | ({"guidance_scale": 1.0} if step.batch == 1 else {})
     overrides = tuple(f"{name}={value}" for name, value in fields.items())
-    request = Request(card.model, card.config, paths=paths, overrides=overrides)
-    stage = plan(request, None, bounded=kernel.bounded).stage("denoise")
+    return Request(card.model, card.config, paths=paths, overrides=overrides)
+
+
+def parts(step: PublishedStep, kernel: MeasuredKernel, paths: tuple[str, ...], place: str) -> StepParts:
+    """Returns the parts of a step's model: its program is compiled for its slice.
+
+    Args:
+        step: One with a card.
+        kernel: Its kernel.
+        paths: The packs.
+        place: Where the step is written.
+
+    Raises:
+        TorchportError: Whatever the plan is refused for; a job that does not fit.
+    """
+    request = request_of(step, kernel, paths)
+    stage = plan(request, None, bounded=kernel.bounded, stages=("denoise",)).stage("denoise")
     time, attention = stage.step.known, stage.attention
     if not stage.fits or time is None:
         fact = f"Its program takes {size_text(stage.per_device.peak_bytes or 0)} on a device"
         raise BadValueError(place, fact, "Mend its rules, or leave it out")
     assert isinstance(attention, KernelAttention)  # `Implementation` has kernels alone
-    parts = Parts[float](**time.model_dump(include=set(Parts.model_fields)))
-    return outlines.StepParts(parts, attention.peak_percent)
+    seconds = Parts[float](**time.model_dump(include=set(Parts.model_fields)))
+    return StepParts(seconds, attention.peak_percent)
 
 
-def _of_outline(
-    step: PublishedStep,
-    reference: OutlineReference,
-    implementation: tiles.KernelName,
-    folder: Path,
-    paths: tuple[str, ...],
-    place: str,
-) -> outlines.StepParts:
-    file = inside(folder.parent.parent, folder / "outlines" / f"{reference.file}.yaml")
-    if not file.is_file():
-        known = [other.stem for other in file.parent.glob("*.yaml")]
-        raise UnknownNameError(place, f"There is no outline '{reference.file}'", nearest(reference.file, known))
-    size = {name: getattr(step, name) for name in ("height", "width", "frames", "batch")}
-    outlines.check_size(outlines.read(file, f"configs/published/outlines/{file.name}"), size, place)
-    return outlines.step_parts(
-        outlines.OutlineJob(str(file), step.machine, dict(step.mesh), reference.strategy, implementation, paths)
-    )
+def _with_its_kernel(step: PublishedStep, kernel: MeasuredKernel, model: StepParts) -> StepModel:
+    """Returns a step's model with the share of peak of the kernel that was measured."""
+    share = kernel.steady_percent.get(chip_name(step), model.peak_percent)
+    attention_s = model.parts.attention_s * model.peak_percent / share
+    return StepModel(step, model.parts.model_copy(update={"attention_s": attention_s}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,13 +37,6 @@ class CardReference(Frozen):
     strategy: str
 
 
-class OutlineReference(Frozen):
-    """A step that an outline models."""
-
-    file: str
-    strategy: str
-
-
 class PublishedStep(Frozen):
     """A published step time."""
 
@@ -66,15 +59,14 @@ class PublishedStep(Frozen):
     differs: str | None = None
     """What its program does that the modelled one does not."""
     card: CardReference | None = None
-    outline: OutlineReference | None = None
     left_out: str | None = None
     """Why it is not modelled."""
 
     @pydantic.model_validator(mode="after")
     def _one_way(self) -> PublishedStep:
-        ways = [way for way in ("card", "outline", "left_out") if getattr(self, way) is not None]
+        ways = [way for way in ("card", "left_out") if getattr(self, way) is not None]
         if len(ways) != 1:
-            raise ValueError(f"It must have one of card, outline and left_out, and has {', '.join(ways) or 'none'}")
+            raise ValueError(f"It must have one of card and left_out, and has {', '.join(ways) or 'none'}")
         if not self.trusted and self.left_out is None:
             raise ValueError("What is not trusted is not modelled: it must have left_out, with the reason")
         return self
