@@ -301,6 +301,8 @@ class PipelineCall(Frozen):
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
     a shape is a number in the network's configuration. Without guidance there are none whose names begin with
     `negative_`."""
+    dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
+    """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
     settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets."""
     constants: dict[str, Any] = {}
