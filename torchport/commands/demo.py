@@ -15,6 +15,7 @@ from torchport.config.pack import Pack
 from torchport.errors import NotCalledError, PatchError, TorchportError
 from torchport.processes import child
 
+
 def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
 

@@ -188,7 +188,9 @@ class _Stages:
             return
         returned, named = (str(each).removeprefix("torch.") for each in (dtype, by_card))
         fact = f"'{self.name}.encode_prompt' returns '{name}' in {returned}, and the card says {named}"
-        remedy = f"Remove '{name}' from 'dtypes'" if dtype.is_floating_point else f"Add 'dtypes: {{{name}: {returned}}}'"
+        remedy = (
+            f"Remove '{name}' from 'dtypes'" if dtype.is_floating_point else f"Write 'dtypes: {{{name}: {returned}}}'"
+        )
         raise BadValueError(self.place, fact, remedy, name=name)
 
     def denoise(

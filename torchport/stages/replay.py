@@ -52,7 +52,8 @@ class Loop:
         """
         timesteps = torch.as_tensor(self.scheduler.timesteps)
         if not timesteps.isfinite().all():
-            fact = f"It is {len(timesteps)}, and '{type(self.scheduler).__name__}' makes timesteps of NaN or infinity of it"
+            name = type(self.scheduler).__name__
+            fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
             raise BadValueError("'steps'", fact, "Take more")
 
     @property
