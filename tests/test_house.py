@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-MODELS = re.compile(r"hunyuan|hyvideo|cogvideo|(?<![a-z])wan(?![a-z])", re.IGNORECASE)
+MODELS = re.compile(r"hunyuan|hyvideo|cogvideo|(?<![a-z])(wan|ltx)(?![a-z])", re.IGNORECASE)
 NAMES = {"utils", "util", "core", "common", "helpers", "helper", "base", "manager", "misc"}
 MEDIAN_FUNCTION, LONGEST_FUNCTION, LONGEST_MODULE = 15, 60, 400
 

@@ -249,6 +249,28 @@ def test_embeddings_of_another_number_than_encode_prompt_returns_are_refused(sta
         stage("encode", embeddings={"prompt_embeds": [1]}).run(encoders, None, SETTINGS, Steps())
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "fact", "remedy"),
+    [
+        ({}, "in int64, and the card says float32", "Write 'dtypes: {prompt_embeds: int64}'"),
+        ({"prompt_embeds": "bool"}, "in int64, and the card says bool", "Write 'dtypes: {prompt_embeds: int64}'"),
+    ],
+)
+def test_whole_numbers_where_the_card_names_others_are_refused(stage, monkeypatch, encoders, dtypes, fact, remedy):
+    ids = torch.zeros(1, 226, dtype=torch.int64)
+    monkeypatch.setattr(CogVideoXPipeline, "encode_prompt", lambda self, prompt, **kwargs: (ids, ids))
+    with pytest.raises(BadValueError) as caught:
+        stage("encode", dtypes=dtypes).run(encoders, None, SETTINGS, Steps())
+    fact = f"'CogVideoXPipeline.encode_prompt' returns 'prompt_embeds' {fact}"
+    assert str(caught.value) == f"card.yaml:1: {fact}. {remedy}."
+
+
+def test_numbers_where_the_card_names_a_mask_are_refused(stage, encoders):
+    remedy = r"in float32, and the card says bool\. Remove 'prompt_embeds' from 'dtypes'"
+    with pytest.raises(BadValueError, match=remedy):
+        stage("encode", dtypes={"prompt_embeds": "bool"}).run(encoders, None, SETTINGS, Steps())
+
+
 def test_latents_of_a_hand_written_port_that_lack_more_than_padding_are_refused(stage, parts_with):
     latents = {"latents_BCTHW": torch.zeros(1, 16, 1, 4, 6)}
     with pytest.raises(ArtefactForeignError, match=r"shape \[1, 1, 16, 4, 6\], and this job takes \[1, 4, 16, 4, 6\]"):
@@ -262,6 +284,49 @@ def test_latents_of_a_hand_written_port_need_a_card_that_says_what_they_are(stag
     assert str(caught.value) == (
         "stage2_latents.safetensors: Its latents are [B, C, T, H, W], and the card does not say how "
         "'CogVideoXPipeline' has them. Run --stage denoise with this model, or add 'hand_written' at card.yaml:1."
+    )
+
+
+class Drawing(CogVideoXPipeline):
+    """A pipeline that adds noise to what its loop ends with, as a VAE that takes a timestep needs it."""
+
+    def __call__(self, generator, **kwargs):
+        self.seeded = generator
+        return super().__call__(generator=generator, **kwargs)
+
+    def decode_latents(self, latents):
+        return super().decode_latents(latents + torch.randn(latents.shape, generator=self.seeded))
+
+
+@pytest.fixture
+def decoding(monkeypatch, cogvideox, stage, parts_with):
+    """Decodes tensors with a pipeline that draws, and a VAE with weights."""
+    monkeypatch.setattr("diffusers.CogVideoXPipeline", Drawing)
+    vae = tiny._component(cogvideox, {}, "vae").eval()
+
+    def decoded(**tensors):
+        with torch.no_grad():
+            return stage("decode").run({**parts_with(), "vae": vae}, None, SETTINGS, Steps(), **tensors)["frames"]
+
+    return decoded
+
+
+def test_code_after_the_loop_draws_on_where_the_loop_ended(stage, parts_with, embeddings, decoding):
+    steps = Steps()
+    ends = {
+        seed: stage("denoise").run(
+            parts_with(), Network(), dataclasses.replace(SETTINGS, seed=seed), steps, **embeddings
+        )
+        for seed in (5, 6)
+    }
+    frames = decoding(**ends[5])
+    assert torch.equal(decoding(**ends[5]), frames)
+    assert not torch.equal(decoding(latents=ends[5]["latents"], generator=ends[6]["generator"]), frames)
+    with pytest.raises(ArtefactForeignError) as caught:
+        decoding(latents=ends[5]["latents"])
+    assert str(caught.value) == (
+        "denoise.safetensors: It lacks 'generator', the state of the seed's generator, and the pipeline draws after "
+        "its loop. Run --stage denoise with this model."
     )
 
 

@@ -15,10 +15,6 @@ from torchport.config.pack import Pack
 from torchport.errors import NotCalledError, PatchError, TorchportError
 from torchport.processes import child
 
-ONE_STEP = ("steps=1",)
-"""The demo, in one step: every stage runs, and every patch has its chance to be called. Networks that take turns have
-too few with one."""
-
 
 def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
@@ -39,8 +35,7 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "out")
-        steps = ONE_STEP if card.call is None or len(card.call.networks) == 1 else ()
-        options: dict[str, Any] = {"prompt": card.tiny.prompt, "overrides": steps, "cache": False}
+        options: dict[str, Any] = {"prompt": card.tiny.prompt, "cache": False}
         if family(pack, card, document).TAKES_IMAGE == ALWAYS:
             options["image"] = Path(name, "image.png")
             Image.linear_gradient("L").save(options["image"])

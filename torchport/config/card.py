@@ -302,6 +302,8 @@ class PipelineCall(Frozen):
     """For a loop that calls the network once for each condition of guidance: the inputs of the network that differ,
     with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
     which the mesh's `dp` splits."""
+    dtypes: dict[str, Literal["bool", "int32", "int64"]] = {}
+    """The dtypes of those among `embeddings` that are no floating-point numbers, such as masks of tokens."""
     settings: dict[str, Literal["height", "width", "frames", "steps", "guidance_scale"]]
     """By argument of the pipeline, the field of the config that it gets."""
     constants: dict[str, Any] = {}

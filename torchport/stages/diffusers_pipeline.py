@@ -24,7 +24,7 @@ from torchport.config.card import Card, PipelineCall
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
-from torchport.stages.replay import OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
+from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
 from torchport.stages.stand_in import StandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
@@ -112,7 +112,7 @@ class _Stages:
         And what the VAE's `encode` returns, where the pipeline takes an image (`image.MOMENTS`).
 
         Raises:
-            BadValueError: It returns more or fewer values than the card names.
+            BadValueError: It returns more or fewer values than the card names, or a mask where that names numbers.
         """
         values = self.upstream.encoded({name: parts[name] for name in self.card.encoders}, settings)
         if len(values) != len(self.card.embeddings):
@@ -120,6 +120,8 @@ class _Stages:
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         wanted = self._embeddings(settings)
         outputs = {name: value for name, value in zip(self.card.embeddings, values, strict=True) if name in wanted}
+        for name, value in outputs.items():
+            self._check_dtype(name, value.dtype, settings)
         if self.card.image is not None:
             if settings.vae_tiling:
                 parts["vae"].enable_tiling()
@@ -153,15 +155,19 @@ class _Stages:
         embeddings = self.embeddings_like(parts, settings)
         return embeddings | ({} if self.card.image is None else self._moments(parts, settings, embeddings))
 
-    def embeddings_like(
-        self, parts: Mapping[str, Any], settings: Settings, of: str | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Returns embeddings of the shapes that `encode` returns, in the dtype of a component: the network's."""
-        config, dtype = parts[self.network].config, settings.dtypes[of or self.network]
-        return {
-            name: torch.zeros([self._size(size, config) for size in self.card.embeddings[name]], dtype=dtype)
+    def embeddings_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+        """Returns embeddings of the shapes and dtypes that `encode` returns."""
+        config = parts[self.network].config
+        sizes = {
+            name: [self._size(size, config) for size in self.card.embeddings[name]]
             for name in self._embeddings(settings)
         }
+        return {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
+
+    def _dtype(self, name: str, settings: Settings) -> torch.dtype:
+        """Returns the dtype of one of the embeddings, by the card: the network's where that says nothing."""
+        own: torch.dtype | None = getattr(torch, self.card.dtypes.get(name, ""), None)
+        return own or settings.dtypes[self.network]
 
     def _size(self, size: int | str, config: Mapping[str, Any]) -> int:
         if isinstance(size, int):
@@ -170,6 +176,22 @@ class _Stages:
             fact = f"'{size}' is no number in the configuration of '{self.network}'"
             raise BadValueError(self.place, fact, nearest(size, config), name=size)
         return int(config[size])
+
+    def _check_dtype(self, name: str, dtype: torch.dtype, settings: Settings) -> None:
+        """Refuses whole numbers where the card names floating-point ones, and the other way round.
+
+        Raises:
+            BadValueError: The card says something else: a plan would compile another program than a run.
+        """
+        by_card = self._dtype(name, settings)
+        if dtype == by_card or (dtype.is_floating_point and by_card.is_floating_point):
+            return
+        returned, named = (str(each).removeprefix("torch.") for each in (dtype, by_card))
+        fact = f"'{self.name}.encode_prompt' returns '{name}' in {returned}, and the card says {named}"
+        remedy = (
+            f"Remove '{name}' from 'dtypes'" if dtype.is_floating_point else f"Write 'dtypes: {{{name}: {returned}}}'"
+        )
+        raise BadValueError(self.place, fact, remedy, name=name)
 
     def denoise(
         self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, **inputs: torch.Tensor
@@ -184,7 +206,8 @@ class _Stages:
             **inputs: What `encode` returned; and `noise`, where it is not to be drawn, in the pipeline's own layout.
 
         Returns:
-            `latents`, in the layout and dtype of the pipeline's `output_type="latent"`; and what it drew of the image.
+            `latents`, in the layout and dtype of the pipeline's `output_type="latent"`; `generator`, the state of the
+            seed's generator after them; and what it drew of the image.
 
         Raises:
             ArtefactForeignError: Embeddings are missing.
@@ -252,7 +275,7 @@ class _Stages:
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
         run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
         latents = run(is_latent=True, latents=noise)
-        return {"latents": latents, **vae.drawn}
+        return {"latents": latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
     def _drawn(
         self,
@@ -299,17 +322,18 @@ class _Stages:
             `frames` [1, F, 3, height, width], 0 to 1.
 
         Raises:
-            ArtefactForeignError: Latents of another shape than this job's.
+            ArtefactForeignError: Latents of another shape than this job's; or upstream draws after its loop, and they
+                lack the generator's state.
         """
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
-        embeddings = self.embeddings_like(parts, settings, "vae")
+        embeddings = self.embeddings_like(parts, settings)
         image = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
         latents = inputs.get("latents")
         if latents is None:
-            shape = self._drawn(parts, settings, embeddings, image, "denoise").shape
-            latents = self._of_hand_written(inputs["latents_BCTHW"], shape)
-        replay = Finished(parts["scheduler"], latents.to(settings.dtypes["vae"]))
+            drawn = self._drawn(parts, settings, embeddings, image, "denoise")
+            latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
+        replay = Finished(parts["scheduler"], latents, inputs.get(GENERATOR))
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, image, "denoise")
         frames = latents
         for _ in steps.track(range(1), done=0, total=1):

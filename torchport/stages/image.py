@@ -90,6 +90,10 @@ class Encoded(StandIn):
         self.number += 1
         return _output(_Distribution(lambda method, *args: self._draw(getattr(real, method)(*args))))
 
+    def decode(self, latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the VAE's `decode` returns of latents that are cast to its dtype, where they have another."""
+        return vars(self)["component"].decode(latents.to(self.dtype), *args, **kwargs)
+
     def _draw(self, latents: torch.Tensor) -> torch.Tensor:
         self.drawn[f"{LATENTS}{len(self.drawn)}"] = latents
         return latents

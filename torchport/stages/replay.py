@@ -13,6 +13,8 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages import tree
 from torchport.stages.family import Steps
 
+GENERATOR = "generator"
+"""The name of the state of the seed's generator, in what is saved after a step and in what `denoise` returns."""
 OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
 
 
@@ -26,7 +28,7 @@ class Loop:
         generator: Of the seed.
     """
 
-    def __init__(self, scheduler: Any, generator: torch.Generator | None = None, done: int = 0) -> None:
+    def __init__(self, scheduler: Any, generator: torch.Generator, done: int = 0) -> None:
         self.scheduler = scheduler
         self.generator = generator
         self.done = done
@@ -35,10 +37,24 @@ class Loop:
 
         @functools.wraps(self.real)  # upstream reads its signature
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self.number == 0:
+                self._check_timesteps()
             self.number += 1
             return self.returned(args, kwargs)
 
         scheduler.step = step
+
+    def _check_timesteps(self) -> None:
+        """Refuses a schedule that divides by zero: `step` would look for a number that equals nothing.
+
+        Raises:
+            BadValueError: A timestep is NaN or infinite.
+        """
+        timesteps = torch.as_tensor(self.scheduler.timesteps)
+        if not timesteps.isfinite().all():
+            name = type(self.scheduler).__name__
+            fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
+            raise BadValueError("'steps'", fact, "Take more")
 
     @property
     def is_done(self) -> bool:
@@ -135,8 +151,7 @@ class Replay(Loop):
         if self.number <= self.done:
             if self.number == self.done:
                 vars(self.scheduler).update(self.saved["scheduler"])
-                assert self.generator is not None
-                self.generator.set_state(self.saved["generator"])
+                self.generator.set_state(self.saved[GENERATOR])
             return self.saved["returned"]
         returned = self.real(*args, **kwargs)
         if self.is_others:
@@ -148,7 +163,6 @@ class Replay(Loop):
 
     def _state(self, returned: Any) -> dict[str, torch.Tensor]:
         """Returns all that the loop needs after a step, as tensors."""
-        assert self.generator is not None
         if not isinstance(returned, tuple) or not tree.is_packable(returned):
             fact = f"Its 'step' returns a {type(returned).__name__} to '{self.name}', and no tuple of tensors"
             raise BadValueError(type(self.scheduler).__name__, fact, OTHER_LOOP)
@@ -159,20 +173,25 @@ class Replay(Loop):
             elif self.before.get(name) is not value:
                 fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
                 raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
-        return tree.packed({"returned": returned, "scheduler": kept, "generator": self.generator.get_state()})
+        return tree.packed({"returned": returned, "scheduler": kept, GENERATOR: self.generator.get_state()})
 
 
 class Finished(Loop):
     """A loop all of whose steps are done: each returns the finished latents.
 
+    Code of upstream's after the loop draws what it would have drawn in the process that took the steps.
+
     Args:
         scheduler: The pipeline's.
         latents: What the last step returned.
+        state: Of the seed's generator after the last step; None if the artefact lacks it.
     """
 
-    def __init__(self, scheduler: Any, latents: torch.Tensor) -> None:
+    def __init__(self, scheduler: Any, latents: torch.Tensor, state: torch.Tensor | None) -> None:
         super().__init__(scheduler, torch.Generator())
         self.latents = latents
+        self.state = state
+        self.after: torch.Tensor | None = None
         self.rest: tuple[Any, ...] | None = None
 
     @property
@@ -192,7 +211,21 @@ class Finished(Loop):
             raise ArtefactForeignError("denoise.safetensors", fact, "Run --stage denoise with this model and size")
         if self.rest is None:
             self.rest = tuple(self.real(*args, **kwargs))[1:]
+        if self.state is not None:
+            self.generator.set_state(self.state)
+        self.after = self.generator.get_state()
         return (self.latents, *self.rest)
+
+    def finish(self) -> None:
+        """Refuses frames that were made with other random numbers than the seed's.
+
+        Raises:
+            ArtefactForeignError: Upstream draws after its loop, and the generator's state was not saved.
+        """
+        if self.state is None and self.after is not None and not torch.equal(self.after, self.generator.get_state()):
+            fact = f"It lacks '{GENERATOR}', the state of the seed's generator, and the pipeline draws after its loop"
+            remedy = "Run --stage denoise with this model"
+            raise ArtefactForeignError("denoise.safetensors", fact, remedy, name=GENERATOR)
 
 
 class FirstStep(BaseException):
