@@ -28,7 +28,7 @@ SETTINGS = Settings(
 
 @pytest.fixture(scope="module")
 def loop():
-    return Loop(load.class_of("diffusers:CogVideoXDDIMScheduler")())
+    return Loop(load.class_of("diffusers:CogVideoXDDIMScheduler")(), torch.Generator())
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,10 @@ def test_what_is_drawn_is_the_same_on_a_machine_without_the_vae_and_without_the_
     assert list(encoded.drawn) == ["image_latents_0"]
     after = Encoded(vae, torch.float32, loop, encoded.drawn, "denoise")
     assert torch.equal(after.encode(blank).latent_dist.sample(), real)
-    assert after.decode == vae.decode  # all else is the VAE's
+    assert after.enable_tiling == vae.enable_tiling  # all else is the VAE's
+    frames = vae.decode(real).sample
+    assert torch.equal(after.decode(real).sample, frames)
+    assert torch.equal(after.decode(real.double(), return_dict=False)[0], frames)  # in its dtype
 
 
 @torch.no_grad()
