@@ -58,29 +58,16 @@ def attended(original, self, attn, hidden_states, encoder_hidden_states=None, at
     if attention_mask is not None:
         remedy = "Pass None: every token takes part, as in upstream's transformer"
         raise BadValueError("Wan's attention_mask", f"It has the shape {list(attention_mask.shape)}", remedy)
+    if engine.is_traced(hidden_states):
+        # XLA would normalise anew inside each product that reads the tokens.
+        hidden_states = engine.call_jax(jax.lax.optimization_barrier, hidden_states)
     output, _ = self_attention(
-        Stream(*_get_qkv_projections(attn, _kept_apart(hidden_states), None), attn.norm_q, attn.norm_k),
+        Stream(*_get_qkv_projections(attn, hidden_states, None), attn.norm_q, attn.norm_k),
         rotary=tuple(table[0, :, 0] for table in rotary_emb),
         rotate=lambda x: rotated(x, rotary_emb),
         project=attn.to_out[0],
     )
     return attn.to_out[1](output)
-
-
-def activated(original, self, hidden_states):
-    """Returns what upstream returns: the first half of the feed-forward net.
-
-    Args:
-        original: Upstream's method.
-        self: The module.
-        hidden_states: Tokens, normalised.
-    """
-    return _kept_apart(original(self, _kept_apart(hidden_states)))
-
-
-def _kept_apart(x):
-    """Returns a tensor that is computed once, and not anew inside each part of the products that read it."""
-    return engine.call_jax(jax.lax.optimization_barrier, x) if engine.is_traced(x) else x
 
 
 def rotated(x, rotary_emb):

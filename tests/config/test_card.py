@@ -580,6 +580,12 @@ def test_dims_of_hand_written_latents_are_named_once_each(generic):
         generic(("order: [B, T, C, H, W]", "order: [B, T, T, H, W]"))
 
 
+def test_conditions_are_among_the_embeddings(generic):
+    conditions = "  conditions: {encoder_hidden_states: [prompt_embeds, negative]}"
+    with pytest.raises(WrongTypeError, match="'conditions' has 'negative', which is none of 'embeddings'"):
+        generic(("  settings:", f"{conditions}\n  settings:"))
+
+
 @pytest.mark.parametrize("changes", [("network: transformer", "network: transfromer"), ("[text_encoder,", "[encoder,")])
 def test_a_call_names_components(generic, changes):
     text = refused(UnknownKeyError, lambda: cards.check_names(generic(changes)[0], ["transformer"], generic()[1]))
