@@ -12,6 +12,8 @@ PROMPT, NEGATIVE = torch.full((1, 4, 2), 2.0), torch.full((1, 4, 2), 3.0)
 
 
 class Scheduler:
+    timesteps = (1.0,)
+
     def step(self, sample):
         return sample
 
@@ -39,7 +41,7 @@ class Plain(Loop):
 
 @pytest.fixture
 def loop():
-    return Plain(Scheduler())
+    return Plain(Scheduler(), torch.Generator())
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torchport.load import tiny
 from torchport.stages import recorder
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import Settings, Steps
+from torchport.stages.replay import First
 
 STEPS = 8
 SETTINGS = Settings(
@@ -157,6 +158,24 @@ def test_noise_of_the_drawn_shape_is_taken_and_any_other_refused(stage, parts_wi
     assert torch.equal(denoising(noise=drawn), denoising())
     with pytest.raises(BadValueError, match=r"shape \[1, 16, 3, 4, 6\].*it must be \[1, 4, 16, 4, 6\]"):
         denoising(noise=torch.zeros(1, 16, 3, 4, 6))
+
+
+def test_embeddings_of_another_dtype_become_the_networks(stage, parts_with, embeddings):
+    rounded = {name: value.bfloat16() for name, value in embeddings.items()}
+    as_float32 = {name: value.float() for name, value in rounded.items()}
+    latents = [Denoising(stage("denoise"), parts_with, each)() for each in (rounded, as_float32)]
+    assert latents[0].dtype == torch.float32 and torch.equal(*latents)
+
+
+def test_several_videos_at_once_are_refused(parts_with):
+    scheduler = parts_with()["scheduler"]
+    scheduler.set_timesteps(2)
+    First(scheduler)
+    with pytest.raises(BadValueError) as caught:
+        scheduler.step(torch.zeros(2, 4), 1, torch.zeros(2, 4))
+    assert str(caught.value) == (
+        "'call': The pipeline makes 2 videos at once. Make one, and run again with another --seed for the next."
+    )
 
 
 def refusal(kind, denoising):

@@ -71,3 +71,33 @@ def test_another_result_is_refused(video, is_latent, fact):
 def test_frames_of_the_jobs_size_and_any_latents_are_taken():
     upstream("Prompts")._check_result(torch.zeros(1, 5, 3, 8, 16), SETTINGS, False)
     upstream("Prompts")._check_result(torch.zeros(1, 7), dataclasses.replace(SETTINGS, frames=9), True)
+
+
+class Call(Prompts):
+    def __call__(self, dynamic=False, scale=1.0, number=3, name="a", steps=None):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            {"dynamic": "off"},
+            "call.dynamic: It is 'off', and 'Call' takes true or false. Write it as False is written.",
+        ),
+        ({"scale": "abc"}, "call.scale: It is 'abc', and 'Call' takes a number. Write it as 1.0 is written."),
+        ({"number": 2.5}, "call.number: It is 2.5, and 'Call' takes a whole number. Write it as 3 is written."),
+        ({"name": 4}, "call.name: It is 4, and 'Call' takes a text. Write it as 'a' is written."),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(call, text):
+    """A text would count as true."""
+    pipe, settings = Call(None), dataclasses.replace(SETTINGS, call=call)
+    with pytest.raises(BadValueError) as caught:
+        upstream("Call")._check_call(pipe, settings)
+    assert str(caught.value) == text
+
+
+def test_an_argument_of_the_defaults_type_or_without_one_is_taken():
+    settings = dataclasses.replace(SETTINGS, call={"dynamic": True, "scale": 2, "number": 1, "steps": [3]})
+    upstream("Call")._check_call(Call(None), settings)

@@ -326,6 +326,8 @@ class PipelineCall(Frozen):
         unknown = [name for names in self.conditions.values() for name in names if name not in self.embeddings]
         if unknown:
             raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")
+        if len(set(self.networks)) < len(self.networks):
+            raise ValueError(f"'network' has '{self.networks[0]}' twice: a loop with one network names it alone")
         return self
 
 
@@ -562,6 +564,7 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+    yield from _dtype_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
 
 
@@ -581,6 +584,17 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
         elif name in (*PASSED, *card.call.embeddings, card.call.image):
             yield BadValueError(place, f"torchport passes '{name}' itself", "Remove it from 'call'", key=name)
+        elif name in card.call.encode:
+            fact = f"'{name}' is for the prompts, which are encoded before, and the card sets it"
+            yield BadValueError(place, fact, "Change it in the card's 'encode'", key=name)
+
+
+def _dtype_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    networks = () if card.call is None else card.call.networks
+    dtypes = {job.dtypes.get(name, card.components[name].dtype) for name in networks if name in card.components}
+    if len(dtypes) > 1:
+        fact = f"{' and '.join(map(repr, networks))} have two dtypes, and the pipeline gives both the same latents"
+        yield BadValueError(document.place(["dtypes"]), fact, "Give them one", key="dtypes")
 
 
 def check_call(card: Card, document: Document) -> None:

@@ -262,7 +262,8 @@ class _Stages:
             **inputs: As `denoise` has them.
         """
         moments = {name: inputs.pop(name) for name in sorted(inputs) if name.startswith(MOMENTS)}
-        embeddings = inputs
+        # They may have been encoded for another dtype of the network's. Masks stay what they are.
+        embeddings = {n: v.to(self._dtype(n, settings)) if v.is_floating_point() else v for n, v in inputs.items()}
         missing = [name for name in self._embeddings(settings) if name not in inputs]
         if missing:
             fact = f"It lacks '{missing[0]}', and the guidance scale is {settings.guidance_scale}"

@@ -39,6 +39,7 @@ class Loop:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self.number == 0:
                 self._check_timesteps()
+                self._check_batch(self.sample(args, kwargs))
             self.number += 1
             return self.returned(args, kwargs)
 
@@ -55,6 +56,16 @@ class Loop:
             name = type(self.scheduler).__name__
             fact = f"It is {len(timesteps)}, and '{name}' makes timesteps of NaN or infinity of it"
             raise BadValueError("'steps'", fact, "Take more")
+
+    def _check_batch(self, sample: torch.Tensor) -> None:
+        """Refuses several videos at once: nothing after the loop takes them.
+
+        Raises:
+            BadValueError: The latents are of more than one.
+        """
+        if sample.shape[0] != 1:
+            fact = f"The pipeline makes {sample.shape[0]} videos at once"
+            raise BadValueError("'call'", fact, "Make one, and run again with another --seed for the next")
 
     @property
     def is_done(self) -> bool:

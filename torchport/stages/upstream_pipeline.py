@@ -18,6 +18,9 @@ from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import StandIn
 
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+"""What an argument takes, by the type of its default."""
+
 
 @dataclasses.dataclass(frozen=True)
 class UpstreamPipeline:
@@ -159,9 +162,18 @@ class UpstreamPipeline:
         return cls(**{name: parts.get(name) for name in names} | self.card.init)
 
     def _check_call(self, pipe: Any, settings: Settings) -> None:
-        """Refuses a field of the config's `call` that is no argument of the pipeline's."""
-        for name in settings.call:
-            self._check_takes("__call__", pipe.__call__, [name], f"call.{name}")
+        """Refuses a field of the config's `call` that is no argument of the pipeline's, or of another type.
+
+        The type is that of the card's constant, or of upstream's default: a text would count as true.
+        """
+        for name, value in settings.call.items():
+            place, parameters = f"call.{name}", inspect.signature(pipe.__call__).parameters
+            self._check_takes("__call__", pipe.__call__, [name], place)
+            default = parameters[name].default if name in parameters else None
+            example = self.card.constants.get(name, default)
+            if type(example) in KINDS and not _is_like(value, example):
+                fact = f"It is {value!r}, and '{self.name}' takes {KINDS[type(example)]}"
+                raise BadValueError(place, fact, f"Write it as {example!r} is written", name=name)
 
     def _check_takes(
         self, what: str, function: Callable[..., Any], names: Iterable[str], place: str | None = None
@@ -173,6 +185,11 @@ class UpstreamPipeline:
             if name not in parameters:
                 fact = f"'{self.name}.{what}' takes no argument '{name}'"
                 raise BadValueError(place or self.place, fact, nearest(name, parameters), name=name)
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    """Whether a value may stand where the example stands: a whole number may for a number, true for neither."""
+    return type(value) is type(example) or (type(example) is float and type(value) is int)
 
 
 def is_guided(settings: Settings) -> bool:

@@ -178,7 +178,7 @@ class Task:
         if stage == "encode":
             return identity | {"guidance": self.settings.guidance_scale != 1.0}
         if self.card.call is not None:  # latents are replayed in the call that made them
-            identity["call"] = dict(self.settings.call)
+            identity["call"] = {**self.card.call.constants, **self.settings.call}
         loop = ("steps", "guidance_scale") if stage == "denoise_first" else ()  # the same loop goes on
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames", *loop)}
 
@@ -294,6 +294,10 @@ def _check_stage(request: Request, family: ModuleType) -> None:
     names = [*(stage.name for stage in family.STAGES), "all"]
     if request.stage not in names:
         raise UnknownNameError(f"--stage {request.stage}", "There is no such stage", nearest(request.stage, names))
+    denoising = [name for name in names if name in DENOISING]
+    if request.noise is not None and request.stage in denoising[1:]:
+        fact = f"'{request.stage}' goes on from what '{denoising[0]}' left, and takes no noise"
+        raise BadValueError("noise", fact, f"Give it to the stage '{denoising[0]}'")
 
 
 def _check_request(request: Request, dry: bool) -> None:
@@ -332,8 +336,8 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
 
     try:
         with Image.open(request.image) as picture:
-            picture.verify()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            picture.load()  # `verify` decodes no JPEG
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadValueError(
             f"--image {request.image}", "It is no picture that can be read", "Name a picture"
         ) from error
