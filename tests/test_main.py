@@ -133,7 +133,9 @@ def test_a_job_for_another_machine_is_refused_before_any_download(refused, monke
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
     text = refused(errors.MachineError, "run", "--model", "hunyuan", "--config", "configs/720p.yaml", "--prompt", "x")
-    assert text.startswith("machine v6e:2x4: The job needs 8 device(s) of v6e:2x4 with transformer ")
+    assert text.startswith(
+        "machine v6e:2x4: The job needs 8 device(s) of v6e:2x4 with 15.5 GiB of weights (transformer) "
+    )
     assert " GiB of host memory for weights, the checkpoint hunyuanvideo-community/HunyuanVideo-1.5" in text
     assert "this machine has no tpu device" in text
     assert text.endswith('or run here: torchport run --model hunyuan --config configs/demo.yaml --prompt "...".')
