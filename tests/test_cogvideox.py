@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from diffusers import CogVideoXPipeline
+from fakes.artefacts import bits, difference, frames_of, latents_of
 from safetensors.torch import load_file, save_file
 
 from torchport import save
@@ -64,22 +65,6 @@ def runs(small, tmp_path_factory):
         return folder
 
     return {"original": made(backend="original"), "torchax": made()}
-
-
-def latents_of(folder):
-    return load_file(folder / "denoise.safetensors")["latents"]
-
-
-def frames_of(folder):
-    return load_file(folder / "decode.safetensors")["frames"]
-
-
-def difference(ours, reference):
-    return (ours.double() - reference.double()).abs().max().item() / reference.abs().max().item()
-
-
-def bits(folder, name):
-    return save.read_manifest(save.file_of(folder, name)).sha256
 
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(runs, upstream):

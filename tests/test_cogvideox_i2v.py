@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import CogVideoXImageToVideoPipeline
 from diffusers.utils import load_image
+from fakes.artefacts import bits, difference
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -73,14 +74,6 @@ def original(small, tmp_path_factory):
 
 def tensors_of(folder, stage):
     return load_file(save.file_of(folder, stage))
-
-
-def difference(ours, reference):
-    return (ours.double() - reference.double()).abs().max().item() / reference.abs().max().item()
-
-
-def bits(folder, name):
-    return save.read_manifest(save.file_of(folder, name)).sha256
 
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(original, upstream):

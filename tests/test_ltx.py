@@ -9,9 +9,8 @@ import pytest
 import torch
 import yaml
 from diffusers import LTXPipeline
-from safetensors.torch import load_file
+from fakes.artefacts import bits, difference, frames_of, tensor_of
 
-from torchport import save
 from torchport.config.checkout import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, StoppedError
@@ -116,22 +115,6 @@ def conditioned(root, tmp_path_factory):
     )
     (folder / "configs" / "ltx_demo.yaml").write_text((root / "configs" / "ltx_demo.yaml").read_text())
     return folder
-
-
-def tensor_of(folder, stage="denoise", name="latents"):
-    return load_file(folder / f"{stage}.safetensors")[name]
-
-
-def frames_of(folder):
-    return tensor_of(folder, "decode", "frames")
-
-
-def difference(ours, reference):
-    return (ours.double() - reference.double()).abs().max().item() / reference.abs().max().item()
-
-
-def bits(folder, stage):
-    return save.read_manifest(save.file_of(folder, stage)).sha256
 
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(original, pack):

@@ -13,6 +13,7 @@ import jax
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
+from fakes.artefacts import difference, frames_of, latents_of
 from fakes.families import HUNYUAN, loaded
 from safetensors.torch import load_file
 
@@ -82,21 +83,6 @@ def runs(request_small, tmp_path_factory):
         return folder
 
     return {"original": made(backend="original"), "torchax": made()}
-
-
-def latents_of(folder):
-    return load_file(folder / "denoise.safetensors")["latents"]
-
-
-def frames_of(folder):
-    return load_file(folder / "decode.safetensors")["frames"]
-
-
-def difference(ours, reference):
-    """Returns max|a - b| / max|b|, of a reference whose size makes that mean something."""
-    largest = reference.abs().max().item()
-    assert 0.5 <= largest <= 20
-    return (ours.double() - reference.double()).abs().max().item() / largest
 
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(runs, upstream):

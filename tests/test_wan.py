@@ -9,9 +9,10 @@ import json
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from fakes.artefacts import bits, difference, frames_of, latents_of, tensor_of
 from safetensors.torch import load_file
 
-from torchport import load, save
+from torchport import load
 from torchport.compile.program import Compiled, Eager
 from torchport.config.checkout import hushed
 from torchport.errors import (
@@ -82,22 +83,6 @@ def runs(request_of, tmp_path_factory):
     return folder
 
 
-def latents_of(folder, stage="denoise", name="latents"):
-    return load_file(folder / f"{stage}.safetensors")[name]
-
-
-def frames_of(folder):
-    return load_file(folder / "decode.safetensors")["frames"]
-
-
-def difference(ours, reference):
-    return (ours.double() - reference.double()).abs().max().item() / reference.abs().max().item()
-
-
-def bits(folder, name):
-    return save.read_manifest(save.file_of(folder, name)).sha256
-
-
 @MODELS
 def test_the_original_is_upstreams_pipeline_bit_for_bit(runs, upstream, model):
     folder = runs(model, "original")
@@ -129,7 +114,7 @@ def test_the_port_agrees_with_upstream_after_the_first_step(request_of, upstream
         return {}
 
     upstream(model, steps, output_type="latent", callback_on_step_end=note)
-    assert difference(latents_of(tmp_path, stage, name), after[0]) < 1e-5
+    assert difference(tensor_of(tmp_path, stage, name), after[0]) < 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["tp", "ulysses"])
@@ -179,7 +164,7 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
     assert not list(tmp_path.glob("*.partial*"))
     for name in ("denoise_first", "denoise", "decode"):
         assert bits(tmp_path, name) == bits(whole, name), name
-    assert int(latents_of(tmp_path, "denoise_first", "done")) == FIRST_STEPS[steps]
+    assert int(tensor_of(tmp_path, "denoise_first", "done")) == FIRST_STEPS[steps]
 
 
 def test_the_noise_of_the_caller_is_the_first_networks(request_of, runs, upstream, tmp_path):
@@ -221,7 +206,7 @@ def test_one_condition_is_one_call_on_a_mesh_without_dp(request_of, tmp_path):
     for backend in ("torchax", "original"):
         out = tmp_path / backend
         run(request_of("wan", sets=sets, stage="denoise_first", inputs=tmp_path, out=out, backend=backend))
-        after[backend] = latents_of(out, "denoise_first", "returned.0")
+        after[backend] = tensor_of(out, "denoise_first", "returned.0")
     assert difference(after["torchax"], after["original"]) < 1e-5
 
 
