@@ -1,22 +1,78 @@
-"""Exact forms, fit for tracing, of functions of diffusers' HunyuanVideo-1.5 VAE."""
+"""The decoder of HunyuanVideo-1.5 in parts of a frame and chunks of time, with diffusers' modules and weights.
+
+A latent frame becomes four frames, and the first becomes one. Here the first becomes four, too, which are all the same:
+what is causal and takes the nearest frame for those outside computes the same for each of them. Three are left out in
+the end. So every frame is treated alike, and a chunk needs no program of its own.
+"""
 
 import torch
 
+from torchport.convolution import for_torch
 
-def causal_mask(n_frame, n_hw, dtype, device, batch_size=None):
-    """Returns the mask with which a position attends to its own frame and earlier ones: 0 there, else -inf.
 
-    Args:
-        n_frame: Latent frames.
-        n_hw: Positions of one frame.
-        dtype: Of the mask.
-        device: Of the mask.
-        batch_size: Adds a leading dim of this size, if given.
+def convolve(self, hidden_states):
+    """Returns `HunyuanVideo15CausalConv3d`'s output; its kernel is 3 in each dim."""
+    return for_torch.conv3d(hidden_states, self.conv.weight, self.conv.bias, edges=True)
 
-    Returns:
-        [n_frame * n_hw, n_frame * n_hw], or with the batch before it.
+
+def resnet(self, hidden_states):
+    """Returns `HunyuanVideo15ResnetBlock`'s output: norm and activation belong to the convolution after them."""
+    residual = hidden_states if self.conv_shortcut is None else self.conv_shortcut(hidden_states)
+    hidden_states = _activated(self.norm1, self.conv1, hidden_states)
+    return _activated(self.norm2, self.conv2, hidden_states, residual)
+
+
+def _activated(norm, conv, hidden_states, residual=None):
+    weight, bias = conv.conv.weight, conv.conv.bias
+    gains = norm.gamma.flatten()
+    return for_torch.conv3d(hidden_states, weight, bias, edges=True, gains_C=gains, residual_BDTHW=residual)
+
+
+def attend(self, x):
+    """Returns `HunyuanVideo15AttnBlock`'s output, without its mask of all pairs of positions."""
+    normal = self.norm(x)
+    query, key, value = (layer(normal) for layer in (self.to_q, self.to_k, self.to_v))
+    return self.proj_out(for_torch.frame_attention(query, key, value)) + x
+
+
+def upsample(self, x):
+    """Returns `HunyuanVideo15Upsample`'s output, with as many frames for the first one as for every other.
+
+    Channels become positions: of a video [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]. The shortcut's
+    channels are repeated for that. The first frame has no r1, and its channels lie in another order.
     """
-    frame = torch.arange(n_frame * n_hw, device=device) // n_hw
-    allowed = frame[None, :] <= frame[:, None]
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill(~allowed, float("-inf"))
-    return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
+    hidden = self.conv(x)
+    times = 2 if self.add_temporal_upsample else 1
+    out = _spread(hidden, times) + _spread(x.repeat_interleave(self.repeats, dim=1), times)
+    if self.add_temporal_upsample:
+        # The shortcut of the first frame: half as many repetitions.
+        first = _spread(hidden, 1)[:, :, :, :, : hidden.shape[1] // 8]
+        first = first + _spread(x, 1).repeat_interleave(self.repeats // 2, dim=4)
+        out = torch.where(for_torch.is_first(x.shape[2]).to(x.device), first, out)
+    out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
+    batch, channels, frames, _, height, _, width, _ = out.shape
+    return out.reshape(batch, channels, frames * times, height * 2, width * 2)
+
+
+def _spread(x, times):
+    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
+    return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
+
+
+def decode(self, hidden_states):
+    """Returns `HunyuanVideo15Decoder3D`'s output; what makes no more frames runs on some of them at a time."""
+    with for_torch.spread(hidden_states) as (latents, form):
+        x = self.conv_in(latents) + latents.repeat_interleave(repeats=self.repeat, dim=1)
+        x = self.mid_block(x)
+        blocks = list(self.up_blocks)
+        makes = [any(up.add_temporal_upsample for up in block.upsamplers or ()) for block in blocks]
+        count = len(blocks) - makes[::-1].index(True) if any(makes) else 0
+        for block in blocks[:count]:
+            x = block(x)
+
+        def rest(x):
+            for block in blocks[count:]:
+                x = block(x)
+            return _activated(self.norm_out, self.conv_out, x)
+
+        return for_torch.crop(for_torch.by_chunks(rest, x), form)

@@ -1,0 +1,125 @@
+"""How the frames of a video lie on the devices of a mesh, and which of their rows, columns and frames are padding."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """A video's latents on a mesh. What is made of them lies in the same way, at a multiple of their sizes.
+
+    Attributes:
+        frames: T with padding, which is before the first frame.
+        height: H with padding, which is below.
+        width: W with padding, which is on the right.
+        lead: Frames of padding; each counts as the first frame.
+        valid_height: H.
+        valid_width: W.
+        rows: The mesh's axes over which rows are parted.
+        columns: The axes over which columns are.
+    """
+
+    frames: int
+    height: int
+    width: int
+    lead: int
+    valid_height: int
+    valid_width: int
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    def lead_of(self, frames: int) -> int:
+        """Returns how many of so many frames come before those that are made of the first latent frame's last."""
+        return (self.lead + 1) * (frames // self.frames) - 1
+
+    def valid_rows(self, height: int) -> int:
+        """Returns how many of so many rows are no padding."""
+        return self.valid_height * (height // self.height)
+
+    def valid_columns(self, width: int) -> int:
+        """Returns how many of so many columns are no padding."""
+        return self.valid_width * (width // self.width)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Where an array [B, C, T, H, W] lies."""
+        return PartitionSpec(None, None, None, self.rows or None, self.columns or None)
+
+
+NONE = Canvas(1, 1, 1, 0, 1, 1)
+"""One device, and no padding."""
+_CANVAS: contextvars.ContextVar[Canvas] = contextvars.ContextVar("canvas", default=NONE)
+
+
+def current() -> Canvas:
+    """Returns the canvas of the video that is being decoded."""
+    return _CANVAS.get()
+
+
+@contextlib.contextmanager
+def using(canvas: Canvas) -> Iterator[None]:
+    """Applies a canvas to every convolution inside."""
+    token = _CANVAS.set(canvas)
+    try:
+        yield
+    finally:
+        _CANVAS.reset(token)
+
+
+def of_latents(frames: int, height: int, width: int, *, multiple: int = 1) -> Canvas:
+    """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
+
+    All axes are used, for columns, for rows, or for both: as leaves a device the fewest positions, its neighbours'
+    included.
+
+    Args:
+        frames: T.
+        height: H.
+        width: W.
+        multiple: T is padded to a multiple of this.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
+    rows, columns = min(_partings(sizes), key=lambda parting: _positions(height, width, sizes, *parting))
+    return Canvas(
+        -(-frames // multiple) * multiple,
+        _up(height, _ways(sizes, rows)),
+        _up(width, _ways(sizes, columns)),
+        -frames % multiple,
+        height,
+        width,
+        rows,
+        columns,
+    )
+
+
+def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Returns the ways of using axes for rows and for columns, those for columns alone first."""
+    some = [chosen for count in range(len(sizes) + 1) for chosen in itertools.combinations(sizes, count)]
+    return [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in some]
+
+
+def _positions(height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]) -> int:
+    """Returns the positions that a device has, with those of its neighbours that it needs."""
+    sides = []
+    for size, axes in ((height, rows), (width, columns)):
+        ways = _ways(sizes, axes)
+        sides.append(-(-size // ways) + (2 if ways > 1 else 0))
+    return math.prod(sides)
+
+
+def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,149 @@
+"""A video decoder's parts for patches: functions of torch tensors, traced into JAX, and computed in PyTorch otherwise.
+
+In PyTorch the whole video is computed at once, and there is no padding: what upstream computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional
+
+from torchport import engine
+from torchport.convolution import canvas
+from torchport.convolution.canvas import Canvas
+
+
+@contextlib.contextmanager
+def spread(latents_BCTHW: torch.Tensor) -> Iterator[tuple[torch.Tensor, Canvas]]:
+    """Gives latents as they lie on the devices, with padding, and the canvas on which all inside is computed.
+
+    Frames of padding repeat the first one: a causal convolution computes the same for each of them. Rows and columns of
+    padding hold anything.
+    """
+    frames, height, width = latents_BCTHW.shape[2:]
+    if not engine.is_traced(latents_BCTHW):
+        form = Canvas(frames, height, width, 0, height, width)
+        with canvas.using(form):
+            yield latents_BCTHW, form
+        return
+    import jax
+
+    from torchport.convolution import dispatch
+
+    form = canvas.of_latents(frames, height, width, multiple=dispatch.frame_multiple())
+    first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
+    padded = functional.pad(torch.cat([first, latents_BCTHW], 2), (0, form.width - width, 0, form.height - height))
+    if not jax.sharding.get_abstract_mesh().empty:
+        padded = engine.call_jax(jax.lax.with_sharding_constraint, padded, form.spec)
+    with canvas.using(form):
+        yield padded, form
+
+
+def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
+    """Returns what is made of latents without padding."""
+    frames, height, width = video_BCTHW.shape[2:]
+    video = video_BCTHW[:, :, form.lead_of(frames) :] if form.lead_of(frames) > 0 else video_BCTHW
+    return video[..., : form.valid_rows(height), : form.valid_columns(width)]
+
+
+def is_first(frames: int) -> torch.Tensor:
+    """Returns which of so many frames are the first, or padding before it: bool [T, 1, 1]."""
+    return (torch.arange(frames) <= canvas.current().lead_of(frames))[:, None, None]
+
+
+def conv3d(
+    x_BCTHW: torch.Tensor,
+    weight_DCTHW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    *,
+    edges: bool,
+    gains_C: torch.Tensor | None = None,
+    residual_BDTHW: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns a convolution that is causal in time and as large as its input, [B, D, T, H, W].
+
+    Args:
+        x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
+        weight_DCTHW: [D, C, 3 or 1, 3, 3].
+        bias_D: Or None.
+        edges: Whether what is outside is the nearest row, column and frame; otherwise it is 0.
+        gains_C: Of an RMSNorm over channels that x goes through first, and then SiLU.
+        residual_BDTHW: Added to the output.
+    """
+    if not engine.is_traced(x_BCTHW):
+        return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, gains_C, residual_BDTHW)
+    from torchport.convolution import chunks, dispatch
+
+    tape = chunks.current()
+    request = dispatch.Request(edges, chunked=tape is not None)
+    first, carry = (None, None) if tape is None else (tape.first, tape.take())
+    run = functools.partial(dispatch.convolved, request)
+    out, left = engine.call_jax(
+        run, x_BCTHW, weight_DCTHW, bias_D, gains_C, residual_BDTHW, carry, None if carry is None else first
+    )
+    if tape is not None:
+        tape.leave(left)
+    result: torch.Tensor = out
+    return result
+
+
+def _eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: bool,
+    gains: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    if gains is not None:
+        x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains.view(-1, 1, 1, 1)
+        x = functional.silu(x)
+    x = functional.pad(x, (1, 1, 1, 1, weight.shape[2] - 1, 0), mode="replicate" if edges else "constant")
+    x = functional.conv3d(x, weight, bias)
+    return x if residual is None else x + residual
+
+
+def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 16) -> torch.Tensor:
+    """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
+
+    All that looks back in time in it must be `conv3d`.
+
+    Args:
+        step: Called with frames, returns frames: as many or a multiple of them, at the same multiple of their size for
+            all of them.
+        x_BCTHW: The video.
+        most: Frames of a chunk; they are fewer where this does not divide T.
+    """
+    if not engine.is_traced(x_BCTHW):
+        return step(x_BCTHW)
+    from torchport.convolution import chunks
+
+    size = math.gcd(most, x_BCTHW.shape[2])
+    if size == x_BCTHW.shape[2]:
+        return step(x_BCTHW)
+    video: torch.Tensor = engine.call_jax(functools.partial(chunks.scanned, step, size), x_BCTHW)
+    return video
+
+
+def frame_attention(q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Returns attention of each latent position to all of its own frame and of earlier ones, with one head.
+
+    Scores are computed for a frame of queries at a time.
+    """
+    if engine.is_traced(q_BCTHW):
+        from torchport.convolution import frame_attention as form
+
+        out: torch.Tensor = engine.call_jax(form.attention, q_BCTHW, k_BCTHW, v_BCTHW)
+        return out
+    batch, channels, frames = q_BCTHW.shape[:3]
+    q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
+    outs = [
+        functional.scaled_dot_product_attention(q[:, n], k[:, : n + 1].flatten(1, 2), v[:, : n + 1].flatten(1, 2))
+        for n in range(frames)
+    ]
+    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape[:1] + (channels, frames) + q_BCTHW.shape[3:])
