@@ -48,7 +48,7 @@ def upsample(self, x):
         # The shortcut of the first frame: half as many repetitions.
         first = _spread(hidden, 1)[:, :, :, :, : hidden.shape[1] // 8]
         first = first + _spread(x, 1).repeat_interleave(self.repeats // 2, dim=4)
-        out = torch.where(for_torch.is_first(x.shape[2]).to(x.device), first, out)
+        out = torch.where(for_torch.is_first(x), first, out)
     out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
     batch, channels, frames, _, height, _, width, _ = out.shape
     return out.reshape(batch, channels, frames * times, height * 2, width * 2)
@@ -60,19 +60,19 @@ def _spread(x, times):
 
 
 def decode(self, hidden_states):
-    """Returns `HunyuanVideo15Decoder3D`'s output; what makes no more frames runs on some of them at a time."""
+    """Returns `HunyuanVideo15Decoder3D`'s output; from the last blocks' frames on it runs on some of them at a time."""
     with for_torch.spread(hidden_states) as (latents, form):
         x = self.conv_in(latents) + latents.repeat_interleave(repeats=self.repeat, dim=1)
         x = self.mid_block(x)
-        blocks = list(self.up_blocks)
-        makes = [any(up.add_temporal_upsample for up in block.upsamplers or ()) for block in blocks]
-        count = len(blocks) - makes[::-1].index(True) if any(makes) else 0
-        for block in blocks[:count]:
-            x = block(x)
+        layers = [layer for block in self.up_blocks for layer in (*block.resnets, *(block.upsamplers or ()))]
+        makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+        count = makes_frames[-1] if makes_frames else 0
+        for layer in layers[:count]:
+            x = layer(x)
 
         def rest(x):
-            for block in blocks[count:]:
-                x = block(x)
+            for layer in layers[count:]:
+                x = layer(x)
             return _activated(self.norm_out, self.conv_out, x)
 
         return for_torch.crop(for_torch.by_chunks(rest, x), form)

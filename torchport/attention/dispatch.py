@@ -65,14 +65,14 @@ class Pass:
         kernel: Its name.
         build: `module:function` for `bundles.compile_kernel`.
         arguments: What that is called with.
-        steps: How often the kernel's body runs.
+        loops: How often each of the kernel's loops runs when it is entered, that over its steps first.
         bytes: Read from HBM and written there.
     """
 
     kernel: str
     build: str
-    arguments: Mapping[str, int]
-    steps: int
+    arguments: Mapping[str, Any]
+    loops: tuple[int, ...]
     bytes: int
 
 

@@ -24,11 +24,13 @@ class Tape:
     Args:
         values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
         first: Whether this is the first chunk.
+        count: How many chunks there are.
     """
 
-    def __init__(self, values: list[Any] | None, first: Any) -> None:
+    def __init__(self, values: list[Any] | None, first: Any, count: int) -> None:
         self.values = values
         self.first = first
+        self.count = count
         self.left: list[Any] = []
 
     def take(self) -> Any:
@@ -70,7 +72,7 @@ def scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Ar
 
     def run(values: list[Any] | None, first: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
         def chunk(values: list[Any] | None, first: Any, x: Any) -> tuple[Any, list[Any]]:
-            tape = Tape(values, first)
+            tape = Tape(values, first, count)
             with _using(tape):
                 out = step(x)
             return out, tape.left

@@ -51,9 +51,17 @@ def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
     return video[..., : form.valid_rows(height), : form.valid_columns(width)]
 
 
-def is_first(frames: int) -> torch.Tensor:
-    """Returns which of so many frames are the first, or padding before it: bool [T, 1, 1]."""
-    return (torch.arange(frames) <= canvas.current().lead_of(frames))[:, None, None]
+def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Returns which of a video's frames, or of a chunk's, are made of the first latent frame: bool [T, 1, 1].
+
+    Padding before it is among them.
+    """
+    from torchport.convolution import chunks
+
+    frames, tape = x_BCTHW.shape[2], chunks.current()
+    every = frames if tape is None else frames * tape.count
+    first = (torch.arange(frames) <= canvas.current().lead_of(every)).to(x_BCTHW.device)
+    return (first if tape is None else first & tape.first)[:, None, None]
 
 
 def conv3d(
@@ -108,15 +116,14 @@ def _eager(
     return x if residual is None else x + residual
 
 
-def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 16) -> torch.Tensor:
+def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
 
     All that looks back in time in it must be `conv3d`.
 
     Args:
-        step: Called with frames, returns frames: as many or a multiple of them, at the same multiple of their size for
-            all of them.
-        x_BCTHW: The video.
+        step: Called with frames, returns frames: as many for each of them, or a multiple.
+        x_BCTHW: The video. All frames of the first latent frame are in the first chunk.
         most: Frames of a chunk; they are fewer where this does not divide T.
     """
     if not engine.is_traced(x_BCTHW):

@@ -91,7 +91,9 @@ class Conv:
 
     @property
     def together(self) -> int:
-        """Columns of the input that are put into the ring at once: those of 64 registers, a divisor of W."""
+        """Columns of the input that are put into the ring at once; with a norm those of 64 registers, a divisor of W."""
+        if not self.normal:
+            return self.width
         most = max(1, 64 * 1024 // (self.frames * self.channels))
         return max(n for n in range(1, most + 1) if self.width % n == 0)
 
@@ -278,12 +280,15 @@ class _Step:
         """Puts a row of the input into the ring, with the column before it and the one after it."""
         conv, x, sides = self.conv, self.ref["x"], (self.ref["left"], self.ref["right"])
         some = conv.together
+        if some == conv.width:
+            self._put(x[0], 1)
 
         def put(number: Any, _: Any) -> Any:
             self._put(x[0, pl.ds(number * some, some)], 1 + number * some)
             return 0
 
-        jax.lax.fori_loop(0, conv.width // some, put, 0)
+        if some < conv.width:
+            jax.lax.fori_loop(0, conv.width // some, put, 0)
         for side, column in zip(sides, (0, conv.width + 1), strict=True):
             self._put(side[0], column)
 
@@ -343,7 +348,7 @@ class _Step:
             here = pl.ds((group * count + tap) * conv.channels, len(some) * conv.channels)
             for mine, theirs in conv.products:
                 weight = self.ref[f"weight{theirs}"][0, here]
-                product = jnp.dot(joined[mine], weight, preferred_element_type=jnp.float32)
+                product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
                 total = product if total is None else total + product
         return total
 

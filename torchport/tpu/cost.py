@@ -114,12 +114,12 @@ def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
         machine: A TPU slice.
 
     Raises:
-        TopologyError: It does not compile alone, or it has other loops than one.
+        TopologyError: It does not compile alone, or it has other loops.
     """
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine).bundles
-    steps = math.ceil(call.steps / chip.cores)
-    count = executed(kernel, Trips((steps,) if steps > 1 else ()))  # a loop of one pass is none
+    loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
+    count = executed(kernel, Trips(tuple(passes for passes in loops if passes > 1)))  # a loop of one pass is none
     return max(count / chip.clock, call.bytes / chip.bandwidth)
 
 
