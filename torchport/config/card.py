@@ -313,6 +313,9 @@ class PipelineCall(Frozen):
     image: Word | None = None
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
     `--image` must be given where prompts are encoded, and without it must not."""
+    host: list[Literal["vae"]] = []
+    """Components that stay on the host, in PyTorch: `[vae]` for a VAE that cannot be compiled, or whose output the pipeline
+    does more with than to post-process it."""
     hand_written: HandWritten | None = None
     """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
 
