@@ -19,8 +19,8 @@ from torchport.stages.replay import Loop
 
 ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
 """What to do with a pipeline whose video cannot come from the devices."""
-PLAIN = (bool, int, float, str, type(None))
-"""Types of arguments that can be constants of a program."""
+CARRIED = (torch.Tensor, bool, int, float, str, type(None))
+"""Types of arguments that a program can take: inputs, and constants."""
 
 
 class Pending(torch.Tensor):
@@ -115,7 +115,7 @@ class Decoding(Encoded):
         first = next(iter(inputs))
         inputs[first] = inputs[first].to(self.dtype)
         for name, value in inputs.items():
-            if not isinstance(value, torch.Tensor | PLAIN):
+            if not isinstance(value, CARRIED):
                 raise self._refusal(f"calls its VAE's 'decode' with a {type(value).__name__} as '{name}'")
         self.inputs = inputs
         return DecoderOutput(sample=self.video) if as_object else (self.video,)

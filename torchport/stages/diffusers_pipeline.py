@@ -375,9 +375,7 @@ class _Stages:
         next(progress, None)
         return {"frames": frames.checked(*pixels)}
 
-    def decoded(
-        self, vae: torch.nn.Module, settings: Settings, **inputs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
         video = vae.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
         return frames.pixels(self.upstream.post_processed(vae, video, settings))
