@@ -282,7 +282,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     rules = task.card.strategies[task.job.strategy].weights[component]
-    numbers = range(len(rules))
+    numbers = list(range(len(rules)))
     if stage.without:
         every = [name for name, _ in published(task, component).named_parameters()]
         others = shard.firsts(rules, [name for name in every if is_left_out(stage, name)])
@@ -294,7 +294,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
         shapes,
         task.job.mesh,
         task.rules_place("weights", component),
-        [places[n] for n in numbers],
+        [place for n, place in enumerate(places) if n in numbers],
     )
 
 
@@ -315,7 +315,7 @@ def placed(
 ) -> dict[str, jax.Array]:
     """Returns the checkpoint's weights of a stage's network, each where its rule puts it.
 
-    The stage may read the network's buffers, so the host has them, too. Where a submodule alone is compiled, it also has
+    The host has the network's buffers, too, which the stage may read. Where a submodule alone is compiled, it also has
     the network's other weights.
 
     Raises:

@@ -314,8 +314,8 @@ class PipelineCall(Frozen):
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
     `--image` must be given where prompts are encoded, and without it must not."""
     host: list[Literal["vae"]] = []
-    """Components that stay on the host, in PyTorch: `[vae]` for a VAE that cannot be compiled, or whose output the pipeline
-    does more with than to post-process it."""
+    """Components that stay on the host, in PyTorch: `[vae]` if the VAE cannot be compiled, or if the pipeline does more
+    with the decoded video than to post-process it."""
     hand_written: HandWritten | None = None
     """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
 

@@ -1,7 +1,7 @@
-"""A VAE in a pipeline that is replayed to its end: what it is to decode is noted, and is decoded later, on the devices.
+"""A VAE after a pipeline's loop: what it is to decode is noted, and is decoded later, on the devices.
 
-Upstream's code goes on after `vae.decode` with something in place of the video, of which nothing can be computed. It may
-only post-process that and return it. So a pipeline that does anything else with its video is noticed.
+Upstream's code goes on after `vae.decode` with something in place of the video, from which nothing can be computed. It
+may only post-process that and return it. So a pipeline that does anything else with its video is noticed.
 """
 
 from __future__ import annotations

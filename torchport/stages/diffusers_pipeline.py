@@ -360,15 +360,15 @@ class _Stages:
             drawn, _ = self._drawn(parts, settings, embeddings, image, "denoise")
             latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
         replay = Finished(parts["scheduler"], latents, inputs.get(GENERATOR))
-        of_vae: tuple[Any, ...] = (parts["vae"], settings.dtypes["vae"], replay, image)
+        dtype = settings.dtypes["vae"]
         progress = iter(steps.track(range(1), done=0, total=1))
         if call is None:
             next(progress, None)
-            vae = Encoded(*of_vae, "denoise")
+            vae = Encoded(parts["vae"], dtype, replay, image, "denoise")
             video = self.upstream.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
             pixels = frames.pixels(self.upstream.checked_frames(video, settings))
         else:
-            noted = Decoding(*of_vae, self.name, self.place)
+            noted = Decoding(parts["vae"], dtype, replay, image, self.name, self.place)
             result = self.upstream.called(parts, settings, embeddings, replay, {}, noted, is_latent=False)
             next(progress, None)
             pixels = call(**noted.inputs_of(result))
