@@ -96,8 +96,8 @@ def test_tiles_of_a_decoder_that_is_compiled_whole_are_refused(small, runs, upst
         with pytest.raises(BadValueError) as caught:
             accept(dataclasses.replace(small, overrides=tiled, stage=stage))
         assert str(caught.value) == (
-            "--set vae_tiling=true: 'vae_tiling' is true, and the VAE of 'cogvideox' is compiled whole and split over the "
-            "mesh. Leave it out: --backend original decodes in tiles."
+            "--set vae_tiling=true: 'vae_tiling' is true, and the VAE of 'cogvideox' is compiled whole and split over "
+            "the mesh. Leave it out: --backend original decodes in tiles."
         )
     accept(dataclasses.replace(small, overrides=tiled, stage="denoise"))
     accept(dataclasses.replace(small, overrides=(*SMALL, "vae_tiling=false")))

@@ -1,4 +1,4 @@
-"""A pipeline after its loop: what it asks its VAE to decode is noted, and whatever else it does with its video is refused."""
+"""A pipeline after its loop: what it has its VAE decode is noted; all else that it does with its video is refused."""
 
 import types
 
