@@ -508,8 +508,8 @@ class Job(Frozen):
     text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None
     """Text is cut to the tokens of the longest prompt, rounded up to a multiple of this. By default it is not cut."""
     vae_tiling: bool | None = None
-    """Whether the VAE decodes in overlapping tiles. By default it does what upstream does. `family: diffusers` does so with
-    `--backend original` alone."""
+    """Whether the VAE decodes in overlapping tiles. By default it does what upstream does. A port of
+    `family: diffusers` does not."""
     call: dict[str, Any] = {}
     """With `family: diffusers`, arguments of the pipeline: `{use_dynamic_cfg: true}`. They replace those of the card's
     `call.constants`."""
