@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from diffusers import CogVideoXPipeline
-from fakes.artefacts import bits, difference, frames_of, latents_of
+from fakes.artefacts import bits, difference, frames_of, latents_of, levels, same_frames, video_of
 from safetensors.torch import load_file, save_file
 
 from torchport import save
@@ -67,18 +67,43 @@ def runs(small, tmp_path_factory):
     return {"original": made(backend="original"), "torchax": made()}
 
 
-def test_the_original_is_upstreams_pipeline_bit_for_bit(runs, upstream):
-    latents = upstream(output_type="latent")
+def test_the_original_is_upstreams_pipeline_bit_for_bit(small, runs, upstream):
+    latents, video = upstream(output_type="latent"), upstream(output_type="pt")
     assert latents.shape == (1, 4, 16, 4, 6)  # three latent frames, and one more before them for patch_size_t
     assert torch.equal(latents_of(runs["original"]), latents)
-    assert torch.equal(frames_of(runs["original"]), upstream(output_type="pt"))
+    assert torch.equal(video_of(dataclasses.replace(small, backend="original"), runs["original"]), video)
+    assert torch.equal(frames_of(runs["original"]), levels(video))
     assert frames_of(runs["original"]).shape == (1, 9, 3, 32, 48)
 
 
-def test_the_port_agrees_with_upstream_after_the_last_step(runs):
+def test_the_port_agrees_with_upstream_after_the_last_step(small, runs, upstream):
     assert 0.5 <= latents_of(runs["original"]).abs().max() <= 20
     assert difference(latents_of(runs["torchax"]), latents_of(runs["original"])) < 1e-4
-    assert difference(frames_of(runs["torchax"]), frames_of(runs["original"])) < 1e-3
+    assert difference(video_of(small, runs["torchax"]), upstream(output_type="pt")) < 1e-3
+    assert same_frames(frames_of(runs["torchax"]), frames_of(runs["original"]))
+
+
+@pytest.mark.parametrize("strategy", ["tp", "ulysses"])
+def test_the_decoder_alone_agrees_with_upstream_in_float32(small, runs, upstream, strategy):
+    sets = (*SMALL, f"strategy={strategy}", "mesh={dp: 2, tp: 4}" if strategy == "tp" else "mesh={dp: 2, sp: 4}")
+    video = video_of(dataclasses.replace(small, overrides=sets), runs["original"])
+    assert difference(video, upstream(output_type="pt")) < 1e-5
+
+
+def test_tiles_of_a_decoder_that_is_compiled_whole_are_refused(small, runs, upstream, tmp_path):
+    tiled = (*SMALL, "vae_tiling=true")
+    for stage in ("all", "decode"):
+        with pytest.raises(BadValueError) as caught:
+            accept(dataclasses.replace(small, overrides=tiled, stage=stage))
+        assert str(caught.value) == (
+            "--set vae_tiling=true: 'vae_tiling' is true, and the VAE of 'cogvideox' is compiled whole and split over "
+            "the mesh. Leave it out: --backend original decodes in tiles."
+        )
+    accept(dataclasses.replace(small, overrides=tiled, stage="denoise"))
+    accept(dataclasses.replace(small, overrides=(*SMALL, "vae_tiling=false")))
+    request = dataclasses.replace(small, prompt=None, negative_prompt=None, seed=None, inputs=runs["original"])
+    run(dataclasses.replace(request, stage="decode", out=tmp_path, backend="original", overrides=tiled))
+    assert torch.equal(frames_of(tmp_path), levels(upstream(output_type="pt")))  # of one tile
 
 
 @pytest.mark.parametrize("strategy", ["tp", "ulysses", "fsdp"])

@@ -18,6 +18,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError
 from torchport.foreign import tokenizing
+from torchport.stages import frames
 from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
@@ -266,7 +267,7 @@ def decode(
         latents: [1, C, T, H, W], as `denoise` left them.
 
     Returns:
-        `frames` [1, F, 3, height, width], of the VAE's dtype, 0 to 1.
+        `frames` [1, F, 3, height, width], bytes.
     """
     vae = parts["vae"]
     dtype = vae.dtype
@@ -278,7 +279,8 @@ def decode(
     with torch.no_grad():
         video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
         next(progress, None)
-        return {"frames": pipeline(parts).video_processor.postprocess_video(video, output_type="pt")}
+        video = pipeline(parts).video_processor.postprocess_video(video, output_type="pt")
+        return {"frames": frames.checked(*frames.pixels(video))}
 
 
 def _tiles(vae: Any, latents: torch.Tensor) -> int:

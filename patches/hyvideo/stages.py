@@ -21,6 +21,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.foreign import tokenizing
+from torchport.stages import frames
 from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
 
 TAKES_IMAGE = True
@@ -294,7 +295,7 @@ def decode(
         latents: [1, C, T, H, W], as `denoise` left them.
 
     Returns:
-        `frames` [1, F, 3, height, width], float32, 0 to 1.
+        `frames` [1, F, 3, height, width], bytes.
     """
     from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline as Upstream
 
@@ -315,7 +316,7 @@ def decode(
     with torch.no_grad(), tiling:
         video = vae.decode(latents, return_dict=False)[0]
         next(progress, None)
-    return {"frames": (video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)}
+    return {"frames": frames.checked(*frames.pixels((video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)))}
 
 
 def _tiles(vae: Any, latents: torch.Tensor) -> int:

@@ -4,15 +4,17 @@ import collections
 import dataclasses
 import json
 import os
+import shutil
 
 import jax
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from torchport import load, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.program import Compiled
-from torchport.errors import BadValueError, TargetError
+from torchport.config.card import WeightRule
+from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError, TargetError
 from torchport.plan import aot
 from torchport.run import run
 from torchport.task import Request, accept
@@ -257,3 +259,103 @@ def test_an_input_without_values_is_refused(request_for, tiny_folder):
         "transformer: 'encoder_attention_mask' has no values: it was computed with weights on meta. Add what computes "
         "it to the stage's `parts`."
     )
+
+
+@pytest.fixture
+def decoding(root):
+    """The task of a stage that removes its VAE's encoder, and the stage."""
+
+    def made(**changes):
+        request = Request(
+            "cogvideox", "configs/cogvideox_demo.yaml", stage="decode", overrides=changes.pop("overrides", ())
+        )
+        task = accept(dataclasses.replace(request, paths=(str(root),), **changes))
+        return task, task.stages[0]
+
+    return made
+
+
+def test_modules_that_a_stage_never_calls_are_removed_and_not_read(decoding, monkeypatch):
+    task, stage = decoding()
+    assert stage.without == ("encoder", "quant_conv")  # of the two the VAE has no `quant_conv`
+    folder, read = network.write_tiny(task), []
+    honest = load.Layout.tensors
+
+    def tensors(self, stored):
+        read.extend(stored)
+        return honest(self, stored)
+
+    monkeypatch.setattr(load.Layout, "tensors", tensors)
+    mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+    with patch.applied(task.patches([stage])):
+        parts, whole = (network.loaded(task, stage, folder) for _ in range(2))
+        weights = network.placed(task, stage, parts, mesh, folder)
+        eager = network.eager(task, stage, whole, folder)
+    for vae in (parts["vae"], eager.module):
+        assert vae.encoder is None and vae.quant_conv is None
+    assert weights.keys() == dict(eager.module.named_parameters()).keys()
+    assert read and all(name.startswith("decoder.") for name in read)
+    assert not any(value.is_meta for value in eager.module.parameters())
+
+
+def test_a_checkpoint_stays_whole_for_a_stage_that_reads_a_part_of_it(decoding, tmp_path):
+    task, stage = decoding()
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(network.write_tiny(task), folder)
+    [file] = (folder / "vae").glob("*.safetensors")
+    tensors = {name: value for name, value in load_file(file).items() if name != "encoder.conv_in.conv.weight"}
+    save_file(tensors, file)
+    with patch.applied(task.patches([stage])), pytest.raises(CheckpointForeignError) as caught:
+        preflight.check_checkpoint(task, folder)
+    assert "lacks 1 of the model's tensors (first 'encoder.conv_in.conv.weight')" in str(caught.value)
+
+
+def test_a_copy_that_others_have_keeps_its_modules(decoding):
+    task, stage = decoding()
+    with patch.applied(task.patches([stage])):
+        shared = network.published(task, "vae")
+        parts = network.as_shapes(task, stage)
+        again = network.published(task, "vae")
+    assert parts["vae"].encoder is None
+    assert shared.encoder is not None and again.encoder is not None
+
+
+def test_a_rule_for_modules_that_a_stage_removes_is_another_stages(decoding):
+    task, stage = decoding()
+    strategy = task.card.strategies["tp"]
+
+    def with_rules(*matches):
+        rules = [WeightRule(match=match, spec="replicate") for match in matches]
+        changed = strategy.model_copy(update={"weights": {**strategy.weights, "vae": rules}})
+        card = task.card.model_copy(update={"strategies": {**task.card.strategies, "tp": changed}})
+        return dataclasses.replace(task, card=card)
+
+    with patch.applied(task.patches([stage])):
+        module = network.module_of(stage, network.as_shapes(task, stage))
+        rules = network.weight_rules(with_rules(r"encoder\..*", r"decoder\..*"), stage, module)
+        assert {rule.match for rule in rules.values()} == {r"decoder\..*"}
+        with pytest.raises(DeadRuleError, match=r"'encodr"):
+            network.weight_rules(with_rules(r"encodr\..*", r"decoder\..*"), stage, module)
+
+
+def test_only_what_is_left_of_a_network_counts_for_the_devices(decoding):
+    task, stage = decoding()
+    with patch.applied(task.patches([stage])):
+        whole = network.published(task, "vae")
+        count = sum(value.numel() for value in whole.decoder.parameters())
+        assert preflight._device_bytes(task, stage, "vae") == 4 * count < 4 * sum(v.numel() for v in whole.parameters())
+
+
+def test_the_host_has_the_buffers_that_a_checkpoint_holds(root):
+    """Upstream reads them beside the network: an LTX VAE's mean and deviation of latents."""
+    request = Request("ltx", "configs/ltx_demo.yaml", stage="decode", paths=(str(root),))
+    task = accept(request)
+    [stage] = task.stages
+    folder = network.write_tiny(task)
+    mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+    with patch.applied(task.patches([stage])):
+        parts = network.loaded(task, stage, folder)
+        network.placed(task, stage, parts, mesh, folder)
+    [file] = (folder / "vae").glob("*.safetensors")
+    stored = load_file(file)
+    assert all(parts["vae"].get_buffer(name).equal(stored[name]) for name in ("latents_mean", "latents_std"))

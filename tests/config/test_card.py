@@ -601,7 +601,7 @@ def like(name):
 
 def test_a_component_that_is_like_another_one_has_its_rules(generic):
     card, document = generic(like("transformer"), ("network: transformer", "network: [transformer, other]"))
-    cards.check_names(card, card.call.networks, document)
+    cards.check_names(card, (*card.call.networks, "vae"), document)
     assert card.components["other"].published == card.components["transformer"].published != {}
     assert card.stacks["other"] == card.stacks["transformer"]
     assert card.tiny.components["other"] == card.tiny.components["transformer"]

@@ -51,6 +51,17 @@ def test_pixels_are_the_nearest_of_256_levels():
     assert video._pixels(frame)[0, :, 0].tolist() == [0, 128, 255, 255, 0, 0]
 
 
+def test_bytes_are_written_as_they_are(tmp_path):
+    frame = torch.arange(256, dtype=torch.uint8).reshape(1, 8, 32).expand(3, 8, 32)
+    assert (video._pixels(frame) == frame.permute(1, 2, 0).numpy()).all()
+    levels = (FRAMES * 255).round().to(torch.uint8)
+    for name, frames in (("numbers", FRAMES), ("bytes", levels)):
+        video.write_video(tmp_path / f"{name}.mp4", frames, 8, iter)
+        video.write_contact_sheet(tmp_path / f"{name}.png", frames)
+    for ending in ("mp4", "png"):
+        assert (tmp_path / f"numbers.{ending}").read_bytes() == (tmp_path / f"bytes.{ending}").read_bytes()
+
+
 def test_a_video_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr("os.fsync", full)

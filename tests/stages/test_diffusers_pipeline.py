@@ -1,10 +1,12 @@
 """`family: diffusers`: a loop of upstream's own that goes on after any step, and what it does not carry is refused."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 from diffusers import CogVideoXPipeline
+from fakes.artefacts import levels, same_frames
 
 from torchport import load
 from torchport.errors import ArtefactForeignError, BadValueError
@@ -319,13 +321,14 @@ class Drawing(CogVideoXPipeline):
 
 @pytest.fixture
 def decoding(monkeypatch, cogvideox, stage, parts_with):
-    """Decodes tensors with a pipeline that draws, and a VAE with weights."""
+    """Decodes tensors with a pipeline that draws, and a VAE with weights that stays on the host."""
     monkeypatch.setattr("diffusers.CogVideoXPipeline", Drawing)
     vae = tiny._component(cogvideox, {}, "vae").eval()
 
     def decoded(**tensors):
         with torch.no_grad():
-            return stage("decode").run({**parts_with(), "vae": vae}, None, SETTINGS, Steps(), **tensors)["frames"]
+            decode = stage("decode", host=["vae"])
+            return decode.run({**parts_with(), "vae": vae}, None, SETTINGS, Steps(), **tensors)["frames"]
 
     return decoded
 
@@ -347,6 +350,71 @@ def test_code_after_the_loop_draws_on_where_the_loop_ended(stage, parts_with, em
         "denoise.safetensors: It lacks 'generator', the state of the seed's generator, and the pipeline draws after "
         "its loop. Run --stage denoise with this model."
     )
+
+
+class Sharpening(CogVideoXPipeline):
+    """A pipeline that does more with its video than to post-process it."""
+
+    def decode_latents(self, latents):
+        return super().decode_latents(latents) * 1.5
+
+
+def test_a_video_that_is_changed_is_refused_unless_its_vae_stays_on_the_host(
+    monkeypatch, cogvideox, stage, parts_with, embeddings
+):
+    monkeypatch.setattr("diffusers.CogVideoXPipeline", Sharpening)
+    latents = {"latents": torch.randn(1, 4, 16, 4, 6, generator=torch.Generator().manual_seed(1))}
+    with pytest.raises(BadValueError) as caught:
+        stage("decode").run(parts_with(), Network(), SETTINGS, Steps(), **latents)
+    assert str(caught.value) == (
+        "card.yaml:1: 'CogVideoXPipeline' calls 'torch.Tensor.mul' with what its VAE decoded. Decode on the host: add "
+        "'host: [vae]' to the card's 'call'."
+    )
+    decode, vae = stage("decode", host=["vae"]), tiny._component(cogvideox, {}, "vae").eval()
+    assert (decode.network, decode.parts, decode.like) == (None, ("scheduler", "vae"), None)
+    outputs = decode.run({**parts_with(), "vae": vae}, None, SETTINGS, Steps(), **latents)
+    with torch.no_grad():
+        z = latents["latents"][:, 1:].permute(0, 2, 1, 3, 4) / vae.config.scaling_factor
+        video = (vae.decode(z).sample * 1.5 * 0.5 + 0.5).permute(0, 2, 1, 3, 4)
+    assert same_frames(outputs["frames"], levels(video))
+
+
+def test_the_checks_before_a_run_see_what_decode_is_called_with(stage, parts_with, embeddings):
+    decode, parts = stage("decode"), parts_with()
+    like = decode.like(parts, SETTINGS)
+    after = stage("denoise").run(parts_with(), Network(), SETTINGS, Steps(), **embeddings)
+    assert {name: (value.shape, value.dtype) for name, value in like.items()} == {
+        name: (value.shape, value.dtype) for name, value in after.items()
+    }
+    vae, how = parts["vae"], functools.partial(decode.call, settings=SETTINGS.traced())
+    [called] = recorder.network_calls(decode, parts, vae, how, SETTINGS)
+    assert {name: list(value.shape) for name, value in called.tensors.items()} == {"z": [1, 16, 3, 4, 6]}
+    frames, not_finite = called.output
+    assert (list(frames.shape), frames.dtype) == ([1, 9, 3, 32, 48], torch.uint8) and not_finite.ndim == 0
+
+
+def test_a_vae_that_makes_another_number_of_frames_is_refused_before_a_run(stage, parts_with):
+    """Of an even number of latent frames CogVideoX's makes three more than asked for."""
+    decode, parts, settings = stage("decode"), parts_with(), dataclasses.replace(SETTINGS, frames=13)
+    how = functools.partial(decode.call, settings=settings.traced())
+    with pytest.raises(BadValueError) as caught:
+        recorder.network_calls(decode, parts, parts["vae"], how, settings)
+    assert str(caught.value) == (
+        "card.yaml:1: 'CogVideoXPipeline' with output_type 'pt' returns float32 [1, 16, 3, 32, 48], and not numbers "
+        "from 0 to 1, [1, 13, 3, 32, 48]. Write a family of its own for it: docs/families.md."
+    )
+
+
+def test_decode_knows_the_image_latents_of_its_job_without_an_encoder(pack):
+    card = pack.card("cogvideox_i2v")[0]
+    networks = {
+        name: load.published(card.components[name].class_, card.tiny.components[name]) for name in NETWORKS[::2]
+    }
+    networks["vae"].encoder = None
+    scheduler = load.class_of(card.components["scheduler"].class_)(**card.tiny.components["scheduler"])
+    decode = family(card, "card.yaml:1").STAGES[-1]
+    like = decode.like({**networks, "scheduler": scheduler}, SETTINGS)
+    assert list(like["image_latents_0"].shape) == [1, 16, 1, 4, 6] and "generator" in like
 
 
 def test_latents_of_another_size_are_not_decoded(stage, parts_with):

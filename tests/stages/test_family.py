@@ -187,7 +187,7 @@ def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
     settings = types.SimpleNamespace(vae_tiling=tiling)
     made = HYVIDEO_STAGES.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
     assert vae.tiles is tiles
-    assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 0.5))
+    assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 128, dtype=torch.uint8))
 
 
 def test_embeddings_of_an_image_are_refused_where_videos_are_made_from_text_alone():

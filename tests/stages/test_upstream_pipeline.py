@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError
 from torchport.stages.family import Settings
+from torchport.stages.replay import First
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 
 SETTINGS = Settings(
@@ -53,24 +55,55 @@ def test_encode_prompt_gets_what_it_takes_and_all_of_the_cards():
 
 
 @pytest.mark.parametrize(
-    ("video", "is_latent", "fact"),
+    ("video", "fact"),
     [
-        (torch.zeros(1, 5, 8, 16, 3, dtype=torch.uint8), False, "'pt' returns uint8 [1, 5, 8, 16, 3], and not numbers"),
-        (torch.zeros(1, 9, 3, 8, 16), False, "'pt' returns float32 [1, 9, 3, 8, 16], and not numbers"),
-        ([None], False, "'pt' returns a list, and not numbers from 0 to 1, [1, 5, 3, 8, 16]"),
-        ([None], True, "'latent' returns a list, and not a tensor"),
+        (torch.zeros(1, 5, 8, 16, 3, dtype=torch.uint8), "'pt' returns uint8 [1, 5, 8, 16, 3], and not numbers"),
+        (torch.zeros(1, 9, 3, 8, 16), "'pt' returns float32 [1, 9, 3, 8, 16], and not numbers"),
+        ([None], "'pt' returns a list, and not numbers from 0 to 1, [1, 5, 3, 8, 16]"),
     ],
 )
-def test_another_result_is_refused(video, is_latent, fact):
+def test_another_result_is_refused(video, fact):
     with pytest.raises(BadValueError) as caught:
-        upstream("Prompts")._check_result(video, SETTINGS, is_latent)
+        upstream("Prompts").checked_frames(video, SETTINGS)
     assert str(caught.value).startswith(f"card.yaml:1: 'Prompts' with output_type {fact}")
     assert str(caught.value).endswith("Write a family of its own for it: docs/families.md.")
 
 
-def test_frames_of_the_jobs_size_and_any_latents_are_taken():
-    upstream("Prompts")._check_result(torch.zeros(1, 5, 3, 8, 16), SETTINGS, False)
-    upstream("Prompts")._check_result(torch.zeros(1, 7), dataclasses.replace(SETTINGS, frames=9), True)
+def test_frames_of_the_jobs_size_are_taken():
+    frames = torch.zeros(1, 5, 3, 8, 16)
+    assert upstream("Prompts").checked_frames(frames, SETTINGS) is frames
+
+
+class Loopless(Prompts):
+    """A pipeline whose loop takes no step, and that returns what it was made with."""
+
+    def set_progress_bar_config(self, disable):
+        pass
+
+    def __call__(self, prompt_embeds, generator, output_type, return_dict):
+        return (self.encoder,)
+
+
+@pytest.mark.parametrize("latents", [torch.zeros(1, 7), [None]])
+def test_latents_are_any_tensor_and_nothing_else(latents):
+    """Their shape is the pipeline's own."""
+    parts, settings = {"network": torch.nn.Identity()}, dataclasses.replace(SETTINGS, steps=0)
+    loop = First(FlowMatchEulerDiscreteScheduler())
+    pipeline = upstream("Loopless", init={"encoder": latents})
+
+    def called():
+        vae = torch.nn.Identity()
+        return pipeline.called(parts, settings, {"prompt_embeds": torch.zeros(1)}, loop, {}, vae, is_latent=True)
+
+    if isinstance(latents, torch.Tensor):
+        assert called() is latents
+        return
+    with pytest.raises(BadValueError) as caught:
+        called()
+    assert str(caught.value) == (
+        "card.yaml:1: 'Loopless' with output_type 'latent' returns a list, and not a tensor. "
+        "Write a family of its own for it: docs/families.md."
+    )
 
 
 class Call(Prompts):

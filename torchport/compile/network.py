@@ -2,10 +2,13 @@
 
 `run` gives it the weights of a checkpoint, `plan` gives it their shapes. Everything else is the same, so that a plan is
 a plan of the program that runs.
+
+Over 400 lines: what loads, outlines, places and compiles a network must agree on its parts and its rules.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -66,10 +69,26 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     for name in (*stage.meta, *([stage.network] if stage.network else [])):
         if name not in parts:  # upstream's own loading may have brought it whole
             parts[name] = _built(task, name, folder)
+    if stage.network is not None:
+        _prune(parts[stage.network], stage)
     patch.exchange(parts, all_parts=True)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings)
     return parts
+
+
+def _prune(module: torch.nn.Module, stage: Stage) -> None:
+    """Removes the modules of a stage's network that the stage never calls."""
+    modules = dict(module.named_modules())
+    for name in stage.without:
+        if name in modules:
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, None)
+
+
+def is_left_out(stage: Stage, name: str) -> bool:
+    """Whether a tensor of a stage's network is in a module that the stage never calls."""
+    return name.startswith(tuple(f"{module}." for module in stage.without))
 
 
 def _built(task: Task, component: str, folder: Path) -> torch.nn.Module:
@@ -111,6 +130,11 @@ def layout(task: Task, component: str, variant: str | None = None) -> load.Layou
     return load.layout_of(entry, task.card.file(component, variant), places)
 
 
+def _layout_of_stage(task: Task, stage: Stage) -> load.Layout:
+    """Returns how the tensors of a stage's network lie in its folder, without those that the stage leaves out."""
+    return dataclasses.replace(layout(task, str(stage.network)), without=stage.without)
+
+
 def write_tiny(task: Task) -> Path:
     """Returns the folder of the card's tiny checkpoint, written if it is not there: see `tiny.write`."""
     card, family = task.card, task.family
@@ -143,16 +167,26 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     Raises:
         PatchError: An `instance` patch that cannot be applied to one of them.
     """
+    network = str(stage.network)
+    if stage.without:
+        task.shapes.pop(network, None)  # others may have it, whole
+    parts = outlines(task, stage)
+    del task.shapes[network]
+    _prune(parts[network], stage)
+    patch.exchange(parts, all_parts=stage.load is None)
+    if stage.prepare is not None:
+        stage.prepare(parts, task.settings)
+    return parts
+
+
+def outlines(task: Task, stage: Stage) -> dict[str, Any]:
+    """Returns the same parts whole and unpatched, shared with other callers: none may be changed."""
     parts: dict[str, Any] = {}
     for name in stage.parts:
         component = task.card.components[name]
         parts[name] = _without_weights(task, name) if component.dtype is None else published(task, name)
     for name in (*stage.meta, str(stage.network)):
         parts[name] = published(task, name)
-    del task.shapes[str(stage.network)]
-    patch.exchange(parts, all_parts=stage.load is None)
-    if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
     return parts
 
 
@@ -239,16 +273,30 @@ def how(stage: Stage, task: Task) -> program.How:
     return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
-def weight_rules(task: Task, component: str, module: torch.nn.Module) -> dict[str, WeightRule]:
-    """Returns the rule of every parameter and buffer of a prepared network, with the spec that fits.
+def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
+    """Returns the rule of every parameter and buffer of a stage's prepared network, with the spec that fits.
+
+    A rule for modules that this stage never calls is another stage's, and no mistake.
 
     Raises:
         ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
     """
+    component = str(stage.network)
     shapes = shard.named_shapes(dict(module.named_parameters()) | dict(module.named_buffers()))
     rules = task.card.strategies[task.job.strategy].weights[component]
+    numbers = list(range(len(rules)))
+    if stage.without:
+        every = [name for name, _ in published(task, component).named_parameters()]
+        others = shard.firsts(rules, [name for name in every if is_left_out(stage, name)])
+        here = shard.firsts(rules, shapes)
+        numbers = [n for n in numbers if n in here or n not in others]
+    places = task.rule_places("weights", component)
     return shard.match(
-        rules, shapes, task.job.mesh, task.rules_place("weights", component), task.rule_places("weights", component)
+        [rules[n] for n in numbers],
+        shapes,
+        task.job.mesh,
+        task.rules_place("weights", component),
+        [place for n, place in enumerate(places) if n in numbers],
     )
 
 
@@ -259,7 +307,7 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
         CheckpointError: Files that are missing, damaged or another model's.
     """
     name = str(stage.network)
-    load.fill(parts[name], task.component_folder(folder, name), name, layout(task, name))
+    load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
     return program.Eager(module_of(stage, parts), call, stage.outputs, name)
 
@@ -269,26 +317,28 @@ def placed(
 ) -> dict[str, jax.Array]:
     """Returns the checkpoint's weights of a stage's network, each where its rule puts it.
 
-    Where a submodule alone is compiled, the network's other weights are filled on the host: the stage may use them.
+    The host has the network's buffers, too, which the stage may read. Where a submodule alone is compiled, it also has
+    the network's other weights.
 
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
         ShardError: What `weight_rules` refuses.
     """
     name, prefix = str(stage.network), f"{stage.submodule}." if stage.submodule else ""
-    rules = weight_rules(task, name, module_of(stage, parts))
-    tensors = load.tensors(parts[name], task.component_folder(folder, name), name, layout(task, name))
-    others: dict[str, torch.Tensor] = {}
+    rules = weight_rules(task, stage, module_of(stage, parts))
+    tensors = load.tensors(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
+    buffers = {key for key, _ in parts[name].named_buffers()}
+    on_host: dict[str, torch.Tensor] = {}
 
     def selected() -> Iterator[tuple[str, torch.Tensor]]:
         for key, tensor in tensors:
+            if key in buffers or not key.startswith(prefix):
+                on_host[key] = tensor
             if key.startswith(prefix):
                 yield key.removeprefix(prefix), tensor
-            else:
-                others[key] = tensor
 
     weights = shard.place(selected(), rules, mesh)
-    parts[name].load_state_dict(others, assign=True, strict=False)
+    parts[name].load_state_dict(on_host, assign=True, strict=False)
     return weights
 
 
@@ -300,7 +350,7 @@ def shapes(
     Raises:
         ShardError: What `weight_rules` refuses.
     """
-    rules = weight_rules(task, str(stage.network), module)
+    rules = weight_rules(task, stage, module)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     return {key: shard.shape(tensor, shard.sharding(rules[key], mesh)) for key, tensor in tensors.items()}
 
@@ -343,7 +393,7 @@ def compiled(
         precision=task.card.components[name].precision,
         activations=strategy.activations.get(name, []),
         stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
-        gathered=shard.gathered(weight_rules(task, name, module)),
+        gathered=shard.gathered(weight_rules(task, stage, module)),
         place_of=functools.partial(task.program_place, name),
         how=how(stage, task),
         outputs=stage.outputs,

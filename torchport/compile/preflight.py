@@ -178,19 +178,26 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
         return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
     if stage.name not in DENOISING or last.like is None:
         return 0
-    with torch.device("meta"):
-        latents = last.like({str(last.network): network.published(task, str(last.network))}, task.settings).values()
+    with _without_values():
+        latents = last.like(network.outlines(task, last), task.settings).values()
     sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
     return 3 * sum(sizes)
 
 
 def _device_bytes(task: Task, stage: family.Stage, name: str) -> int:
     """Returns the bytes of the stage's weights on each device under the job's strategy and mesh."""
-    module = network.published(task, name)
-    shapes = shard.named_shapes(dict(module.get_submodule(stage.submodule).named_parameters()))
+    prefix = f"{stage.submodule}." if stage.submodule else ""
+    parameters = network.published(task, name).named_parameters()
+    shapes = shard.named_shapes(
+        {
+            key.removeprefix(prefix): parameter
+            for key, parameter in parameters
+            if key.startswith(prefix) and not network.is_left_out(stage, key)
+        }
+    )
     every = task.card.strategies[task.job.strategy].weights[name]
     # Buffers are made later: rules for them match nothing yet, or only what an earlier rule matches.
-    firsts = {next((n for n, rule in enumerate(every) if shard.matches(rule, key)), None) for key in shapes}
+    firsts = shard.firsts(every, shapes)
     rules = [rule for n, rule in enumerate(every) if n in firsts]
     rule_of = shard.match(rules, shapes, task.job.mesh, task.rules_place("weights", name))
     return shard.device_bytes(shapes, rule_of, task.job.mesh, task.dtype(name))
@@ -208,7 +215,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     with patches, _without_values(), jax.sharding.use_abstract_mesh(mesh):
         parts = network.as_shapes(task, stage)
         module = network.module_of(stage, parts)
-        weights = network.weight_rules(task, name, module)
+        weights = network.weight_rules(task, stage, module)
         place = task.rules_place("activations", name)
         check_called = activations.check(module, strategy.activations.get(name, []), dict(mesh.shape), place)
         if stage.like is None:

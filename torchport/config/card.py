@@ -313,6 +313,9 @@ class PipelineCall(Frozen):
     image: Word | None = None
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
     `--image` must be given where prompts are encoded, and without it must not."""
+    host: list[Literal["vae"]] = []
+    """Components that stay on the host, in PyTorch: `[vae]` if the VAE cannot be compiled, or if the pipeline does more
+    with the decoded video than to post-process it."""
     hand_written: HandWritten | None = None
     """What the latents in stage files of hand-written ports are to the pipeline. Without it they are refused."""
 
@@ -505,7 +508,8 @@ class Job(Frozen):
     text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None
     """Text is cut to the tokens of the longest prompt, rounded up to a multiple of this. By default it is not cut."""
     vae_tiling: bool | None = None
-    """Whether the VAE decodes in overlapping tiles. By default it does what upstream does."""
+    """Whether the VAE decodes in overlapping tiles. By default it does what upstream does. A port of
+    `family: diffusers` does not."""
     call: dict[str, Any] = {}
     """With `family: diffusers`, arguments of the pipeline: `{use_dynamic_cfg: true}`. They replace those of the card's
     `call.constants`."""

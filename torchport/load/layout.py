@@ -36,6 +36,7 @@ class Layout:
         rename: Rules from the file's names to the module's.
         unread: Regular expressions of the file's names that the module does not use.
         places: Where each rule is written, `file:line`.
+        without: Modules whose tensors are not wanted, though they lie there.
     """
 
     file: str | None = None
@@ -43,6 +44,7 @@ class Layout:
     rename: Sequence[RenameRule] = ()
     unread: Sequence[str] = ()
     places: Sequence[str] = ()
+    without: Sequence[str] = dataclasses.field(default=(), compare=False)
 
     @property
     def is_pickled(self) -> bool:
@@ -66,7 +68,8 @@ class Layout:
         held = self.held(folder)
         places = self.places or [str(self.place(folder))] * len(self.rename)
         names = renaming.module_names(held, self.rename, places, str(self.place(folder)))
-        return {name: held[name_in_file] for name, name_in_file in names.items()}
+        unwanted = tuple(f"{module}." for module in self.without)
+        return {name: held[key] for name, key in names.items() if not name.startswith(unwanted)}
 
     def is_unread(self, name: str) -> bool:
         """Whether the module does not use a tensor, by its name in the file."""

@@ -18,7 +18,7 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
 
     Args:
         file: `*.mp4`.
-        frames_FCHW: [F, 3, height, width], 0 to 1; height and width even.
+        frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
         fps: Frames per second.
         track: Iterates the frames under a progress bar.
 
@@ -57,6 +57,7 @@ def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4,
 
 
 def _pixels(frame_CHW: torch.Tensor) -> numpy.ndarray[Any, Any]:
-    """Returns a frame as bytes [height, width, 3], rounded to the nearest of 256 levels."""
-    levels = (frame_CHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
-    return numpy.ascontiguousarray(levels.permute(1, 2, 0).numpy())
+    """Returns a frame as bytes [height, width, 3]; numbers are rounded to the nearest of 256 levels."""
+    if frame_CHW.is_floating_point():
+        frame_CHW = (frame_CHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return numpy.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy())

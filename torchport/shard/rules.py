@@ -165,13 +165,18 @@ def match(
     return {name: _with_fitting_spec(name, shapes[name], rule, mesh, place) for name, rule in rule_of.items()}
 
 
+def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
+    """Returns the numbers of the rules that are the first match of a name; None if a name has none."""
+    return {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
+
+
 def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
     """Refuses a rule that is the first match of no name; see `match` for the arguments.
 
     Raises:
         DeadRuleError: There is one.
     """
-    used = {next((n for n, rule in enumerate(rules) if matches(rule, name)), None) for name in names}
+    used = firsts(rules, names)
     for number, rule in enumerate(rules):
         if number not in used:
             raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)

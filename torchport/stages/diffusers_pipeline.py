@@ -7,6 +7,8 @@ whole loop with the finished latents to upstream's code after it.
 
 A loop that calls a second network after the first has a stage for each, so that one is on the devices at a time: the
 first leaves the loop where it calls the other network, and the second goes on as a stopped run does.
+
+Over 400 lines: the stages share one replay, and what one keeps the next gives back.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import torch
 
 from torchport.config.card import Card, PipelineCall
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
+from torchport.stages import frames
+from torchport.stages.decoding import Decoding
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
@@ -32,6 +36,9 @@ ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
 IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
+
+ENCODER = ("encoder", "quant_conv")
+"""Modules of a VAE that it does not decode with, as diffusers' classes call them."""
 
 
 def family(card: Card, place: str) -> ModuleType:
@@ -75,11 +82,11 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
             Stage("denoise_first", pipeline.denoise_first, DENOISE_USES, needs=("encode",), **first),
             Stage("denoise", pipeline.denoise, uses_second, needs=("encode", "denoise_first"), **last),
         ]
-    return (
-        encode,
-        *denoise,
-        Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler", "vae"), meta=networks),
-    )
+    decode = Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler",), meta=networks)
+    if "vae" in card.call.host:
+        return encode, *denoise, dataclasses.replace(decode, parts=("scheduler", "vae"))
+    compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
+    return encode, *denoise, dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +277,7 @@ class _Stages:
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
         if noise is not None:
-            drawn = self._drawn(parts, settings, embeddings, moments, "encode")
+            drawn, _ = self._drawn(parts, settings, embeddings, moments, "encode")
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
@@ -285,11 +292,19 @@ class _Stages:
         embeddings: Mapping[str, torch.Tensor],
         image: Mapping[str, torch.Tensor],
         stage: str,
-    ) -> torch.Tensor:
-        """Returns the latents that upstream's loop begins with; `image` is what a stage kept of the image."""
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the latents that upstream's loop begins with, and what it draws of the image by `image.LATENTS`.
+
+        Args:
+            parts: As `denoise` has them.
+            settings: As `denoise` has them.
+            embeddings: Of the prompts.
+            image: What a stage kept of the image.
+            stage: That stage.
+        """
         loop = First(copy.deepcopy(parts["scheduler"]))
         vae = Encoded(parts["vae"], settings.dtypes["vae"], loop, image, stage)
-        return self._sample_of_first_step(parts, settings, embeddings, loop, vae)
+        return self._sample_of_first_step(parts, settings, embeddings, loop, vae), vae.drawn
 
     def _sample_of_first_step(
         self,
@@ -307,24 +322,36 @@ class _Stages:
             return reached.sample
         raise BadValueError(self.place, f"'{self.name}' never calls its scheduler's 'step'", OTHER_LOOP)
 
+    def latents_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
+        """Returns tensors of the shapes and dtypes that `denoise` returns."""
+        embeddings, moments = self.embeddings_like(parts, settings), {}
+        if self.card.image is not None:
+            with torch.device("meta"):  # `decode` has no encoder
+                whole = type(parts["vae"]).from_config(parts["vae"].config).to(settings.dtypes["vae"])
+            moments = self._moments({**parts, "vae": whole}, settings, embeddings)
+        drawn, image = self._drawn(parts, settings, embeddings, moments, "encode")
+        return {"latents": drawn, GENERATOR: torch.Generator().get_state(), **image}
+
     def decode(
-        self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps, **inputs: torch.Tensor
+        self, parts: Mapping[str, Any], call: Call | None, settings: Settings, steps: Steps, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Returns the frames that upstream makes of latents after its loop, which is replayed to its end.
 
         Args:
             parts: The VAE, the scheduler, and the network for its configuration.
-            call: None: the VAE runs on the host.
+            call: The VAE, called as `decoded`; None: it runs on the host, in upstream's own code.
             settings: The size, and whether to decode in tiles.
             steps: Progress.
             **inputs: `latents` and what else `denoise` returned; or `latents_BCTHW` of a hand-written port.
 
         Returns:
-            `frames` [1, F, 3, height, width], 0 to 1.
+            `frames` [1, F, 3, height, width], bytes.
 
         Raises:
             ArtefactForeignError: Latents of another shape than this job's; or upstream draws after its loop, and they
                 lack the generator's state.
+            BadValueError: Upstream does more with its video than to decode and post-process it, and `call` cannot.
+            NotFiniteError: The VAE computes NaN or infinity.
         """
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
@@ -332,14 +359,28 @@ class _Stages:
         image = {name: value for name, value in inputs.items() if name.startswith(LATENTS)}
         latents = inputs.get("latents")
         if latents is None:
-            drawn = self._drawn(parts, settings, embeddings, image, "denoise")
+            drawn, _ = self._drawn(parts, settings, embeddings, image, "denoise")
             latents = self._of_hand_written(inputs["latents_BCTHW"], drawn.shape).to(drawn.dtype)
         replay = Finished(parts["scheduler"], latents, inputs.get(GENERATOR))
-        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, image, "denoise")
-        frames = latents
-        for _ in steps.track(range(1), done=0, total=1):
-            frames = self.upstream.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
-        return {"frames": frames}
+        dtype = settings.dtypes["vae"]
+        progress = iter(steps.track(range(1), done=0, total=1))
+        if call is None:
+            next(progress, None)
+            vae = Encoded(parts["vae"], dtype, replay, image, "denoise")
+            video = self.upstream.called(parts, settings, embeddings, replay, {}, vae, is_latent=False)
+            pixels = frames.pixels(self.upstream.checked_frames(video, settings))
+        else:
+            noted = Decoding(parts["vae"], dtype, replay, image, self.name, self.place)
+            result = self.upstream.called(parts, settings, embeddings, replay, {}, noted, is_latent=False)
+            next(progress, None)
+            pixels = call(**noted.inputs_of(result))
+        next(progress, None)
+        return {"frames": frames.checked(*pixels)}
+
+    def decoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
+        video = vae.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
+        return frames.pixels(self.upstream.post_processed(vae, video, settings))
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the latents of a hand-written port as the pipeline has them.

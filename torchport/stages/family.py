@@ -149,6 +149,8 @@ class Stage:
         network: The component that is compiled; None for a stage that runs in PyTorch on the host.
         submodule: The part of the network that is compiled, such as `decoder`; "" for all of it. The other parts have
             their weights on the host.
+        without: Modules of the network that this stage never calls, such as `encoder`: they are removed before its
+            weights are placed, and their tensors in the checkpoint are not read. Names that it lacks are skipped.
         meta: The components of which it needs only the configuration. They are built without weights.
         prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
             constants that depend on the settings become buffers here.
@@ -173,6 +175,7 @@ class Stage:
     parts: tuple[str, ...] = ()
     network: str | None = None
     submodule: str = ""
+    without: tuple[str, ...] = ()
     meta: tuple[str, ...] = ()
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
     like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None

@@ -14,6 +14,7 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
 from torchport.foreign import tokenizing
 from torchport.stages.conditions import Conditions
+from torchport.stages.decoding import Decoding
 from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import StandIn
@@ -91,7 +92,7 @@ class UpstreamPipeline:
             embeddings: By the pipeline's names for them.
             replay: The scheduler's steps, and the seed's generator.
             calls: The stage's network, by its name; none where every step is done.
-            vae: Stands where the VAE stood.
+            vae: Stands where the VAE stood. One that only notes what it is to decode takes post-processing over, too.
             is_latent: Whether it returns latents, or frames.
             **arguments: Of the pipeline. A blank image is among them where none is here: `vae` has what it would be.
 
@@ -111,6 +112,8 @@ class UpstreamPipeline:
         }
         pipe = self._built({"vae": vae, **stand_ins, "scheduler": replay.scheduler})
         pipe.set_progress_bar_config(disable=True)
+        if isinstance(vae, Decoding):
+            vae.take_over(pipe)
         values = {name: getattr(settings, setting) for name, setting in self.card.settings.items()}
         values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
         self._check_call(pipe, settings)
@@ -121,9 +124,19 @@ class UpstreamPipeline:
         if replay.number != settings.steps:
             fact = f"'{self.name}' calls its scheduler's 'step' {replay.number} times in {settings.steps} steps"
             raise BadValueError(self.place, fact, f"Replay needs one call a step. {OTHER_LOOP}")
-        self._check_result(video, settings, is_latent)
+        if is_latent and not isinstance(video, torch.Tensor):
+            raise self._unlike("latent", video, "a tensor")
         replay.finish()
         return video
+
+    def post_processed(self, vae: torch.nn.Module, video: torch.Tensor, settings: Settings) -> torch.Tensor:
+        """Returns what the pipeline makes of a decoded video, around its VAE.
+
+        Raises:
+            BadValueError: That is no frames of this size.
+        """
+        frames = self._built({"vae": vae}).video_processor.postprocess_video(video, output_type="pt")
+        return self.checked_frames(frames, settings)
 
     def _conditions(
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
@@ -134,23 +147,23 @@ class UpstreamPipeline:
         by_input = {name: (embeddings[one], embeddings[other]) for name, (one, other) in self.card.conditions.items()}
         return Conditions(by_input, network, self.place)
 
-    def _check_result(self, video: Any, settings: Settings, is_latent: bool) -> None:
-        """Refuses what is no tensor, or frames of another shape or range.
+    def checked_frames(self, frames: Any, settings: Settings) -> torch.Tensor:
+        """Returns a post-processed video.
 
         Raises:
-            BadValueError: It is something else.
+            BadValueError: It is no tensor, or of another shape or range.
         """
-        if isinstance(video, torch.Tensor) and is_latent:
-            return
         size = [1, settings.frames, 3, settings.height, settings.width]
-        if isinstance(video, torch.Tensor) and video.is_floating_point() and list(video.shape) == size:
-            return
-        what = f"a {type(video).__name__}"
-        if isinstance(video, torch.Tensor):
-            what = f"{str(video.dtype).removeprefix('torch.')} {list(video.shape)}"
-        called, needed = ("latent", "a tensor") if is_latent else ("pt", f"numbers from 0 to 1, {size}")
-        fact = f"'{self.name}' with output_type '{called}' returns {what}, and not {needed}"
-        raise BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
+        if isinstance(frames, torch.Tensor) and frames.is_floating_point() and list(frames.shape) == size:
+            return frames
+        raise self._unlike("pt", frames, f"numbers from 0 to 1, {size}")
+
+    def _unlike(self, output_type: str, value: Any, needed: str) -> BadValueError:
+        what = f"a {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        fact = f"'{self.name}' with output_type '{output_type}' returns {what}, and not {needed}"
+        return BadValueError(self.place, fact, "Write a family of its own for it: docs/families.md")
 
     def _built(self, parts: Mapping[str, Any]) -> Any:
         """Returns upstream's pipeline object around some parts; components that are not among them are None."""

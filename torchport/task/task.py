@@ -284,6 +284,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
+    _check_tiling(request, card, job, family, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
@@ -341,6 +342,16 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
         raise BadValueError(
             f"--image {request.image}", "It is no picture that can be read", "Name a picture"
         ) from error
+
+
+def _check_tiling(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses tiles of a VAE that is compiled whole: they are another function, unrolled in one program."""
+    stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
+    if card.call is None or request.backend == "original" or not job.vae_tiling:
+        return
+    if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):
+        fact = f"'vae_tiling' is true, and the VAE of '{card.model}' is compiled whole and split over the mesh"
+        raise BadValueError(document.place(["vae_tiling"]), fact, "Leave it out: --backend original decodes in tiles")
 
 
 def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:

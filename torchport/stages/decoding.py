@@ -1,0 +1,150 @@
+"""A VAE after a pipeline's loop: what it is to decode is noted, and is decoded later, on the devices.
+
+Upstream's code goes on after `vae.decode` with something in place of the video, from which nothing can be computed. It
+may only post-process that and return it. So a pipeline that does anything else with its video is noticed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchport.errors import BadValueError
+from torchport.stages.image import Encoded
+from torchport.stages.replay import Loop
+
+ON_HOST = "Decode on the host: add 'host: [vae]' to the card's 'call'"
+"""What to do with a pipeline whose video cannot come from the devices."""
+CARRIED = (torch.Tensor, bool, int, float, str, type(None))
+"""Types of arguments that a program can take: inputs, and constants."""
+
+
+class Pending(torch.Tensor):
+    """Stands for a tensor that will be computed later; whatever is asked of it is refused.
+
+    Attributes:
+        refusal: Returns the error, by the name of the function.
+    """
+
+    refusal: Callable[[str], BadValueError]
+
+    @classmethod
+    def of(cls, refusal: Callable[[str], BadValueError]) -> Pending:
+        """Returns one with its refusal."""
+        pending = torch.empty(0).as_subclass(cls)
+        pending.refusal = refusal
+        return pending
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuses a function that takes one.
+
+        Raises:
+            BadValueError: Always.
+        """
+        [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
+        name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
+        raise pending.refusal(name.removesuffix(".__get__"))
+
+
+class Decoding(Encoded):
+    """Stands where the VAE stood after the loop, and notes what its `decode` is called with.
+
+    Args:
+        vae: For its configuration and its buffers.
+        dtype: What the pipeline is told that it has.
+        loop: The pipeline's.
+        tensors: What `denoise` kept of an image.
+        name: The pipeline's.
+        place: Where the card names its call, for errors.
+
+    Attributes:
+        inputs: What `decode` is called with, by its own names; None before.
+    """
+
+    def __init__(
+        self,
+        vae: torch.nn.Module,
+        dtype: torch.dtype,
+        loop: Loop,
+        tensors: Mapping[str, torch.Tensor],
+        name: str,
+        place: str,
+    ) -> None:
+        super().__init__(vae, dtype, loop, tensors, "denoise")
+        self.name = name
+        self.place = place
+        self.inputs: dict[str, Any] | None = None
+        self.video = Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
+        self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the VAE; of a buffer without values, in a rehearsal, one of ones.
+
+        Raises:
+            BadValueError: It is a weight, which is on the devices.
+        """
+        value = super().__getattr__(name)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.nn.Parameter):
+                raise self._refusal(f"reads the VAE's weight '{name}'")
+            return torch.ones(value.shape, dtype=value.dtype)
+        return value
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns something in place of a video, as `decode` would return that.
+
+        Raises:
+            BadValueError: It is the second call, or an argument can be no input of a program.
+        """
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        if self.inputs is not None:
+            raise self._refusal("calls its VAE's 'decode' more than once")
+        signature = inspect.signature(vars(self)["component"].decode)
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        inputs = dict(arguments.arguments)
+        as_object = inputs.pop("return_dict")
+        first = next(iter(inputs))
+        inputs[first] = inputs[first].to(self.dtype)
+        for name, value in inputs.items():
+            if not isinstance(value, CARRIED):
+                raise self._refusal(f"calls its VAE's 'decode' with a {type(value).__name__} as '{name}'")
+        self.inputs = inputs
+        return DecoderOutput(sample=self.video) if as_object else (self.video,)
+
+    def take_over(self, pipe: Any) -> None:
+        """Makes a pipeline's post-processing return something in place of frames.
+
+        Raises:
+            BadValueError: It has none.
+        """
+
+        def postprocess_video(video: Any, output_type: str = "np", **kwargs: Any) -> Pending:
+            if video is not self.video or output_type != "pt" or kwargs:
+                raise self._refusal("post-processes something else than what its VAE decoded")
+            return self.frames
+
+        if not hasattr(pipe, "video_processor"):
+            raise self._refusal("has no 'video_processor'")
+        pipe.video_processor.postprocess_video = postprocess_video
+
+    def inputs_of(self, result: Any) -> dict[str, Any]:
+        """Returns what `decode` is to be called with, if a pipeline returned its post-processed video.
+
+        Raises:
+            BadValueError: It returned something else.
+        """
+        if result is not self.frames or self.inputs is None:
+            raise self._refusal("returns something else than its post-processed video")
+        return self.inputs
+
+    def _refusal(self, fact: str) -> BadValueError:
+        return BadValueError(self.place, f"'{self.name}' {fact}", ON_HOST)

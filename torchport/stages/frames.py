@@ -1,0 +1,38 @@
+"""Frames: a video as bytes, made where the video is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from torchport.errors import NotFiniteError
+
+OUTPUTS = ("frames", "not_finite")
+"""What `pixels` returns, for `Stage.outputs`."""
+
+
+def pixels(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a video as bytes, each value rounded to the nearest of 256 levels; it may be traced.
+
+    Args:
+        video: Numbers from 0 to 1, of any shape and floating-point dtype.
+
+    Returns:
+        uint8 of that shape, and how many of the numbers are NaN or infinite, int32: bytes cannot say so.
+    """
+    levels = (video.float().clamp(0, 1) * 255).round().to(torch.uint8)
+    return levels, (~torch.isfinite(video)).sum().to(torch.int32)
+
+
+def checked(frames: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:
+    """Returns the frames of `pixels` if all numbers were finite; a rehearsal's have no values, and are not checked.
+
+    Raises:
+        NotFiniteError: Some were not.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(not_finite, FakeTensor) and int(not_finite):
+        fact = f"'frames' were made of {int(not_finite)} values of {frames.numel()} that are NaN or infinite"
+        remedy = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
+        raise NotFiniteError("decode.safetensors", fact, f"Nothing was written. {remedy}", key="frames")
+    return frames
