@@ -18,8 +18,8 @@ from torchport.errors import TopologyError
 INSTALL = "pip install 'torchport[plan]' on Linux x86-64, which is where libtpu is"
 
 UNKNOWN = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-"""What libtpu finds out for itself where there is a TPU. Where there is none it writes lines of errors, unless these are
-set. A slice that is described has its own sizes, whatever stands here."""
+"""What libtpu finds out for itself where there is a TPU. Where there is none it writes lines of errors, unless these
+are set. A slice that is described has its own sizes, whatever stands here."""
 DEVICES, CHIPS = Path("/dev"), ("accel*", "vfio/[0-9]*")
 """Where Linux shows TPU chips, and the names of their files, by either of two drivers."""
 
