@@ -37,7 +37,7 @@ def request(*overrides, config="configs/demo.yaml"):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     keep = tmp_path_factory.mktemp("plan")
-    return plan.plan(request(*ULYSSES), "v6e:2x4", keep), keep
+    return plan.plan(request(*ULYSSES), "v6e:2x4", keep, stages=("denoise",)), keep
 
 
 @needs_libtpu
@@ -69,7 +69,7 @@ def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
     collectives = planned[0].stage("denoise").per_block.collectives
     shapes = {(one.group, one.links, one.ports) for one in collectives}
     assert shapes == {(4, "2x2 square", 2.0)}
-    found = plan.plan(request(*SMALL), "v6e:2x4")
+    found = plan.plan(request(*SMALL), "v6e:2x4", stages=("denoise",))
     kinds = [one.kind for one in found.stage("denoise").per_block.collectives]
     assert set(kinds) == {"all-reduce"}
 
@@ -113,7 +113,7 @@ def test_a_plan_reads_as_text(planned):
 
 @needs_libtpu
 def test_unrolled_blocks_have_no_figure_per_block():
-    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4")
+    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4", stages=("denoise",))
     assert found.stage("denoise").per_block is None
     assert found.stage("denoise").step.model_s > 0
 
