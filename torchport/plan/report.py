@@ -126,7 +126,7 @@ def estimate_line(finding: Underestimate) -> str:
     """Returns what counts with more than the compiler's estimate, in words."""
     negative = f", {finding.negative} of them negative" if finding.negative else ""
     return (
-        f"estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
+        f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
         f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
     )
 
@@ -206,7 +206,7 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
     return {
         "name": name,
         "findings": [f"Does not fit: {overflow_line(finding)}" for finding in _overflows(stage)],
-        "estimates": [estimate_line(finding).capitalize() for finding in _underestimates(stage)],
+        "estimates": [estimate_line(finding) for finding in _underestimates(stage)],
         "pictures": [*_times(name, stage), _memory(stage.per_device)],
         "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
         "not_modelled": stage.not_modelled,
