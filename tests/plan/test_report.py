@@ -223,7 +223,7 @@ def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
 
 def test_products_that_are_estimated_too_low_are_named_and_change_nothing_of_what_fits():
     finding = {"what": "estimate", "count": 12, "negative": 3, "estimated_ms": 2.15, "charged_ms": 5.6}
-    finding |= {"source": "vae.py:64 in forward", "fact": "12 product(s) are estimated too low"}
+    finding |= {"source": "vae.py:64 in forward", "fact": "The arithmetic counts"}
     found = plan(decode=stage(per_block=None, steps=1, findings=[finding]))
     text = report.lines(found)
     said = "Estimated too low: 12 product(s), 2.15 ms by the compiler, 3 of them negative; 5.6 ms count, their "

@@ -137,9 +137,7 @@ def test_without_a_peak_every_estimate_counts_as_it_is_and_a_negative_one_is_non
     assert [run.instruction.name for run in program.unpriced()] == ["f2"]
 
 
-@pytest.mark.parametrize(
-    "attributes", ["kind=none", "dim_labels=bf_io->b", "dim_labels=b0f_0io->b0f", "dim_labels=bf_io->b0"]
-)
+@pytest.mark.parametrize("labels", ["none", "bf_io->b", "b0f_0io->b0f", "bf_io->b0"])
 def test_a_convolution_of_another_form_is_refused_with_its_line(tmp_path, labels):
     with pytest.raises(TopologyError) as caught:
         read(tmp_path, convolution("f32[4,5]", "f32[5,6]", "f32[4,6]", f"dim_labels={labels}"))

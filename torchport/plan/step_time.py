@@ -149,7 +149,7 @@ class ProgramTime:
                 estimated_ms=self._ms(sum(one.estimated for one in raised)),
                 charged_ms=self._ms(sum(one.cycles for one in raised)),
                 source=str(raised[0].instruction.source or ""),
-                fact=f"{count} product(s) are estimated below their arithmetic at peak, which counts instead",
+                fact="The compiler estimates less than the arithmetic takes at peak, which counts instead",
             )
         ]
 
