@@ -91,7 +91,7 @@ def decoded(module: Any, latents: torch.Tensor, count: int | None = None) -> tor
             return module.decode(latents).sample.double()
         with Products(count) as products:
             video = module.decode(latents).sample
-    assert products.seen > 50, "the decoder's products are seen"
+    assert products.seen > 30, "the decoder's products are seen"
     return video.double()
 
 
