@@ -37,7 +37,7 @@ def request(*overrides, config="configs/demo.yaml"):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     keep = tmp_path_factory.mktemp("plan")
-    return plan.plan(request(*ULYSSES), "v6e:2x4", keep), keep
+    return plan.plan(request(*ULYSSES), "v6e:2x4", keep, stages=("denoise",)), keep
 
 
 @needs_libtpu
@@ -69,7 +69,7 @@ def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
     collectives = planned[0].stage("denoise").per_block.collectives
     shapes = {(one.group, one.links, one.ports) for one in collectives}
     assert shapes == {(4, "2x2 square", 2.0)}
-    found = plan.plan(request(*SMALL), "v6e:2x4")
+    found = plan.plan(request(*SMALL), "v6e:2x4", stages=("denoise",))
     kinds = [one.kind for one in found.stage("denoise").per_block.collectives]
     assert set(kinds) == {"all-reduce"}
 
@@ -113,7 +113,7 @@ def test_a_plan_reads_as_text(planned):
 
 @needs_libtpu
 def test_unrolled_blocks_have_no_figure_per_block():
-    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4")
+    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4", stages=("denoise",))
     assert found.stage("denoise").per_block is None
     assert found.stage("denoise").step.model_s > 0
 
@@ -314,6 +314,74 @@ def test_a_stage_of_which_nothing_is_compiled_is_refused():
     assert refusal(BadValueError, lambda: plan.plan(request(), "v6e:2x4", stages=("encode",))) == (
         "--stage encode: Nothing of it is compiled: it runs on the host, in PyTorch. "
         "Name one of denoise, decode, or all."
+    )
+
+
+def stages_compiled(monkeypatch, task, *names):
+    """The stages that are compiled where these are named, and the plan."""
+    compiled = []
+
+    def apart(task, stage, *_):
+        compiled.append(stage)
+        return [compiled_program(unfit("hbm", 3, 2).memory)]
+
+    monkeypatch.setattr(aot, "apart", apart)
+    found = plan.of_task(task, None, True, names)
+    return compiled, found
+
+
+def test_every_stage_with_a_network_is_planned_one_after_the_other_and_named_while_it_is(monkeypatch, caplog):
+    caplog.set_level("INFO", "torchport")
+    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
+    compiled, found = stages_compiled(monkeypatch, task)
+    assert compiled == ["denoise", "decode"] and found.stages["encode"].status == "not_ported"
+    assert caplog.messages == ["compile denoise (1 of 2) ...", "compile decode (2 of 2) ..."]
+    caplog.clear()
+    compiled, found = stages_compiled(monkeypatch, task, "denoise")
+    assert compiled == ["denoise"] and caplog.messages == []
+    assert found.stages["decode"] == StageLeftOut(status="not_asked", why="Add --stage decode, or --stage all")
+    assert stages_compiled(monkeypatch, task, "all")[0] == ["denoise", "decode"]
+
+
+def test_a_decoder_whose_inputs_are_not_known_beforehand_is_left_out_unless_it_is_named(monkeypatch):
+    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
+    known = [
+        stage if stage.name == "denoise" else dataclasses.replace(stage, like=None) for stage in task.family.STAGES
+    ]
+    monkeypatch.setattr(task.family, "STAGES", known)
+    compiled, found = stages_compiled(monkeypatch, task)
+    why = "The shapes of its inputs are not known beforehand"
+    assert compiled == ["denoise"] and found.stages["decode"] == StageLeftOut(status="not_asked", why=why)
+    assert stages_compiled(monkeypatch, task, "decode")[0] == ["decode"]
+
+
+LOW = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p: f32[]) -> f32[] {
+  %a = f32[1,4,5] parameter(0)
+  %b = f32[2,5,6] parameter(1)
+  ROOT %c = f32[1,4,6] convolution(%a, %b), window={size=2 pad=0_1}, dim_labels=0bf_0io->0bf, COST
+}
+"""
+
+
+@pytest.mark.parametrize(("cycles", "negative"), [(1, 0), (-5, 1)])
+def test_a_product_that_is_estimated_below_its_arithmetic_is_a_finding_and_fits(
+    tmp_path, monkeypatch, cycles, negative
+):
+    high = f'operand_precision={{high,high}}, backend_config={{"estimated_cycles":"{cycles}"}}'
+    (tmp_path / "a.txt").write_text(LOW.replace("COST", high).replace("[1,4,", "[1,40000,"))
+    memory = aot.DeviceBytes(1, 1, 1, 0, 0)
+    one = compiled_program(memory, dump="a.txt", times=1)
+    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
+    found = plan._program_plan(task, one, tmp_path, denoises=False)
+    flops = 3 * 2 * 40_000 * 5 * 6
+    floor = 1e3 * -(-flops // 524_288) / 1.755e9
+    [finding] = found.findings
+    assert (finding.what, finding.count, finding.negative) == ("estimate", 1, negative)
+    assert finding.charged_ms == pytest.approx(floor) and finding.estimated_ms == pytest.approx(cycles / 1.755e6)
+    assert (
+        found.fits and found.step.other_s == pytest.approx(floor / 1e3) and found.largest[0].ms == pytest.approx(floor)
     )
 
 

@@ -219,3 +219,21 @@ def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
     assert at_once(arguments_bytes=2 * GIB, peak_bytes=12 * GIB) == [f"{turns} fit at once: 28.0 GiB of 32.0 GiB"]
     assert at_once(arguments_bytes=None) == []
     assert plan(denoise=stage()).at_once_bytes is None
+
+
+def test_products_that_are_estimated_too_low_are_named_and_change_nothing_of_what_fits():
+    finding = {"what": "estimate", "count": 12, "negative": 3, "estimated_ms": 2.15, "charged_ms": 5.6}
+    finding |= {"source": "vae.py:64 in forward", "fact": "The arithmetic counts"}
+    found = plan(decode=stage(per_block=None, steps=1, findings=[finding]))
+    text = report.lines(found)
+    said = "Estimated too low: 12 product(s), 2.15 ms by the compiler, 3 of them negative; 5.6 ms count, their "
+    said += "arithmetic at peak. Furthest off: vae.py:64 in forward"
+    assert f"  {said}" in text and text[0].endswith(": fits") and "DOES NOT FIT" not in "\n".join(text)
+    page = Page(report.page(found, ""))
+    assert said in page.text and "Does not fit" not in page.text
+    assert [one.model_dump(mode="json") for one in found.stage("decode").findings] == [finding]
+
+
+def test_a_decode_is_read_as_one():
+    lines = report.lines(plan(decode=stage(per_block=None, steps=1)))
+    assert [line[:12] for line in lines if " a decode" in line] == ["  a decode  ", "  a decode  "]

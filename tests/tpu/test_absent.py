@@ -52,6 +52,7 @@ def described(root, *names):
         text=True,
         check=True,
     )
+    assert child.stderr == "", "libtpu writes no errors about what the environment says"
     return json.loads(child.stdout)
 
 
@@ -105,8 +106,38 @@ def test_the_environment_is_returned_and_never_written():
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v6e-8",
     }
     assert dict(os.environ) == before
+
+
+def hushed(monkeypatch, folder):
+    """The variables that are set where a machine's devices are files of a folder."""
+    monkeypatch.setattr(absent, "DEVICES", folder)
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": "mine"})
+    absent.hush()
+    return os.environ
+
+
+def test_libtpu_is_told_what_it_cannot_find_out_only_where_there_is_no_chip(monkeypatch, tmp_path):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the driver itself
+    assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+    for name in ("vfio/0", "accel0"):
+        (tmp_path / name).touch()
+        assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine"}
+        (tmp_path / name).unlink()
+
+
+@REAL
+@pytest.mark.skipif(any(any(absent.DEVICES.glob(name)) for name in absent.CHIPS), reason="There is a TPU here.")
+def test_a_machine_without_a_tpu_is_examined_without_a_word_of_libtpu(root):
+    code = "from torchport.task import devices; print(devices.visible_devices('tpu'), devices.visible_devices('cuda'))"
+    unset = {name: value for name, value in os.environ.items() if name not in environment()}
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=unset | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
+    )
+    assert (child.stdout, child.stderr) == ("(0, 'none', None) (0, 'none', None)\n", "")
 
 
 def test_a_dump_is_asked_for_behind_the_callers_own_flags_and_never_comes_from_a_cache(monkeypatch):

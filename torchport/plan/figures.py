@@ -74,7 +74,7 @@ class BlockTime(Figure):
     count: int
     """blocks of a step"""
     other_ms: float
-    """milliseconds of all but attention and collectives, by the compiler's estimate"""
+    """milliseconds of all but attention and collectives, by the compiler's estimate; products at peak at the least"""
     kernels: list[KernelTime]
     """kernels beside attention; their time is within `other_ms`"""
     attention_ms: float | None
@@ -100,7 +100,7 @@ class Parts(Figure, Generic[SecondsT]):
     attention_s: SecondsT
     """seconds of attention kernels, by the model; 0 where attention is no kernel but XLA's"""
     other_s: SecondsT
-    """seconds of all else that computes, by the compiler's estimate"""
+    """seconds of all else that computes, by the compiler's estimate; products at peak at the least"""
     communication_s: SecondsT
     """seconds of the collectives, by the model"""
 
@@ -183,7 +183,7 @@ class Operation(Figure):
     """An operation that takes long."""
 
     ms: float
-    """milliseconds by the compiler's estimate"""
+    """milliseconds by the compiler's estimate; products at peak at the least"""
     opcode: str
     """the operation, as HLO names it, or `kernel`"""
     source: str
@@ -207,6 +207,25 @@ class Overflow(Figure):
     """the same in words"""
 
 
+class Underestimate(Figure):
+    """Convolutions and matrix products that count with more than their compiler's estimate. All of them fit."""
+
+    what: Literal["estimate"]
+    """the compiler's estimate"""
+    count: int
+    """convolutions and matrix products of one run that are estimated below their arithmetic, as often as they run"""
+    negative: int
+    """of these, those with a negative estimate"""
+    estimated_ms: float
+    """milliseconds of all of them by the compiler's estimate"""
+    charged_ms: float
+    """milliseconds that count instead: their arithmetic in all its passes at the chip's bfloat16 peak"""
+    source: str
+    """the line of PyTorch of the one with the largest difference; empty where there is none"""
+    fact: str
+    """the same in words"""
+
+
 class PlanFigures(Figure):
     """The figures that a program has, and a stage of one or several programs."""
 
@@ -217,7 +236,7 @@ class PlanFigures(Figure):
     per_device: Memory
     """of a stage, the memory of the program that takes most"""
     per_block: BlockTime | None
-    """one block; null where blocks do not run in a loop"""
+    """one block of a network that denoises; null where blocks do not run in a loop"""
     per_step: Communication | None
     """the collectives of a denoising step, or of a whole decode"""
     step: StepTime
@@ -226,8 +245,8 @@ class PlanFigures(Figure):
     """the largest call of attention"""
     largest: list[Operation]
     """the ten most expensive operations of a block, or where there is none of the stage"""
-    findings: list[Overflow]
-    """what does not fit"""
+    findings: list[Annotated[Overflow | Underestimate, pydantic.Field(discriminator="what")]]
+    """what does not fit, and what counts with more than the compiler estimates"""
     not_modelled: list[str]
     """what takes time and is in no part of the model"""
     trace_s: float

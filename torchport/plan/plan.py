@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from torchport import shard
+from torchport import progress, shard
+from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
 from torchport.errors import BadValueError
 from torchport.files import atomic
@@ -50,7 +52,8 @@ def plan(
         keep: A folder for the compiler's dump, from which every figure can be computed again, and `plan.json`.
         bounded: Whether the norms' gains keep scores within the bounds that the card names; no weights are read.
         stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By
-            default those that denoise; `all` is every one with a network.
+            default those that denoise, and all others with a network whose inputs are known beforehand; `all` is every
+            one with a network.
 
     Raises:
         BadValueError: The machine is no TPU, or nothing of a stage is compiled.
@@ -69,12 +72,11 @@ def on_slice(request: Request, topology_name: str | None) -> Request:
 
 def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] = ()) -> JobPlan:
     """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
-    networks = [stage.name for stage in task.family.STAGES if stage.network is not None]
-    stages = networks if "all" in stages else stages or [stage.name for stage in task.denoising]
+    stages = _named(task, stages)
     _check(task, stages)
     with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
         folder = Path(scratch) if keep is None else keep
-        planned = {name: _stage_plan(task, name, folder / name, bounded) for name in stages}
+        planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
     job = JobPlan(
         model=task.card.model,
         machine=task.machine.name,
@@ -88,6 +90,21 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     if keep is not None:
         atomic.write_json(keep / "plan.json", job.model_dump(mode="json"))
     return job
+
+
+def _named(task: Task, stages: Sequence[str]) -> list[str]:
+    """Returns the stages to compile: those that are named, or else all that can be."""
+    networks = [stage for stage in task.family.STAGES if stage.network is not None]
+    if "all" in stages:
+        return [stage.name for stage in networks]
+    return list(stages) or [stage.name for stage in networks if stage in task.denoising or stage.like is not None]
+
+
+def _announced(stages: Sequence[str]) -> Iterator[str]:
+    """Yields stages; while one of several is compiled, a person sees which."""
+    for number, name in enumerate(stages, 1):
+        with progress.waiting(f"compile {name} ({number} of {len(stages)})") if len(stages) > 1 else nullcontext():
+            yield name
 
 
 def require_tpu(machine: Machine) -> Chip:
@@ -118,6 +135,8 @@ def _left_out(stage: Stage) -> StageLeftOut:
     if stage.network is None:
         why = "It runs on the host, in PyTorch: nothing of it is compiled"
         return StageLeftOut(status="not_ported", why=why)
+    if stage.like is None:
+        return StageLeftOut(status="not_asked", why="The shapes of its inputs are not known beforehand")
     return StageLeftOut(status="not_asked", why=f"Add --stage {stage.name}, or --stage all")
 
 
@@ -134,21 +153,22 @@ def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan
     network = str(stage.network)
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
     return together(
-        [_program_plan(task, one, folder) for one in compiled],
+        [_program_plan(task, one, folder, name in DENOISING) for one in compiled],
         compiled[0].steps,
         dtypes={network: task.dtype(network)},
         precision={network: task.card.components[network].precision},
     )
 
 
-def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path) -> ProgramPlan:
-    """Returns what is known of a program whose dump lies in a folder."""
+def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoises: bool) -> ProgramPlan:
+    """Returns what is known of a program whose dump lies in a folder, and that denoises or does not."""
     dump = None if compiled.dump is None else f"{folder.name}/{compiled.dump}"
     if isinstance(compiled.memory, Overflow):
         return _unfit(task, compiled, compiled.memory, dump)
     sizes, chip = compiled.memory, task.machine.require_tpu()
-    program = hlo.read(folder / (compiled.dump or ""))  # of the folder `hlo` says what is there in its stead
-    time = program_time(task, compiled, program)
+    # Where there is no dump, `hlo` says what is in the folder in its stead.
+    program = hlo.read(folder / (compiled.dump or ""), flops_per_cycle=chip.cores * chip.bundle_flops)
+    time = program_time(task, compiled, program, denoises)
     return ProgramPlan(
         inputs=compiled.inputs,
         times=compiled.times,
@@ -165,7 +185,7 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path) -> Pr
         step=time.step(),
         attention=time.attention,
         largest=time.largest(),
-        findings=[],
+        findings=[*time.underestimates()],
         not_modelled=time.not_modelled(),
         trace_s=compiled.trace_s,
         compile_s=compiled.compile_s,

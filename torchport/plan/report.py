@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchport.config.card import DENOISING
 from torchport.files import atomic
 from torchport.plan.figures import (
     BlockTime,
@@ -16,6 +17,7 @@ from torchport.plan.figures import (
     Overflow,
     StageLeftOut,
     StagePlan,
+    Underestimate,
     largest_shape,
     moved_bytes,
 )
@@ -72,7 +74,7 @@ def lines(job: JobPlan) -> list[str]:
             text.append(f"{name}: {stage.status.replace('_', ' ')}. {stage.why}.")
             continue
         calls = ", ".join(f"{one.times} x {largest_shape(one.inputs)}" for one in stage.programs)
-        text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(stage)]
+        text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
     text += _at_once_lines(job)
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
@@ -88,11 +90,11 @@ def _at_once_lines(job: JobPlan) -> list[str]:
     return [f"two networks take turns, one is on the devices at a time; {verdict}: {_size(size)} of {_size(limit)}"]
 
 
-def _stage_lines(stage: StagePlan) -> list[str]:
+def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text = [_memory_line(stage.per_device)]
-    text += [f"  DOES NOT FIT: {overflow_line(finding)}" for finding in stage.findings]
+    text += [f"  DOES NOT FIT: {overflow_line(finding)}" for finding in _overflows(stage)]
     text += _block_lines(stage.per_block) if stage.per_block else []
-    whole = "per step" if stage.steps > 1 else "in all"
+    whole = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
         moved, count = moved_bytes(stage.per_step.collectives), sum(one.count for one in stage.per_step.collectives)
         text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
@@ -106,9 +108,27 @@ def _stage_lines(stage: StagePlan) -> list[str]:
         of = " of a block" if stage.per_block else ""
         text.append(f"  the most expensive operations{of}:")
     text += [f"    {one.ms:6.3f} ms  {one.opcode:8} {one.source}" for one in stage.largest]
+    text += [f"  {estimate_line(finding)}" for finding in _underestimates(stage)]
     text += [f"  not modelled: {said}" for said in stage.not_modelled]
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
+
+
+def _overflows(stage: StagePlan) -> list[Overflow]:
+    return [finding for finding in stage.findings if isinstance(finding, Overflow)]
+
+
+def _underestimates(stage: StagePlan) -> list[Underestimate]:
+    return [finding for finding in stage.findings if isinstance(finding, Underestimate)]
+
+
+def estimate_line(finding: Underestimate) -> str:
+    """Returns what counts with more than the compiler's estimate, in words."""
+    negative = f", {finding.negative} of them negative" if finding.negative else ""
+    return (
+        f"Estimated too low: {finding.count} product(s), {finding.estimated_ms:.3g} ms by the compiler{negative}; "
+        f"{finding.charged_ms:.3g} ms count, their arithmetic at peak. Furthest off: {finding.source or 'no line'}"
+    )
 
 
 def _memory_line(device: Memory) -> str:
@@ -185,18 +205,19 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {overflow_line(finding)}" for finding in stage.findings],
-        "pictures": [*_times(stage), _memory(stage.per_device)],
-        "tables": [_programs(stage), _collectives(stage), _operations(stage)],
+        "findings": [f"Does not fit: {overflow_line(finding)}" for finding in _overflows(stage)],
+        "estimates": [estimate_line(finding) for finding in _underestimates(stage)],
+        "pictures": [*_times(name, stage), _memory(stage.per_device)],
+        "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
         "not_modelled": stage.not_modelled,
     }
 
 
-def _times(stage: StagePlan) -> list[Picture]:
+def _times(name: str, stage: StagePlan) -> list[Picture]:
     """Returns the pictures of a step and of a block, those that the plan has figures for."""
     block, pictures = stage.per_block, []
     if step := stage.step.known:
-        what = "One step" if stage.steps > 1 else "The whole stage"
+        what = "One step" if name in DENOISING else "The whole stage"
         # The parts make up the whole as it is modelled: attention as it is, all else divided.
         factor = step.factor
         other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
@@ -288,9 +309,9 @@ def _programs(stage: StagePlan) -> PageTable:
     return _table("Programs", heads, rows)
 
 
-def _collectives(stage: StagePlan) -> PageTable:
+def _collectives(name: str, stage: StagePlan) -> PageTable:
     per = stage.per_block or stage.per_step
-    caption = f"Collectives of {'a block' if stage.per_block else 'a step' if stage.steps > 1 else 'the stage'}"
+    caption = f"Collectives of {'a block' if stage.per_block else 'a step' if name in DENOISING else 'the stage'}"
     rows = [
         (one.kind, f"{one.count:g}", f"{one.bytes:,}", one.group, one.source or "")
         for one in (per.collectives if per else ())

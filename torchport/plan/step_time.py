@@ -25,6 +25,7 @@ from torchport.plan.figures import (
     Operation,
     Parts,
     StepTime,
+    Underestimate,
 )
 from torchport.shard import grid
 from torchport.task import Task
@@ -46,6 +47,7 @@ class ProgramTime:
         calls: The calls of attention, as they were traced: once where blocks are stacked.
         passes: Seconds of one call of each kernel beside attention, by its name.
         flops: Of one run, on the whole slice.
+        denoises: Whether it is a network of blocks, as those that denoise are.
     """
 
     program: hlo.Program
@@ -54,6 +56,7 @@ class ProgramTime:
     calls: Sequence[Attention]
     passes: dict[str, float]
     flops: int
+    denoises: bool = True
 
     @property
     def chip(self) -> Chip:
@@ -63,7 +66,7 @@ class ProgramTime:
     @functools.cached_property
     def loop(self) -> hlo.Loop | None:
         """The loop over blocks, if they run in one; unrolled ones cannot be told apart."""
-        return block_loop(self.program)
+        return block_loop(self.program) if self.denoises else None
 
     @property
     def attention(self) -> Attention | None:
@@ -77,7 +80,7 @@ class ProgramTime:
         body, sent = self.loop.body, collectives(self.program, self.loop.body, self.spots)
         kernels = self.program.kernels(body)
         return BlockTime(
-            count=self.loop.trips,
+            count=self.loop.trips * self.loop.times,
             other_ms=self._ms(self.loop.cycles) + 1e3 * self._in_passes(body),
             kernels=[
                 KernelTime(kernel=name, count=times, ms=1e3 * self.passes[name])
@@ -96,10 +99,11 @@ class ProgramTime:
 
     def parts(self) -> Parts[float]:
         """Returns the parts of the time of one run."""
-        # Attention that is no kernel is XLA's, and in its estimate. Stacked blocks are traced once, and their attention
-        # is the largest.
+        # Attention that is no kernel is XLA's, and in its estimate. What a loop repeats is traced once, and its
+        # attention is the largest.
         spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
-        more = self.loop.trips - 1 if self.loop and spent else 0
+        loop = block_loop(self.program) if spent else None
+        more = loop.trips * loop.times - 1 if loop else 0
         return Parts[float](
             attention_s=(sum(spent) + more * max(spent, default=0.0)) / 1e3,
             other_s=self.program.cycles() / self.chip.clock + self._in_passes(None),
@@ -131,6 +135,24 @@ class ProgramTime:
         ]
         return sorted([*kernels, *compiled], key=lambda one: -one.ms)[:10]
 
+    def underestimates(self) -> list[Underestimate]:
+        """Returns what counts with more than the compiler's estimate, all of it in one finding."""
+        raised = self.program.underestimated()
+        if not raised:
+            return []
+        count = sum(one.times for one in raised)
+        return [
+            Underestimate(
+                what="estimate",
+                count=count,
+                negative=sum(one.times for one in raised if one.estimated < 0),
+                estimated_ms=self._ms(sum(one.estimated for one in raised)),
+                charged_ms=self._ms(sum(one.cycles for one in raised)),
+                source=str(raised[0].instruction.source or ""),
+                fact="The compiler estimates less than the arithmetic takes at peak, which counts instead",
+            )
+        ]
+
     def not_modelled(self) -> list[str]:
         """Returns what takes time and is in no part of the model."""
         said, unpriced = [], self.program.unpriced()
@@ -139,6 +161,9 @@ class ProgramTime:
             said.append(
                 f"{len(unpriced)} operation(s) without an estimate of the compiler's, {size / 1e6:.3g} MB of output"
             )
+        exchanges = sum(one.times for one in self.program.collectives())
+        if exchanges:
+            said.append(f"the latency of {exchanges:,} collective(s): what each takes however small it is")
         for call in self.calls:
             if isinstance(call, KernelAttention) and (call.dtype != "bfloat16" or 4 * call.keys < call.row_tokens):
                 here = f"{call.keys:,} keys in {call.dtype}"
@@ -155,20 +180,21 @@ class ProgramTime:
         return 1e3 * cycles / self.chip.clock
 
 
-def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program) -> ProgramTime:
+def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program, denoises: bool = True) -> ProgramTime:
     """Returns a program of a task with the times that its compiler does not estimate.
 
     Args:
         task: The job, on a TPU slice.
         compiled: What is known of the program beside its text.
         program: Its text, as the compiler scheduled it.
+        denoises: Whether it is of a stage that denoises.
 
     Raises:
         TopologyError: A kernel does not compile alone.
     """
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {one.kernel: cost.pass_seconds(one, task.machine) for one in compiled.passes}
-    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops)
+    return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
 
 
 def block_loop(program: hlo.Program) -> hlo.Loop | None:

@@ -24,8 +24,6 @@ from torchport.processes import path
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
-_HARMLESS = "unexpected worker hostname"
-"""libtpu writes a line with these words whenever it compiles for a TPU that is not there."""
 _REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
 
 
@@ -57,7 +55,7 @@ def last_words(stderr: str) -> str:
 
     After an exception JAX may write a line about removed frames, which is not the reason.
     """
-    lines = [line for line in stderr.strip().splitlines() if _HARMLESS not in line] or ["nothing"]
+    lines = stderr.strip().splitlines() or ["nothing"]
     raised = [line for line in lines if _RAISED.match(line)]
     return (raised or lines)[-1].strip()[:300].rstrip(".")
 

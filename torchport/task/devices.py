@@ -9,6 +9,7 @@ from torchport.config.machine import Machine, Platform
 from torchport.errors import MachineError
 from torchport.processes import hosts
 from torchport.progress import size_text
+from torchport.tpu import absent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +148,7 @@ def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
     """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
     import jax
 
+    absent.hush()
     try:
         devices = jax.devices("gpu" if platform == "cuda" else platform)
     except RuntimeError:

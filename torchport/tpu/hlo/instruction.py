@@ -30,7 +30,8 @@ class Instruction:
         bytes: Of all of them, on one device.
         operands: The names of instructions of the same computation.
         calls: The computations that it runs or applies; a loop's condition, then its body.
-        cycles: What the compiler estimates for one execution, or None where it does not.
+        cycles: What the compiler estimates for one execution, or None where it does not. Of a convolution with many
+            passes it may be negative.
         source: The innermost line of Python that is not internal. A fusion without one has that of its root.
         op_name: JAX's name of what it was made from.
         target: Of a custom call, such as tpu_custom_call.
@@ -40,6 +41,8 @@ class Instruction:
         literal: What stands in the parentheses of a constant or a parameter.
         index: Of a get-tuple-element; the direction of a comparison.
         trips: Of a loop, where the compiler wrote how many times it runs.
+        flops: Of a convolution, or of those in a fusion: bfloat16 operations on one device, those of all passes (see
+            `convolution`). A matrix product is a convolution, too.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Instruction:
     literal: str = ""
     index: str = ""
     trips: int | None = None
+    flops: int = 0
 
     @property
     def kernel(self) -> str | None:

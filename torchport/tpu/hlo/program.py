@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,16 +27,23 @@ class Execution:
         times: By one run of what was walked.
         beside: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another
             that waits for it.
+        least: Cycles that the arithmetic of its convolutions takes at peak, each time.
     """
 
     instruction: Instruction
     times: int
     beside: bool = False
+    least: int = 0
+
+    @property
+    def estimated(self) -> int:
+        """The cycles that the compiler estimates for all of these times; 0 without an estimate."""
+        return (self.instruction.cycles or 0) * self.times
 
     @property
     def cycles(self) -> int:
-        """What the compiler estimates for all of these times; 0 without an estimate."""
-        return (self.instruction.cycles or 0) * self.times
+        """The cycles of all of these times: what the compiler estimates, and no less than the arithmetic takes."""
+        return max(self.estimated, self.least * self.times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +93,15 @@ class Program:
         devices: How many it runs on.
         entry: The computation that it begins with.
         computations: By name.
+        flops_per_cycle: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By
+            default so many that every estimate counts as it is.
     """
 
     file: Path
     devices: int
     entry: str
     computations: dict[str, Computation]
+    flops_per_cycle: float = math.inf
 
     def walk(self, of: str | None = None) -> Iterator[Execution]:
         """Yields every instruction that runs, with how many times; a fusion is one instruction.
@@ -112,7 +123,7 @@ class Program:
         return sum(one.bytes for one in every if one.opcode == "constant")
 
     def cycles(self, of: str | None = None) -> int:
-        """Returns the estimated cycles of what the core does itself, without Pallas kernels and collectives."""
+        """Returns the cycles (`Execution.cycles`) of what the core does itself, no Pallas kernels and collectives."""
         return sum(run.cycles for run in self._priced(of))
 
     def kernels(self, of: str | None = None) -> dict[str, int]:
@@ -127,6 +138,11 @@ class Program:
     def largest(self, number: int, of: str | None = None) -> list[Execution]:
         """Returns the instructions with the most estimated cycles over all their times, the largest first."""
         return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
+
+    def underestimated(self, of: str | None = None) -> list[Execution]:
+        """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
+        raised = [run for run in self._priced(of) if run.cycles > run.estimated]
+        return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
     def unpriced(self, of: str | None = None) -> list[Execution]:
         """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
@@ -166,7 +182,7 @@ class Program:
 
     def _walk(self, name: str, times: int, beside: bool) -> Iterator[Execution]:
         for instruction in self.computations[name].instructions.values():
-            yield Execution(instruction, times, beside)
+            yield Execution(instruction, times, beside, self._least(instruction))
             for called, more in self._called(instruction):
                 yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
@@ -190,6 +206,10 @@ class Program:
                 for inner in self.computations[called].instructions.values():
                     yield from ((fusion or instruction, held) for fusion, held in self._inner(inner))
 
+    def _least(self, instruction: Instruction) -> int:
+        """Returns the cycles that the convolutions in an instruction take at peak."""
+        return math.ceil(instruction.flops / self.flops_per_cycle)
+
     def _scatters(self, fusion: Instruction) -> bool:
         """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
         inside = self.computations[fusion.calls[0]]
@@ -209,13 +229,14 @@ class Program:
     def _priced(self, of: str | None) -> Iterator[Execution]:
         for run in self.walk(of):
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
-            if run.instruction.cycles and not run.beside and not kernel:
+            if run.cycles and not run.beside and not kernel:
                 yield run
 
     def _unpriced(self, instruction: Instruction) -> bool:
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
         free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
-        return instruction.cycles is None and not free and not self._apart(instruction)
+        known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
+        return not known and not free and not self._apart(instruction)
 
     @functools.cached_property
     def _trips(self) -> LoopTrips:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
 
 from torchport.errors import TopologyError
+from torchport.tpu.hlo import convolution
 from torchport.tpu.hlo.instruction import Computation, Instruction, SourceLine
 from torchport.tpu.hlo.program import Program
 
@@ -28,7 +31,7 @@ _BROKEN = re.compile(r"(\{kernel_metadata=\{)\n(.*)\n(\}\}.*)")
 _NAMED = re.compile(r"\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(?)")
 _OPCODE = re.compile(r" ([a-z][\w-]*)(?=\()")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sides>[\d,<=]*)\]")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
 _UNKNOWN = 2**63 - 1
 """What stands for no estimate in a program of the SparseCore."""
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -42,12 +45,13 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
 
 
-def read(file: Path, internal: tuple[str, ...] = INTERNAL) -> Program:
+def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: float = math.inf) -> Program:
     """Returns a scheduled program.
 
     Args:
         file: An `*after_codegen.txt`, or a folder that has one of them.
         internal: Patterns that are searched in the names of files; no line of these is an instruction's source.
+        flops_per_cycle: bfloat16 operations that a device does at most in one cycle, as the program has them.
 
     Raises:
         TopologyError: No such file, several in the folder, or text of another form.
@@ -56,7 +60,7 @@ def read(file: Path, internal: tuple[str, ...] = INTERNAL) -> Program:
     if len(files) != 1 or not files[0].is_file():
         names = ", ".join(path.name for path in files if path.is_file()) or "none"
         raise TopologyError(str(file), f"Scheduled programs (*after_codegen.txt) there: {names}", "There must be one")
-    return _HloReader(files[0], internal).read()
+    return dataclasses.replace(_HloReader(files[0], internal).read(), flops_per_cycle=flops_per_cycle)
 
 
 class _HloReader:
@@ -115,15 +119,12 @@ class _HloReader:
                 continue
             if not named:
                 break
-            instruction = self.instruction(named["name"], line[named.start("shape") :])
-            missing = [operand for operand in instruction.operands if operand not in instructions]
-            if missing:
-                raise self.refusal(f"%{named['name']} uses %{missing[0]}, which is not before it in its computation")
+            instruction = self.instruction(named["name"], line[named.start("shape") :], instructions)
             instructions[instruction.name] = instruction
             root = instruction.name if named["root"] else root
         raise self.refusal(f"Computation %{name} is not closed, or has no ROOT")
 
-    def instruction(self, name: str, text: str) -> Instruction:
+    def instruction(self, name: str, text: str, before: Mapping[str, Instruction]) -> Instruction:
         shape_ends = self.close(text, 0) if text.startswith("(") else 0
         opening = _OPCODE.search(text, shape_ends)
         if not opening:
@@ -137,12 +138,17 @@ class _HloReader:
         cycles, trips, op_name = _CYCLES.search(config), _TRIPS.search(config), _OP_NAME.search(metadata)
         chain = _CHAIN.search(attributes.get("frontend_attributes", ""))
         leaf = opcode in ("constant", "parameter")
+        operands = () if leaf else tuple(re.findall(r"%([\w.-]+)", inside))
+        missing = [operand for operand in operands if operand not in before]
+        if missing:
+            raise self.refusal(f"%{name} uses %{missing[0]}, which is not before it in its computation")
+        arrays = tuple((dtype, sides) for dtype, sides, _ in shapes)
         return Instruction(
             name,
             opcode,
-            tuple((dtype, sides) for dtype, sides, _ in shapes),
+            arrays,
             sum(size for _, _, size in shapes),
-            operands=() if leaf else tuple(re.findall(r"%([\w.-]+)", inside)),
+            operands=operands,
             calls=calls,
             cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
             source=self.source(metadata) or self.fused(opcode, calls),
@@ -153,7 +159,26 @@ class _HloReader:
             literal=inside if leaf else "",
             index=attributes.get("index") or attributes.get("direction") or "",
             trips=int(trips[1]) if trips else None,
+            flops=self.flops(name, opcode, [arrays, *(before[operand].shapes for operand in operands)], attributes)
+            + self.fused_flops(opcode, calls),
         )
+
+    def flops(
+        self, name: str, opcode: str, values: Sequence[tuple[convolution.Array, ...]], attributes: Mapping[str, str]
+    ) -> int:
+        """Returns the bfloat16 operations of a convolution, from its value and those of its operands; else 0."""
+        if opcode != "convolution":
+            return 0
+        try:
+            [[output], [left], [right]] = values
+            return convolution.flops(output, left, right, attributes)
+        except (ValueError, KeyError, IndexError):
+            raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
+
+    def fused_flops(self, opcode: str, calls: tuple[str, ...]) -> int:
+        """Returns the bfloat16 operations of the convolutions in a fusion; else 0."""
+        inside = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
+        return sum(one.flops for one in inside)
 
     def close(self, text: str, start: int) -> int:
         """Returns where the bracket that opens at `start` has been closed."""
