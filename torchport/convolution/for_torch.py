@@ -147,10 +147,10 @@ def frame_attention(q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch
 
         out: torch.Tensor = engine.call_jax(form.attention, q_BCTHW, k_BCTHW, v_BCTHW)
         return out
-    batch, channels, frames = q_BCTHW.shape[:3]
+    frames = q_BCTHW.shape[2]
     q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
     outs = [
         functional.scaled_dot_product_attention(q[:, n], k[:, : n + 1].flatten(1, 2), v[:, : n + 1].flatten(1, 2))
         for n in range(frames)
     ]
-    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape[:1] + (channels, frames) + q_BCTHW.shape[3:])
+    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape)

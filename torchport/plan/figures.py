@@ -111,7 +111,7 @@ class ModelledTime(Parts[SecondsT], Generic[SecondsT]):
     uncalibrated_s: SecondsT
     """seconds: the sum of the three"""
     model_s: SecondsT
-    """seconds: the same, with all but attention divided by the factor of the calibration"""
+    """seconds: the same; of a step that denoises, with all but attention divided by the factor of the calibration"""
 
 
 class KnownTime(ModelledTime[float]):

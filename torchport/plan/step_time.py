@@ -113,10 +113,11 @@ class ProgramTime:
     def step(self) -> StepTime:
         """Returns the model of the time of one run, and the floor from arithmetic alone."""
         parts = self.parts()
+        by = calibration.shipped() if self.denoises else None  # it was fitted to steps that denoise
         return StepTime(
             **parts.model_dump(),
             uncalibrated_s=calibration.calibrated(parts, None),
-            model_s=calibration.calibrated(parts, calibration.shipped()),
+            model_s=calibration.calibrated(parts, by),
             floor_s=floor_seconds(self.flops, self.machine),
             flops=self.flops,
         )
