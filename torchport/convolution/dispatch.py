@@ -70,21 +70,18 @@ def convolved(
         bias_D: Or None.
         gains_C: Of an RMSNorm that x goes through first, and then SiLU.
         residual_BDTHW: Added to the output.
-        carry: What the chunk before returned, None if there is none.
+        carry: What the chunk before returned, [B, 2, H, W, D] float32; None if there is none.
         first: Whether there is no chunk before, where that is known only when it runs.
     """
     form = canvas.current()
     spec = form.spec
     beside: dict[str, Any] = {"gains": gains_C, "residual": residual_BDTHW, "carry": carry, "first": first}
-    # Of a carry [B, 2, H, W, D] of the kernel's, and [B, H, W, 2, C] of XLA's.
-    sums = _takes(x_BCTHW, weight_DCTHW)
-    parted = (form.rows or None, form.columns or None)
-    carries = PartitionSpec(None, None, *parted) if sums else PartitionSpec(None, *parted)
+    carries = PartitionSpec(None, None, form.rows or None, form.columns or None)
     specs = {"gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
-        return _local(request, form, sums, x, weight, bias, **beside)
+        return _local(request, form, x, weight, bias, **beside)
 
     if jax.sharding.get_abstract_mesh().empty:
         out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, beside)
@@ -108,7 +105,6 @@ def _takes(x_BCTHW: jax.Array, weight_DCTHW: jax.Array) -> bool:
 def _local(
     request: Request,
     form: Canvas,
-    sums: bool,
     x_BCTHW: jax.Array,
     weight_DCTHW: jax.Array,
     bias_D: jax.Array | None,
@@ -121,6 +117,7 @@ def _local(
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
     width = x_BCTHW.shape[4] * _ways(form.columns)
+    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else _by_xla
     outs, carries = [], []
     for n in range(x_BCTHW.shape[0]):
         x = x_BCTHW[n].transpose(2, 3, 1, 0)
@@ -131,7 +128,6 @@ def _local(
             "carry": None if carry is None else carry[n],
             "first": first,
         }
-        run = _by_kernel if sums else _by_xla
         out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
         outs.append(out.transpose(3, 2, 0, 1))
         carries.append(kept)
