@@ -24,8 +24,8 @@ from torchport.errors import (
     together,
 )
 
-StageName = Literal["encode", "denoise_first", "denoise", "decode"]
-STAGES: tuple[StageName, ...] = ("encode", "denoise_first", "denoise", "decode")
+StageName = Literal["encode", "encode_image", "denoise_first", "denoise", "decode"]
+STAGES: tuple[StageName, ...] = ("encode", "encode_image", "denoise_first", "denoise", "decode")
 """All stages that a family can have, in their order."""
 DENOISING: tuple[StageName, ...] = ("denoise_first", "denoise")
 """Those that take denoising steps. Where there are two, the second goes on from the state that the first leaves."""
@@ -312,7 +312,7 @@ class PipelineCall(Frozen):
     """Arguments of the pipeline's constructor that are no components, as the published `model_index.json` has them."""
     image: Word | None = None
     """The argument of the pipeline that takes the first frame; its VAE must encode it before the first step. With it,
-    `--image` must be given where prompts are encoded, and without it must not."""
+    `--image` must be given where it is encoded, and without it must not."""
     host: list[Literal["vae"]] = []
     """Components that stay on the host, in PyTorch: `[vae]` if the VAE cannot be compiled, or if the pipeline does more
     with the decoded video than to post-process it."""

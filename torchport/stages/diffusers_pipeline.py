@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from torchport.config.card import Card, PipelineCall
+from torchport.config.card import Card, PipelineCall, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.stages import frames
 from torchport.stages.decoding import Decoding
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
-from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding
+from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
 from torchport.stages.stand_in import StandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
@@ -38,6 +38,7 @@ DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", 
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 
 ENCODER = ("encoder", "quant_conv")
+DECODER = ("decoder", "post_quant_conv")
 """Modules of a VAE that it does not decode with, as diffusers' classes call them."""
 
 
@@ -66,27 +67,47 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
     upstream = UpstreamPipeline(card.pipeline, card.call, place)
     pipeline, networks = _Stages(upstream, card.call, place), card.call.networks
     encode = Stage("encode", pipeline.encode, ENCODE_USES, parts=tuple(card.call.encoders))
-    if card.call.image is not None:
+    encoding, on_host = [encode], "vae" in card.call.host
+    if card.call.image is not None and on_host:
         parts, uses = (*encode.parts, "scheduler", "vae"), (*ENCODE_USES, *IMAGE_USES)
-        encode = dataclasses.replace(encode, uses=uses, parts=parts, meta=networks)
+        encoding = [dataclasses.replace(encode, uses=uses, parts=parts, meta=networks)]
+    elif card.call.image is not None:
+        image_uses = (*IMAGE_USES, "dtypes")
+        network: dict[str, Any] = {"network": "vae", "without": DECODER, "call": pipeline.image_encoded}
+        encoding.append(
+            Stage(
+                "encode_image",
+                pipeline.encode_image,
+                image_uses,
+                parts=("scheduler",),
+                meta=networks,
+                like=lambda parts, settings: {},
+                **network,
+            )
+        )
+    encoders = tuple(stage.name for stage in encoding)
     denoising: dict[str, Any] = {"parts": ("scheduler",), "like": pipeline.inputs_like}
     first, last = (
         {**denoising, "network": network, "meta": ("vae", *(other for other in networks if other != network))}
         for network in (networks[0], networks[-1])
     )
-    denoise = [Stage("denoise", pipeline.denoise, DENOISE_USES, needs=("encode",), **last)]
+    denoise = [Stage("denoise", pipeline.denoise, DENOISE_USES, needs=encoders, **last)]
     if len(networks) == 2:
         # The noise and the seed's generator are among what the first one leaves. The image is drawn from anew.
         uses_second = tuple(name for name in DENOISE_USES if name != "seed" or card.call.image is not None)
         denoise = [
-            Stage("denoise_first", pipeline.denoise_first, DENOISE_USES, needs=("encode",), **first),
-            Stage("denoise", pipeline.denoise, uses_second, needs=("encode", "denoise_first"), **last),
+            Stage("denoise_first", pipeline.denoise_first, DENOISE_USES, needs=encoders, **first),
+            Stage("denoise", pipeline.denoise, uses_second, needs=(*encoders, "denoise_first"), **last),
         ]
     decode = Stage("decode", pipeline.decode, DECODE_USES, needs=("denoise",), parts=("scheduler",), meta=networks)
-    if "vae" in card.call.host:
-        return encode, *denoise, dataclasses.replace(decode, parts=("scheduler", "vae"))
+    if on_host:
+        return *encoding, *denoise, dataclasses.replace(decode, parts=("scheduler", "vae"))
     compiled: dict[str, Any] = {"network": "vae", "without": ENCODER, "outputs": frames.OUTPUTS}
-    return encode, *denoise, dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like)
+    return (
+        *encoding,
+        *denoise,
+        dataclasses.replace(decode, **compiled, call=pipeline.decoded, like=pipeline.latents_like),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +137,7 @@ class _Stages:
     def encode(self, parts: Mapping[str, Any], call: None, settings: Settings, steps: Steps) -> dict[str, torch.Tensor]:
         """Returns what `encode_prompt` returns, by the names under which the pipeline takes it, in the network's dtype.
 
-        And what the VAE's `encode` returns, where the pipeline takes an image (`image.MOMENTS`).
+        And what the VAE's `encode` returns, where the pipeline takes an image and the VAE is on the host.
 
         Raises:
             BadValueError: It returns more or fewer values than the card names, or a mask where that names numbers.
@@ -129,23 +150,65 @@ class _Stages:
         outputs = {name: value for name, value in zip(self.card.embeddings, values, strict=True) if name in wanted}
         for name, value in outputs.items():
             self._check_dtype(name, value.dtype, settings)
-        if self.card.image is not None:
-            if settings.vae_tiling:
-                parts["vae"].enable_tiling()
-            outputs |= self._moments(parts, settings, outputs, **{self.card.image: _picture(settings)})
+        if self._image_stage == "encode":
+            outputs |= self._moments(parts, settings, outputs, is_read=True)
         return outputs
 
+    @property
+    def _image_stage(self) -> StageName | None:
+        """The stage that reads the image."""
+        if self.card.image is None:
+            return None
+        return "encode" if "vae" in self.card.host else "encode_image"
+
+    def encode_image(
+        self, parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps
+    ) -> dict[str, torch.Tensor]:
+        """Returns what the VAE's `encode` returns of the image, by `image.MOMENTS`.
+
+        Args:
+            parts: The scheduler, and networks and VAE for their configurations.
+            call: The VAE, called as `image_encoded`.
+            settings: The image and the video's size.
+            steps: Not used: there is one call.
+
+        Raises:
+            BadValueError: Upstream does not call it before its first step.
+        """
+        embeddings = self.embeddings_like(parts, settings)  # no image depends on them
+        return self._moments(parts, settings, embeddings, call, is_read=settings.image is not None)
+
+    def image_encoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> torch.Tensor:
+        """Returns the moments of what the VAE encodes: `call` of the stage."""
+        return moments_of(vae, self.place, **inputs)
+
     def _moments(
-        self, parts: Mapping[str, Any], settings: Settings, embeddings: Mapping[str, torch.Tensor], **image: Any
+        self,
+        parts: Mapping[str, Any],
+        settings: Settings,
+        embeddings: Mapping[str, torch.Tensor],
+        call: Call | None = None,
+        *,
+        is_read: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Returns what the VAE's `encode` returns to upstream's code before its first step, by `image.MOMENTS`.
+
+        Args:
+            parts: As `encode_image` has them.
+            settings: As `encode_image` has them.
+            embeddings: Of the prompts, or like them.
+            call: The VAE as a network; None: it encodes on the host.
+            is_read: Whether the image is the one that was named; otherwise it is blank.
 
         Raises:
             BadValueError: Upstream does not call it there.
         """
         dtype = settings.dtypes["vae"]  # upstream gives the image the embeddings' dtype
         loop = First(copy.deepcopy(parts["scheduler"]))
-        vae = Encoding(parts["vae"], dtype, loop, self.place)
+        if settings.vae_tiling:
+            parts["vae"].enable_tiling()
+        image = {str(self.card.image): _picture(settings)} if is_read else {}
+        vae = Encoding(parts["vae"], dtype, loop, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
         self._sample_of_first_step(parts, settings, embeddings, loop, vae, **image)
         if not vae.moments:
@@ -277,10 +340,10 @@ class _Stages:
             remedy = "Run --stage encode with this model and guidance scale"
             raise ArtefactForeignError("encode.safetensors", fact, remedy, name=missing[0])
         if noise is not None:
-            drawn, _ = self._drawn(parts, settings, embeddings, moments, "encode")
+            drawn, _ = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
             check_noise(noise, tuple(drawn.shape[1:]))
             noise = noise.to(drawn.dtype)
-        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, "encode")
+        vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
         run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
         latents = run(is_latent=True, latents=noise)
         return {"latents": latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
@@ -329,7 +392,7 @@ class _Stages:
             with torch.device("meta"):  # `decode` has no encoder
                 whole = type(parts["vae"]).from_config(parts["vae"].config).to(settings.dtypes["vae"])
             moments = self._moments({**parts, "vae": whole}, settings, embeddings)
-        drawn, image = self._drawn(parts, settings, embeddings, moments, "encode")
+        drawn, image = self._drawn(parts, settings, embeddings, moments, str(self._image_stage))
         return {"latents": drawn, GENERATOR: torch.Generator().get_state(), **image}
 
     def decode(

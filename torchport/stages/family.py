@@ -141,7 +141,8 @@ class Stage:
     """One stage of a family.
 
     Attributes:
-        name: encode, denoise_first, denoise or decode. A family has denoise_first only if two networks take turns.
+        name: encode, encode_image, denoise_first, denoise or decode. A family has encode_image only if an image goes
+            through a network that is compiled, and denoise_first only if two networks take turns.
         run: The stage's function: `run(parts, call, settings, steps, **inputs)` returns its outputs, tensors by name.
         uses: The names of the settings that change its outputs. A stage is made again if one of these differs.
         needs: The stages whose outputs are its inputs.

@@ -1,18 +1,21 @@
 """A pipeline's image: what the VAE makes of it is kept where the VAE runs, and given back where it does not.
 
-`encode` keeps the moments of each latent distribution that the pipeline asks its VAE for, before its first step.
-`denoise` gives them back, and keeps what the pipeline draws from them. `decode` gives that back: code after the loop
-may use it, too. So only `encode` needs the image, and neither of the others draws it again.
+`encode_image` keeps the moments of each latent distribution that the pipeline asks its VAE for, before its first step;
+where the VAE stays on the host, `encode` does. `denoise` gives them back, and keeps what the pipeline draws from them.
+`decode` gives that back: code after the loop may use it, too. So one stage alone needs the image, and none draws it
+again.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.stages.family import Call
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import StandIn
 
@@ -30,11 +33,15 @@ class Encoding(StandIn):
         dtype: What the pipeline is told that it has.
         loop: The pipeline's.
         place: Where the card names the pipeline's call, for errors.
+        call: The VAE as the stage's network, which returns what `moments_of` does; None: this one encodes.
     """
 
-    def __init__(self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, place: str) -> None:
+    def __init__(
+        self, vae: torch.nn.Module, dtype: torch.dtype, loop: Loop, place: str, call: Call | None = None
+    ) -> None:
         super().__init__(vae, dtype, loop, None)
         self.place = place
+        self.call = call
         self.moments: dict[str, torch.Tensor] = {}
 
     def encode(self, pixels: torch.Tensor, **kwargs: Any) -> Any:
@@ -46,14 +53,36 @@ class Encoding(StandIn):
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         vae = vars(self)["component"]
-        distribution = vae.encode(pixels.to(next(vae.parameters()).device), **kwargs)[0]
-        if not isinstance(distribution, DiagonalGaussianDistribution):
-            fact = f"'{type(vae).__name__}.encode' returns no latent distribution of mean and variance"
-            raise BadValueError(self.place, fact, f"An image goes through one. {OTHER_LOOP}")
-        moments = distribution.parameters
+        name = next(iter(inspect.signature(vae.encode).parameters))
+        kwargs.pop("return_dict", None)
+        if self.call is None:
+            moments = moments_of(vae, self.place, **{name: pixels.to(next(vae.parameters()).device)}, **kwargs)
+        else:
+            moments = self.call(**{name: pixels.to(self.dtype)}, **kwargs)
         moments = torch.zeros(moments.shape, dtype=moments.dtype) if moments.is_meta else moments
         self.moments[f"{MOMENTS}{len(self.moments)}"] = moments
         return _output(DiagonalGaussianDistribution(moments))
+
+
+def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
+    """Returns mean and log of the variance of what a VAE encodes; it may be traced.
+
+    Args:
+        vae: The VAE.
+        place: Where the card names the pipeline's call, for errors.
+        **inputs: Of its `encode`.
+
+    Raises:
+        BadValueError: That has no latent distribution.
+    """
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    distribution = vae.encode(**inputs)[0]
+    if not isinstance(distribution, DiagonalGaussianDistribution):
+        fact = f"'{type(vae).__name__}.encode' returns no latent distribution of mean and variance"
+        raise BadValueError(place, fact, f"An image goes through one. {OTHER_LOOP}")
+    moments: torch.Tensor = distribution.parameters
+    return moments
 
 
 class Encoded(StandIn):
@@ -64,7 +93,7 @@ class Encoded(StandIn):
         dtype: What the pipeline is told that it has.
         loop: The pipeline's.
         tensors: What `encode` kept, or what `denoise` kept, by name.
-        stage: Which of the two.
+        stage: Which stage kept them.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class Task:
         identity: dict[str, Any] = {"model": self.card.artefacts}
         if stage == "encode":
             return identity | {"guidance": self.settings.guidance_scale != 1.0}
-        if self.card.call is not None:  # latents are replayed in the call that made them
+        if self.card.call is not None and stage != "encode_image":  # latents are replayed in the call that made them
             identity["call"] = {**self.card.call.constants, **self.settings.call}
         loop = ("steps", "guidance_scale") if stage == "denoise_first" else ()  # the same loop goes on
         return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames", *loop)}
@@ -219,7 +219,8 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
-            words += ["--image", "FILE"] if self.family.TAKES_IMAGE == families.ALWAYS else []
+        if self.family.TAKES_IMAGE == families.ALWAYS and stage in _with_image(self.family):
+            words += ["--image", "FILE"]
         flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
         for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
             words += [flag, value] if value is not None else []
@@ -321,9 +322,14 @@ def _check_request(request: Request, dry: bool) -> None:
         )
 
 
+def _with_image(family: ModuleType) -> list[str]:
+    """Returns the stages that read the image."""
+    return [stage.name for stage in family.STAGES if "image" in stage.uses]
+
+
 def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
     if request.image is None:
-        if family.TAKES_IMAGE == families.ALWAYS and request.stage in ("encode", "all") and not dry:
+        if family.TAKES_IMAGE == families.ALWAYS and request.stage in (*_with_image(family), "all") and not dry:
             fact = f"It is missing, and '{request.model}' makes videos from a first frame"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
