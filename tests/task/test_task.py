@@ -137,7 +137,7 @@ def test_what_is_shown_is_what_a_stage_uses_and_can_be_written_as_json(asked):
     found = asked()
     shown = {stage.name: found.manifest_settings(stage) for stage in found.stages}
     assert json.loads(json.dumps(shown)) == shown
-    assert shown["denoise"]["dtypes"]["transformer"] == "float32" and shown["decode"]["precision"]["vae"] == "highest"
+    assert shown["denoise"]["dtypes"]["transformer"] == "float32" and shown["decode"]["precision"]["vae"] == "high"
     assert "steps" in shown["denoise"] and "steps" not in shown["decode"] and "seed" not in shown["encode"]
 
 

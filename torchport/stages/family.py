@@ -198,6 +198,11 @@ class Stage:
                 raise BadValueError(f"Stage '{self.name}'", fact, nearest(name, self.outputs), name=name)
 
 
+def with_image(stages: Iterable[Stage]) -> list[str]:
+    """Returns the names of the stages that read the image."""
+    return [stage.name for stage in stages if "image" in stage.uses]
+
+
 def check_outputs(stage: Stage, outputs: Any) -> None:
     """Refuses what a stage's function returned, if it is no dict of tensors with values, by name.
 

@@ -219,7 +219,7 @@ class Task:
         words = ["torchport", "run", "--model", self.card.model, "--config", request.config, "--stage", stage]
         if stage == "encode":
             words += ["--prompt", request.prompt or "..."]
-        if self.family.TAKES_IMAGE == families.ALWAYS and stage in _with_image(self.family):
+        if self.family.TAKES_IMAGE == families.ALWAYS and stage in families.with_image(self.family.STAGES):
             words += ["--image", "FILE"]
         flags = {"--checkpoint": request.checkpoint, "--upstream-path": request.upstream_path}
         for flag, value in (*flags.items(), *(("--path", path) for path in request.paths)):
@@ -322,14 +322,13 @@ def _check_request(request: Request, dry: bool) -> None:
         )
 
 
-def _with_image(family: ModuleType) -> list[str]:
-    """Returns the stages that read the image."""
-    return [stage.name for stage in family.STAGES if "image" in stage.uses]
-
-
 def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
     if request.image is None:
-        if family.TAKES_IMAGE == families.ALWAYS and request.stage in (*_with_image(family), "all") and not dry:
+        if (
+            family.TAKES_IMAGE == families.ALWAYS
+            and request.stage in (*families.with_image(family.STAGES), "all")
+            and not dry
+        ):
             fact = f"It is missing, and '{request.model}' makes videos from a first frame"
             raise BadValueError("--image", fact, "Add --image FILE")
         return
