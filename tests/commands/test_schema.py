@@ -48,7 +48,7 @@ WRONG = {
     "a missing key of a card": ("card", "title: ", "titel: "),
     "a class that is no path": ("card", "diffusers:HunyuanVideo15Pipeline", "HunyuanVideo15Pipeline"),
     "a family with an ending": ("card", "diffusers/hunyuan_video15_stages", "diffusers/hunyuan_video15_stages.py"),
-    "an unknown key of a component": ("card", "precision: highest", "precission: highest"),
+    "an unknown key of a component": ("card", "precision: high", "precission: high"),
     "a patch without a promise": ("patch", "  equivalence: bitwise\n", ""),
     "a patch of two kinds": ("patch", "  replace: p.py:new\n", "  replace: p.py:new\n  wrap: p.py:new\n"),
     "a patch of no kind": ("patch", "  replace: p.py:new\n", ""),

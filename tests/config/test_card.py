@@ -164,7 +164,7 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
             WrongTypeError,
             "'precision' is of products, and without a 'dtype' this computes none here",
         ),
-        ("models/hunyuan", "precision: highest", "precison: highest", UnknownKeyError, "Did you mean 'precision'?"),
+        ("models/hunyuan", "precision: high", "precison: high", UnknownKeyError, "Did you mean 'precision'?"),
         (
             "models/hunyuan",
             "multiple_of: 4, ",

@@ -272,7 +272,7 @@ def test_decoding_in_tiles_calls_for_each_shape_of_tile_as_often_as_it_occurs():
     shapes = {tuple(called.tensors["hidden_states"].shape[2:]): called.times for called in found.called}
     # Tiles of 16 x 16 latent positions, 12 apart, in 20 x 28.
     assert shapes == {(3, 16, 16): 2, (3, 16, 4): 1, (3, 8, 16): 2, (3, 8, 4): 1}
-    assert found.program.precision == "highest"
+    assert found.program.precision == "high"
     spec = found.program.shapes(found.called[0].tensors)["hidden_states"].sharding.spec
     assert spec == PartitionSpec(None, None, None, "dp", "sp"), "rows and columns of the latents are split"
     whole = recorded("decode", "height=320", "width=448", "frames=9", "vae_tiling=false", *ULYSSES[4:])
