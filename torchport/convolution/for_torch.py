@@ -116,6 +116,37 @@ def _eager(
     return x if residual is None else x + residual
 
 
+def unfolded(
+    hidden_BCTHW: torch.Tensor, shortcut_BCTHW: torch.Tensor, repeats: int, *, makes_frames: bool
+) -> torch.Tensor:
+    """Returns the sum of a video and a shortcut, whose channels become positions: two of rows, of columns, of frames.
+
+    Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
+    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here it
+    becomes two equal ones, like every frame: `crop` leaves out what is too many.
+
+    Args:
+        hidden_BCTHW: The video.
+        shortcut_BCTHW: What is added.
+        repeats: How often each of its channels is taken.
+        makes_frames: Whether r1 is 2; else it is 1.
+    """
+    times = 2 if makes_frames else 1
+    out = _spread(hidden_BCTHW, times) + _spread(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
+    if makes_frames:
+        first = _spread(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _spread(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        out = torch.where(is_first(shortcut_BCTHW), first, out)
+    out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
+    batch, channels, frames, _, height, _, width, _ = out.shape
+    return out.reshape(batch, channels, frames * times, height * 2, width * 2)
+
+
+def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
+    return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
+
+
 def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
 
