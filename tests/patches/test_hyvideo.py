@@ -218,7 +218,7 @@ HOLDERS = {
     "hyvideo.gpu-memory": [
         "hyvideo.commons.get_gpu_memory", "hyvideo.get_gpu_memory", f"{PIPELINE}.get_gpu_memory",
     ],
-    "hyvideo.causal-mask": [f"{VAE}.prepare_causal_attention_mask"],
+    "hyvideo.vae-attention": [f"{VAE}.AttnBlock.forward"],
 }  # fmt: skip
 
 
