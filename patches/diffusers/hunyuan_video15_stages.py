@@ -19,7 +19,17 @@ import torch
 from torchport.errors import ArtefactForeignError
 from torchport.foreign import tokenizing
 from torchport.stages import frames
-from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like, note_tiles
+from torchport.stages.family import (
+    Call,
+    CallModule,
+    Settings,
+    Stage,
+    Steps,
+    check_noise,
+    fit_text,
+    latents_like,
+    note_tiles,
+)
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (

@@ -22,7 +22,17 @@ import torch
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.foreign import tokenizing
 from torchport.stages import frames
-from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like, note_tiles
+from torchport.stages.family import (
+    Call,
+    CallModule,
+    Settings,
+    Stage,
+    Steps,
+    check_noise,
+    fit_text,
+    latents_like,
+    note_tiles,
+)
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""

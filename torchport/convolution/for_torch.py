@@ -60,8 +60,9 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
 
     frames, tape = x_BCTHW.shape[2], chunks.current()
     every = frames if tape is None else frames * tape.count
-    first = (torch.arange(frames) <= canvas.current().lead_of(every)).to(x_BCTHW.device)
-    return (first if tape is None else first & tape.first)[:, None, None]
+    numbers = torch.arange(frames).to(x_BCTHW.device)
+    numbers = numbers if tape is None else numbers + tape.number * frames
+    return (numbers <= canvas.current().lead_of(every))[:, None, None]
 
 
 def conv3d(
@@ -154,7 +155,7 @@ def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tenso
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
-        x_BCTHW: The video. All frames of the first latent frame are in the first chunk.
+        x_BCTHW: The video.
         most: Frames of a chunk; they are fewer where this does not divide T.
     """
     if not engine.is_traced(x_BCTHW):

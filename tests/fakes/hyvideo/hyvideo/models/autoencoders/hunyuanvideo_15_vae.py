@@ -145,9 +145,7 @@ class Decoder(nn.Module):
         self.up = nn.ModuleList()
         for level, channels in enumerate(block_out_channels):
             up = nn.Module()
-            up.block = nn.ModuleList(
-                ResnetBlock(channels if n else width, channels) for n in range(num_res_blocks + 1)
-            )
+            up.block = nn.ModuleList(ResnetBlock(channels if n else width, channels) for n in range(num_res_blocks + 1))
             width = channels
             if 2**level < ffactor_spatial:
                 width = block_out_channels[level + 1]
