@@ -262,7 +262,7 @@ class _Conditions:
 
 
 def decoded(decoder: torch.nn.Module, settings: Settings, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the video as bytes, what `frames.pixels` returns; or with tiles what the decoder returns, for each of them.
+    """Returns the video as bytes, by `frames.pixels`; or with tiles what the decoder returns, for each of them.
 
     Args:
         decoder: Upstream's.
@@ -288,8 +288,8 @@ def decode(
 ) -> dict[str, torch.Tensor]:
     """Returns the video's frames.
 
-    The decoder alone goes through `call`. Tiling and blending stay upstream's, on the host: one program for each shape of
-    tile, instead of one with all tiles unrolled in it.
+    The decoder alone goes through `call`. Tiling and blending stay upstream's, on the host: one program for each shape
+    of tile, instead of one with all tiles unrolled in it.
 
     Args:
         parts: The VAE.

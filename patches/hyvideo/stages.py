@@ -285,7 +285,7 @@ def call_transformer(module: torch.nn.Module, settings: Settings, **inputs: Any)
 
 
 def decoded(module: torch.nn.Module, settings: Settings, **inputs: Any) -> tuple[torch.Tensor, ...]:
-    """Returns the video as bytes, what `frames.pixels` returns; or with tiles what the decoder returns, for each of them.
+    """Returns the video as bytes, by `frames.pixels`; or with tiles what the decoder returns, for each of them.
 
     Args:
         module: The decoder, called as upstream's pipeline does.

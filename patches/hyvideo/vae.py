@@ -1,4 +1,4 @@
-"""The VAE of Tencent's HunyuanVideo-1.5: its decoder in parts of a frame and chunks of time, and blending without loops.
+"""The VAE of Tencent's HunyuanVideo-1.5: its decoder in parts of a frame and chunks of time, blending without loops.
 
 The decoder is that of `patches/diffusers/hunyuan_video15_vae.py`, with other names. A latent frame becomes four frames,
 and the first becomes one. Here the first becomes four, too, which are all the same, and three are left out in the end.

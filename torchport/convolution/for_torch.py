@@ -123,8 +123,8 @@ def unfolded(
     """Returns the sum of a video and a shortcut, whose channels become positions: two of rows, of columns, of frames.
 
     Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
-    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here it
-    becomes two equal ones, like every frame: `crop` leaves out what is too many.
+    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here
+    it becomes two equal ones, like every frame: `crop` leaves out what is too many.
 
     Args:
         hidden_BCTHW: The video.

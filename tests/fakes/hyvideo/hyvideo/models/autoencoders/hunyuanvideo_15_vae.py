@@ -132,7 +132,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A middle with attention, and levels that end with more positions and frames; the first latent frame is one frame."""
+    """A middle with attention, and levels that end with more positions and frames; the first frame stays one."""
 
     def __init__(self, z_channels, out_channels, block_out_channels, num_res_blocks, ffactor_spatial, ffactor_temporal):
         super().__init__()
