@@ -1,4 +1,4 @@
-"""A decoder on chunks of time, one after the other, as one loop of the program: what each leaves to the next are values.
+"""A decoder on chunks of time, one after the other, as one loop of the program: what each leaves are values.
 
 The same function runs on every chunk, so that it is compiled once. A convolution in it takes what it left of the chunk
 before, and leaves what the next one needs; `Tape` brings these, in the order of the calls.
