@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -19,7 +19,17 @@ import torch
 from torchport.errors import ArtefactForeignError
 from torchport.foreign import tokenizing
 from torchport.stages import frames
-from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
+from torchport.stages.family import (
+    Call,
+    CallModule,
+    Settings,
+    Stage,
+    Steps,
+    check_noise,
+    fit_text,
+    latents_like,
+    note_tiles,
+)
 
 EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 PARTS = (
@@ -251,17 +261,39 @@ class _Conditions:
         return noise
 
 
+def decoded(decoder: torch.nn.Module, settings: Settings, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the video as bytes, by `frames.pixels`; or with tiles what the decoder returns, for each of them.
+
+    Args:
+        decoder: Upstream's.
+        settings: Whether there are tiles: then all of them have to be there before there is a video.
+        hidden_states: Latents.
+    """
+    video = decoder(hidden_states)
+    if settings.vae_tiling:
+        return video, frames.not_finite(video)
+    return frames.pixels(_post_processed(video))
+
+
+def _post_processed(video: torch.Tensor) -> torch.Tensor:
+    """Returns a decoded video [B, C, F, H, W] as numbers from 0 to 1, [B, F, C, H, W], as upstream's pipeline does."""
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    numbers: torch.Tensor = HunyuanVideo15ImageProcessor().postprocess_video(video, output_type="pt")
+    return numbers
+
+
 def decode(
     parts: Mapping[str, Any], call: Call, settings: Settings, steps: Steps, *, latents: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Returns the video's frames.
 
-    The decoder alone goes through `call`; tiling and blending stay upstream's, on the host: one program for each
-    shape of tile, instead of one with all tiles unrolled in it.
+    The decoder alone goes through `call`. Tiling and blending stay upstream's, on the host: one program for each shape
+    of tile, instead of one with all tiles unrolled in it.
 
     Args:
         parts: The VAE.
-        call: Its decoder.
+        call: Its decoder, called as `decoded`.
         settings: Whether to decode in tiles.
         steps: Progress: one item for each call of the decoder.
         latents: [1, C, T, H, W], as `denoise` left them.
@@ -270,17 +302,27 @@ def decode(
         `frames` [1, F, 3, height, width], bytes.
     """
     vae = parts["vae"]
-    dtype = vae.dtype
     if settings.vae_tiling:
         vae.enable_tiling()
     count = _tiles(vae, latents)
     progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = CallModule(call, "hidden_states", progress)
-    with torch.no_grad():
-        video = vae.decode(latents.to(dtype) / vae.config.scaling_factor, return_dict=False)[0]
+    latents = latents.to(vae.dtype) / vae.config.scaling_factor
+    if settings.vae_tiling:
+        pixels = frames.pixels(_post_processed(_tiled(vae, call, latents, count, progress)))
+    else:
         next(progress, None)
-        video = pipeline(parts).video_processor.postprocess_video(video, output_type="pt")
-        return {"frames": frames.checked(*frames.pixels(video))}
+        pixels = call(hidden_states=latents)
+    next(progress, None)
+    return {"frames": frames.checked(*pixels)}
+
+
+def _tiled(vae: Any, call: Call, latents: torch.Tensor, count: int, progress: Iterator[Any]) -> torch.Tensor:
+    """Returns what upstream decodes in tiles and blends, on the host."""
+    note_tiles(latents, count)
+    vae.decoder = CallModule(lambda hidden_states: call(hidden_states=hidden_states)[0], "hidden_states", progress)
+    with torch.no_grad():
+        video: torch.Tensor = vae.decode(latents, return_dict=False)[0]
+    return video
 
 
 def _tiles(vae: Any, latents: torch.Tensor) -> int:
@@ -322,6 +364,8 @@ STAGES = (
         needs=("denoise",),
         network="vae",
         submodule="decoder",
+        call=decoded,
+        outputs=frames.OUTPUTS,
         like=functools.partial(latents_like, space="spatial_compression_ratio", time="temporal_compression_ratio"),
     ),
 )

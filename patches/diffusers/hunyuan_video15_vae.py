@@ -5,8 +5,6 @@ what is causal and takes the nearest frame for those outside computes the same f
 the end. So every frame is treated alike, and a chunk needs no program of its own.
 """
 
-import torch
-
 from torchport.convolution import for_torch
 
 
@@ -36,27 +34,8 @@ def attend(self, x):
 
 
 def upsample(self, x):
-    """Returns `HunyuanVideo15Upsample`'s output, with as many frames for the first one as for every other.
-
-    Channels become positions: of a video [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]. The shortcut's
-    channels are repeated for that. The first frame has no r1, and its channels lie in another order.
-    """
-    hidden = self.conv(x)
-    times = 2 if self.add_temporal_upsample else 1
-    out = _spread(hidden, times) + _spread(x.repeat_interleave(self.repeats, dim=1), times)
-    if self.add_temporal_upsample:
-        # The shortcut of the first frame: half as many repetitions.
-        first = _spread(hidden, 1)[:, :, :, :, : hidden.shape[1] // 8]
-        first = first + _spread(x, 1).repeat_interleave(self.repeats // 2, dim=4)
-        out = torch.where(for_torch.is_first(x), first, out)
-    out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
-    batch, channels, frames, _, height, _, width, _ = out.shape
-    return out.reshape(batch, channels, frames * times, height * 2, width * 2)
-
-
-def _spread(x, times):
-    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
-    return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
+    """Returns `HunyuanVideo15Upsample`'s output, with as many frames for the first one as for every other."""
+    return for_torch.unfolded(self.conv(x), x, self.repeats, makes_frames=self.add_temporal_upsample)
 
 
 def decode(self, hidden_states):

@@ -22,7 +22,17 @@ import torch
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.foreign import tokenizing
 from torchport.stages import frames
-from torchport.stages.family import Call, CallModule, Settings, Stage, Steps, check_noise, fit_text, latents_like
+from torchport.stages.family import (
+    Call,
+    CallModule,
+    Settings,
+    Stage,
+    Steps,
+    check_noise,
+    fit_text,
+    latents_like,
+    note_tiles,
+)
 
 TAKES_IMAGE = True
 """Whether --image means anything here."""
@@ -274,10 +284,27 @@ def call_transformer(module: torch.nn.Module, settings: Settings, **inputs: Any)
         return module(**inputs, text_states_2=None, return_dict=False, extra_kwargs=glyphs)
 
 
-def call_decoder(module: torch.nn.Module, settings: Settings, **inputs: Any) -> Any:
-    """Calls the VAE's decoder as upstream's pipeline does."""
+def decoded(module: torch.nn.Module, settings: Settings, **inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the video as bytes, by `frames.pixels`; or with tiles what the decoder returns, for each of them.
+
+    Args:
+        module: The decoder, called as upstream's pipeline does.
+        settings: Whether there are tiles: then all of them have to be there before there is a video.
+        **inputs: Latents `z`.
+    """
     with _autocast(settings.dtypes["vae"]):
-        return module(inputs["z"])
+        video = module(inputs["z"])
+    return (video, frames.not_finite(video)) if _is_tiled(settings) else frames.pixels(_post_processed(video))
+
+
+def _is_tiled(settings: Settings) -> bool:
+    """Returns whether to decode in tiles: as upstream does, unless the settings forbid it."""
+    return settings.vae_tiling is not False
+
+
+def _post_processed(video: torch.Tensor) -> torch.Tensor:
+    """Returns a decoded video [B, C, F, H, W] as numbers from 0 to 1, [B, F, C, H, W]."""
+    return (video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)
 
 
 def decode(
@@ -289,7 +316,7 @@ def decode(
 
     Args:
         parts: The VAE.
-        call: Its decoder.
+        call: Its decoder, called as `decoded`.
         settings: Whether to decode in tiles; by default, as upstream does.
         steps: Progress: one item for each call of the decoder.
         latents: [1, C, T, H, W], as `denoise` left them.
@@ -297,26 +324,38 @@ def decode(
     Returns:
         `frames` [1, F, 3, height, width], bytes.
     """
-    from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline as Upstream
-
-    vae, tiled = parts["vae"], settings.vae_tiling is not False
-    inference = Upstream.get_vae_inference_config()
-    vae.set_tile_sample_min_size(inference["sample_size"], inference["tile_overlap_factor"])
-    count = _tiles(vae, latents) if tiled else 1
-    progress = iter(steps.track(range(count), done=0, total=count))
-    vae.decoder = CallModule(call, "z", progress)
+    vae = parts["vae"]
     latents = latents / vae.config.scaling_factor
     if getattr(vae.config, "shift_factor", None):
         latents = latents + vae.config.shift_factor
+    if _is_tiled(settings):
+        return {"frames": frames.checked(*frames.pixels(_post_processed(_tiled(vae, call, steps, latents))))}
+    progress = iter(steps.track(range(1), done=0, total=1))
+    next(progress, None)
+    pixels = call(z=latents)
+    next(progress, None)
+    return {"frames": frames.checked(*pixels)}
+
+
+def _tiled(vae: Any, call: Call, steps: Steps, latents: torch.Tensor) -> torch.Tensor:
+    """Returns what upstream decodes in tiles and blends, on the host."""
+    from hyvideo.pipelines.hunyuan_video_pipeline import HunyuanVideo_1_5_Pipeline as Upstream
+
+    inference = Upstream.get_vae_inference_config()
+    vae.set_tile_sample_min_size(inference["sample_size"], inference["tile_overlap_factor"])
+    count = _tiles(vae, latents)
+    note_tiles(latents, count)
+    progress = iter(steps.track(range(count), done=0, total=count))
+    vae.decoder = CallModule(lambda z: call(z=z)[0], "z", progress)
     tiling: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if tiled and hasattr(vae, "memory_efficient_context"):
+    if hasattr(vae, "memory_efficient_context"):
         tiling = vae.memory_efficient_context()
-    elif tiled:
+    else:
         vae.enable_tiling()  # as upstream's pipeline does at its commits of 2025-11, where the VAE has no such context
     with torch.no_grad(), tiling:
-        video = vae.decode(latents, return_dict=False)[0]
-        next(progress, None)
-    return {"frames": frames.checked(*frames.pixels((video / 2 + 0.5).clamp(0, 1).float().transpose(1, 2)))}
+        video: torch.Tensor = vae.decode(latents, return_dict=False)[0]
+    next(progress, None)
+    return video
 
 
 def _tiles(vae: Any, latents: torch.Tensor) -> int:
@@ -382,7 +421,8 @@ STAGES = (
         call=call_transformer, like=embeddings_like,
     ),
     Stage(
-        "decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=call_decoder,
+        "decode", decode, DECODE_USES, needs=("denoise",), network="vae", submodule="decoder", call=decoded,
+        outputs=frames.OUTPUTS,
         like=functools.partial(latents_like, space="ffactor_spatial", time="ffactor_temporal", dtype=torch.float32),
     ),
 )  # fmt: skip

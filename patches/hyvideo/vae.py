@@ -1,25 +1,70 @@
-"""Exact forms, fit for tracing, of functions of the VAE of Tencent's HunyuanVideo-1.5."""
+"""The VAE of Tencent's HunyuanVideo-1.5: its decoder in parts of a frame and chunks of time, blending without loops.
+
+The decoder is that of `patches/diffusers/hunyuan_video15_vae.py`, with other names. A latent frame becomes four frames,
+and the first becomes one. Here the first becomes four, too, which are all the same, and three are left out in the end.
+"""
 
 import torch
+from torch.nn import functional
+
+from torchport.convolution import for_torch
 
 
-def causal_mask(n_frame, n_hw, dtype, device, batch_size=None):
-    """Returns the mask with which a position attends to its own frame and earlier ones: 0 there, else -inf.
+def convolve(self, x):
+    """Returns `CausalConv3d`'s output; in the decoder its kernel is 3 in each dim, and it looks back."""
+    return _convolved(self.conv, x)
 
-    Args:
-        n_frame: Latent frames.
-        n_hw: Positions of one frame.
-        dtype: Of the mask.
-        device: Of the mask.
-        batch_size: Adds a leading dim of this size, if given.
 
-    Returns:
-        [n_frame * n_hw, n_frame * n_hw], or with the batch before it.
-    """
-    frame = torch.arange(n_frame * n_hw, device=device) // n_hw
-    later = frame[None, :] > frame[:, None]
-    mask = torch.zeros(later.shape, dtype=dtype, device=device).masked_fill(later, float("-inf"))
-    return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
+def _convolved(conv, x, **fused):
+    # Under autocast the video stays float32, and its products have the weights' dtype.
+    return for_torch.conv3d(x.to(conv.weight.dtype), conv.weight, conv.bias, edges=True, **fused)
+
+
+def resnet(self, x):
+    """Returns `ResnetBlock`'s output: norm and activation belong to the convolution after them."""
+    shortcut = x if self.in_channels == self.out_channels else self.nin_shortcut(x)
+    return _activated(self.norm2, self.conv2, _activated(self.norm1, self.conv1, x), shortcut)
+
+
+def _activated(norm, conv, x, residual=None):
+    """Returns a convolution of the normalised and activated input; it is fused with both where nothing is cast."""
+    if all(other is None or other.dtype == conv.conv.weight.dtype for other in (x, residual)):
+        return _convolved(conv.conv, x, gains_C=norm.gamma.flatten(), residual_BDTHW=residual)
+    out = _convolved(conv.conv, functional.silu(norm(x)))
+    return out if residual is None else residual + out
+
+
+def attend(self, x):
+    """Returns `AttnBlock`'s output, without its mask of all pairs of positions."""
+    normal = self.norm(x)
+    query, key, value = (layer(normal) for layer in (self.q, self.k, self.v))
+    return x + self.proj_out(for_torch.frame_attention(query, key, value))
+
+
+def upsample(self, x):
+    """Returns `Upsample`'s output, with as many frames for the first one as for every other."""
+    return for_torch.unfolded(self.conv(x), x, self.repeats, makes_frames=self.add_temporal_upsample)
+
+
+def decode(self, z):
+    """Returns `Decoder`'s output; from the last blocks' frames on it runs on some of them at a time."""
+    with for_torch.spread(z) as (latents, form):
+        repeats = self.block_out_channels[0] // self.z_channels
+        x = self.conv_in(latents) + latents.repeat_interleave(repeats=repeats, dim=1)
+        for layer in (self.mid.block_1, self.mid.attn_1, self.mid.block_2):
+            x = layer(x)
+        layers = [layer for up in self.up for layer in (*up.block, *([up.upsample] if hasattr(up, "upsample") else []))]
+        makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+        count = makes_frames[-1] if makes_frames else 0
+        for layer in layers[:count]:
+            x = layer(x)
+
+        def rest(x):
+            for layer in layers[count:]:
+                x = layer(x)
+            return _activated(self.norm_out, self.conv_out, x)
+
+        return for_torch.crop(for_torch.by_chunks(rest, x), form)
 
 
 def blend_v(self, a, b, blend_extent):

@@ -15,14 +15,14 @@ def test_patches_are_listed_with_what_they_promise(torchport, capsys):
 
 
 def test_a_patch_is_shown_whole(torchport, capsys):
-    code, out, _ = torchport("patches", "show", "diffusers.hunyuan15.causal-mask", capsys=capsys)
+    code, out, _ = torchport("patches", "show", "diffusers.hunyuan15.vae-attention", capsys=capsys)
     shown = "\n".join(out)
-    assert code == 0 and "until: upstream builds the mask without a loop" in shown and "locked_at:" in shown
+    assert code == 0 and "until: upstream computes attention without the mask" in shown and "locked_at:" in shown
 
 
 def test_an_unknown_patch_is_refused_with_the_nearest(torchport, capsys):
-    code, _, err = torchport("patches", "show", "diffusers.hunyuan15.causal-maks", capsys=capsys)
-    assert code == 2 and "Did you mean 'diffusers.hunyuan15.causal-mask'?" in err[0]
+    code, _, err = torchport("patches", "show", "diffusers.hunyuan15.vae-attentoin", capsys=capsys)
+    assert code == 2 and "Did you mean 'diffusers.hunyuan15.vae-attention'?" in err[0]
 
 
 def test_the_schema_is_json(torchport, capsys):

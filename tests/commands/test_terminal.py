@@ -222,7 +222,7 @@ def command(root, tmp_path, words, **where):
     )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["patches", "show", "diffusers.hunyuan15.causal-mask"]])
+@pytest.mark.parametrize("words", [["--help"], ["patches", "show", "diffusers.hunyuan15.vae-attention"]])
 def test_a_process_with_a_full_device_says_nothing_more_at_its_end(root, tmp_path, words):
     with Path("/dev/full").open("w") as full:
         done = command(root, tmp_path, words, stdout=full)

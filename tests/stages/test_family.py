@@ -185,7 +185,12 @@ class EarlyVAE(torch.nn.Module):
 def test_an_early_vae_is_tiled_by_its_own_switch(tiling, tiles):
     vae, latents = EarlyVAE(), torch.zeros(1, 3, 2, 4, 4)
     settings = types.SimpleNamespace(vae_tiling=tiling)
-    made = HYVIDEO_STAGES.decode({"vae": vae}, lambda z: z, settings, Steps(), latents=latents)
+    settings.dtypes = {"vae": torch.float32}
+
+    def call(z):
+        return HYVIDEO_STAGES.decoded(torch.nn.Identity(), settings, z=z)
+
+    made = HYVIDEO_STAGES.decode({"vae": vae}, call, settings, Steps(), latents=latents)
     assert vae.tiles is tiles
     assert torch.equal(made["frames"], torch.full((1, 2, 3, 4, 4), 128, dtype=torch.uint8))
 

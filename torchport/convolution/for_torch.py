@@ -60,8 +60,9 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
 
     frames, tape = x_BCTHW.shape[2], chunks.current()
     every = frames if tape is None else frames * tape.count
-    first = (torch.arange(frames) <= canvas.current().lead_of(every)).to(x_BCTHW.device)
-    return (first if tape is None else first & tape.first)[:, None, None]
+    numbers = torch.arange(frames).to(x_BCTHW.device)
+    numbers = numbers if tape is None else numbers + tape.number * frames
+    return (numbers <= canvas.current().lead_of(every))[:, None, None]
 
 
 def conv3d(
@@ -116,6 +117,37 @@ def _eager(
     return x if residual is None else x + residual
 
 
+def unfolded(
+    hidden_BCTHW: torch.Tensor, shortcut_BCTHW: torch.Tensor, repeats: int, *, makes_frames: bool
+) -> torch.Tensor:
+    """Returns the sum of a video and a shortcut, whose channels become positions: two of rows, of columns, of frames.
+
+    Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
+    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here
+    it becomes two equal ones, like every frame: `crop` leaves out what is too many.
+
+    Args:
+        hidden_BCTHW: The video.
+        shortcut_BCTHW: What is added.
+        repeats: How often each of its channels is taken.
+        makes_frames: Whether r1 is 2; else it is 1.
+    """
+    times = 2 if makes_frames else 1
+    out = _spread(hidden_BCTHW, times) + _spread(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
+    if makes_frames:
+        first = _spread(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _spread(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        out = torch.where(is_first(shortcut_BCTHW), first, out)
+    out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
+    batch, channels, frames, _, height, _, width, _ = out.shape
+    return out.reshape(batch, channels, frames * times, height * 2, width * 2)
+
+
+def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
+    return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
+
+
 def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
 
@@ -123,7 +155,7 @@ def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tenso
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
-        x_BCTHW: The video. All frames of the first latent frame are in the first chunk.
+        x_BCTHW: The video.
         most: Frames of a chunk; they are fewer where this does not divide T.
     """
     if not engine.is_traced(x_BCTHW):

@@ -13,6 +13,7 @@ import torch
 from torchport.config.card import StageName
 from torchport.errors import ArtefactForeignError, BadValueError, ReplacementError, nearest
 from torchport.files.folder import as_named
+from torchport.progress import log
 
 
 class Call(Protocol):
@@ -282,6 +283,23 @@ def check_noise(latents: torch.Tensor, sizes: tuple[int, ...]) -> None:
         raise BadValueError("noise", fact, f"For this height, width and frames it must be {[1, *sizes]}")
 
 
+def note_tiles(latents: torch.Tensor, count: int) -> None:
+    """Warns in the log that tiles are another function than the whole decoder; not in a rehearsal, nor of one tile.
+
+    Args:
+        latents: What is decoded.
+        count: Of the tiles.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if count > 1 and not isinstance(latents, FakeTensor):
+        log.warning(
+            "decode: %d tiles are another function than the whole decoder, with seams where they are blended. "
+            "`vae_tiling: false` decodes the whole video.",
+            count,
+        )
+
+
 class CallModule(torch.nn.Module):
     """Replaces a module of upstream that has one input, and passes that input on to a call.
 
@@ -291,7 +309,7 @@ class CallModule(torch.nn.Module):
         progress: Advanced before each call.
     """
 
-    def __init__(self, call: Call, name: str, progress: Iterator[Any]) -> None:
+    def __init__(self, call: Callable[..., torch.Tensor], name: str, progress: Iterator[Any]) -> None:
         super().__init__()
         self.call = call
         self.name = name

@@ -20,7 +20,12 @@ def pixels(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         uint8 of that shape, and how many of the numbers are NaN or infinite, int32: bytes cannot say so.
     """
     levels = (video.float().clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels, (~torch.isfinite(video)).sum().to(torch.int32)
+    return levels, not_finite(video)
+
+
+def not_finite(video: torch.Tensor) -> torch.Tensor:
+    """Returns how many numbers are NaN or infinite, int32; it may be traced."""
+    return (~torch.isfinite(video)).sum().to(torch.int32)
 
 
 def checked(frames: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:

@@ -44,20 +44,74 @@ def prepare_causal_attention_mask(n_frame: int, n_hw: int, dtype, device, batch_
     return mask if batch_size is None else mask[None].expand(batch_size, -1, -1)
 
 
+class RMS_norm(nn.Module):
+    """Channels of unit length, times a gain for each."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(dim, 1, 1, 1))
+
+    def forward(self, x):
+        return F.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
+
+
 class AttnBlock(nn.Module):
     """Positions attend to their own frame and earlier ones."""
 
     def __init__(self, in_channels: int):
         super().__init__()
+        self.norm = RMS_norm(in_channels)
         for name in ("q", "k", "v", "proj_out"):
             self.add_module(name, nn.Conv3d(in_channels, in_channels, kernel_size=1))
 
     def forward(self, x):
         frames, size = x.shape[2], x.shape[2:]
-        q, k, v = (layer(x).flatten(2).transpose(1, 2)[:, None] for layer in (self.q, self.k, self.v))
-        mask = prepare_causal_attention_mask(frames, size[1] * size[2], x.dtype, x.device, batch_size=x.shape[0])
+        normal = self.norm(x)
+        q, k, v = (layer(normal).flatten(2).transpose(1, 2)[:, None] for layer in (self.q, self.k, self.v))
+        mask = prepare_causal_attention_mask(frames, size[1] * size[2], q.dtype, x.device, batch_size=x.shape[0])
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
         return x + self.proj_out(mixed[:, 0].transpose(1, 2).unflatten(2, size))
+
+
+class ResnetBlock(nn.Module):
+    """Two convolutions of what is normalised, and a shortcut."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.norm1, self.norm2 = RMS_norm(in_channels), RMS_norm(out_channels)
+        self.conv1, self.conv2 = CausalConv3d(in_channels, out_channels), CausalConv3d(out_channels, out_channels)
+        if in_channels != out_channels:
+            self.nin_shortcut = nn.Conv3d(in_channels, out_channels, kernel_size=1)
+
+    def forward(self, x):
+        shortcut = self.nin_shortcut(x) if self.in_channels != self.out_channels else x
+        return shortcut + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+
+
+class Upsample(nn.Module):
+    """Channels become rows, columns and frames; those of the first frame become no frames."""
+
+    def __init__(self, in_channels: int, out_channels: int, add_temporal_upsample: bool = True):
+        super().__init__()
+        factor = 8 if add_temporal_upsample else 4
+        self.conv = CausalConv3d(in_channels, out_channels * factor)
+        self.add_temporal_upsample = add_temporal_upsample
+        self.repeats = factor * out_channels // in_channels
+
+    def forward(self, x):
+        hidden = self.conv(x)
+        if not self.add_temporal_upsample:
+            return _unfolded(hidden, 1) + _unfolded(x.repeat_interleave(self.repeats, 1), 1)
+        first = _unfolded(hidden[:, :, :1], 1).chunk(2, dim=1)[0]
+        first = first + _unfolded(x[:, :, :1], 1).repeat_interleave(self.repeats // 2, 1)
+        rest = _unfolded(hidden[:, :, 1:], 2) + _unfolded(x[:, :, 1:], 2).repeat_interleave(self.repeats, 1)
+        return torch.cat([first, rest], dim=2)
+
+
+def _unfolded(x, frames):
+    x = x.unflatten(1, (frames, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3)
+    return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
 class Encoder(nn.Module):
@@ -78,19 +132,37 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Channels become blocks of pixels and frames; of the first latent frame, one frame."""
+    """A middle with attention, and levels that end with more positions and frames; the first frame stays one."""
 
-    def __init__(self, channels, width, latent, space, time):
+    def __init__(self, z_channels, out_channels, block_out_channels, num_res_blocks, ffactor_spatial, ffactor_temporal):
         super().__init__()
-        self.factors = (channels, time, space, space)
-        self.conv_in = CausalConv3d(latent, width)
-        self.attn = AttnBlock(width)
-        self.conv_out = CausalConv3d(width, channels * space * space * time)
+        self.z_channels, self.block_out_channels = z_channels, block_out_channels
+        width = block_out_channels[0]
+        self.conv_in = CausalConv3d(z_channels, width)
+        self.mid = nn.Module()
+        self.mid.block_1, self.mid.attn_1 = ResnetBlock(width, width), AttnBlock(width)
+        self.mid.block_2 = ResnetBlock(width, width)
+        self.up = nn.ModuleList()
+        for level, channels in enumerate(block_out_channels):
+            up = nn.Module()
+            up.block = nn.ModuleList(ResnetBlock(channels if n else width, channels) for n in range(num_res_blocks + 1))
+            width = channels
+            if 2**level < ffactor_spatial:
+                width = block_out_channels[level + 1]
+                up.upsample = Upsample(channels, width, 2**level < ffactor_temporal)
+            self.up.append(up)
+        self.norm_out = RMS_norm(width)
+        self.conv_out = CausalConv3d(width, out_channels)
 
     def forward(self, z):
-        x = self.conv_out(F.silu(self.attn(self.conv_in(z)))).unflatten(1, self.factors)
-        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-        return x[:, :, self.factors[1] - 1 :]
+        x = self.conv_in(z) + z.repeat_interleave(self.block_out_channels[0] // self.z_channels, dim=1)
+        x = self.mid.block_2(self.mid.attn_1(self.mid.block_1(x)))
+        for up in self.up:
+            for block in up.block:
+                x = block(x)
+            if hasattr(up, "upsample"):
+                x = up.upsample(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
 
 
 class AutoencoderKLConv3D(ModelMixin, ConfigMixin):
@@ -118,7 +190,8 @@ class AutoencoderKLConv3D(ModelMixin, ConfigMixin):
         self.ffactor_spatial, self.ffactor_temporal = factors
         self.scaling_factor, self.shift_factor = scaling_factor, shift_factor
         self.encoder = Encoder(in_channels, width, latent_channels, *factors)
-        self.decoder = Decoder(out_channels, width, latent_channels, *factors)
+        reverse = list(reversed(block_out_channels))
+        self.decoder = Decoder(latent_channels, out_channels, reverse, layers_per_block, *factors)
         self.use_spatial_tiling = False
         self._tile_parallelism_enabled = False
         self.set_tile_sample_min_size(sample_size, 0.25)
