@@ -23,15 +23,20 @@ class Tape:
 
     Args:
         values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
-        first: Whether this is the first chunk.
+        number: The chunk's, from 0.
         count: How many chunks there are.
     """
 
-    def __init__(self, values: list[Any] | None, first: Any, count: int) -> None:
+    def __init__(self, values: list[Any] | None, number: Any, count: int) -> None:
         self.values = values
-        self.first = first
+        self.number = number
         self.count = count
         self.left: list[Any] = []
+
+    @property
+    def first(self) -> Any:
+        """Whether this is the first chunk."""
+        return self.number == 0
 
     def take(self) -> Any:
         """Returns what this call left before; None if there is nothing."""
@@ -70,22 +75,22 @@ def scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Ar
     batch, channels, frames, height, width = x_BCTHW.shape
     count = frames // size
 
-    def run(values: list[Any] | None, first: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
-        def chunk(values: list[Any] | None, first: Any, x: Any) -> tuple[Any, list[Any]]:
-            tape = Tape(values, first, count)
+    def run(values: list[Any] | None, number: jax.Array, x: jax.Array) -> tuple[Any, list[Any]]:
+        def chunk(values: list[Any] | None, number: Any, x: Any) -> tuple[Any, list[Any]]:
+            tape = Tape(values, number, count)
             with _using(tape):
                 out = step(x)
             return out, tape.left
 
-        made: tuple[Any, list[Any]] = engine.call_torch(chunk, values, first, x)
+        made: tuple[Any, list[Any]] = engine.call_torch(chunk, values, number, x)
         return made
 
     chunks = jnp.moveaxis(x_BCTHW.reshape(batch, channels, count, size, height, width), 2, 0)
-    left = jax.eval_shape(functools.partial(run, None), jnp.asarray(True), chunks[0])[1]
+    left = jax.eval_shape(functools.partial(run, None), jnp.asarray(0), chunks[0])[1]
     begin = [jnp.zeros(one.shape, one.dtype) for one in left]
 
     def body(values: list[Any], item: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
-        out, values = run(values, item[0] == 0, item[1])
+        out, values = run(values, item[0], item[1])
         return values, out
 
     _, outs = jax.lax.scan(body, begin, (jnp.arange(count), chunks))

@@ -32,8 +32,6 @@ PARTS = {
     "float32": 3,
 }
 """Parts of a float32 operand, by JAX's names of precision."""
-FRAMES = 16
-"""Frames of one call of the kernel are best a multiple of this, which bfloat16 has sublanes for."""
 MOST_FRAMES = 64
 """More frames than this are taken in several calls: a row of them would not fit vector memory."""
 
@@ -56,11 +54,6 @@ def uses_kernel() -> bool:
     return platform()[0] == "tpu" or dispatch.current().interpret
 
 
-def frame_multiple() -> int:
-    """Returns of what the number of frames should be a multiple on the mesh that is set."""
-    return FRAMES if uses_kernel() else 1
-
-
 def convolved(
     request: Request,
     x_BCTHW: jax.Array,
@@ -70,6 +63,7 @@ def convolved(
     residual_BDTHW: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
 
@@ -82,15 +76,18 @@ def convolved(
         residual_BDTHW: Added to the output.
         carry: What the chunk before returned, None if there is none.
         first: Whether there is no chunk before, where that is known only when it runs.
+        lead: How many frames of the input count as 0, int32 []; more than there are: all. None: each is what it is.
     """
     form = canvas.current()
     spec = form.spec
-    beside: dict[str, Any] = {"gains": gains_C, "residual": residual_BDTHW, "carry": carry, "first": first}
+    lead = None if lead is None else jnp.asarray(lead)
+    beside: dict[str, Any] = {"gains": gains_C, "residual": residual_BDTHW, "carry": carry, "first": first, "lead": lead}
     # Of a carry [B, 2, H, W, D] of the kernel's, and [B, H, W, 2, C] of XLA's.
     sums = _takes(x_BCTHW, weight_DCTHW)
     parted = (form.rows or None, form.columns or None)
     carries = PartitionSpec(None, None, *parted) if sums else PartitionSpec(None, *parted)
-    specs = {"gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
+    whole = PartitionSpec()
+    specs = {"gains": whole, "residual": spec, "carry": carries, "first": whole, "lead": whole}
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
@@ -101,7 +98,7 @@ def convolved(
         return out
     run = jax.shard_map(
         local,
-        in_specs=(spec, PartitionSpec(), PartitionSpec(), {name: specs[name] for name in beside}),
+        in_specs=(spec, whole, whole, {name: specs[name] for name in beside}),
         out_specs=(spec, carries),
         check_vma=False,
     )
@@ -127,6 +124,7 @@ def _local(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
@@ -140,6 +138,7 @@ def _local(
             "residual": None if residual is None else residual[n].transpose(2, 3, 1, 0),
             "carry": None if carry is None else carry[n],
             "first": first,
+            "lead": lead,
         }
         run = _by_kernel if sums else _by_xla
         out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
@@ -195,6 +194,7 @@ def _by_kernel(
     residual: jax.Array | None,
     carry: jax.Array | None,
     first: jax.Array | None,
+    lead: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
     frames = x.shape[2]
@@ -213,6 +213,7 @@ def _by_kernel(
         normal=gains is not None,
         residual=residual is not None,
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
+        led=lead is not None,
         dtype=x.dtype.name,
     )
     _note(conv, count)
@@ -224,7 +225,7 @@ def _by_kernel(
     is_first = jnp.asarray(carry is None if first is None else first).reshape(1)
     if count == 1:
         chunk = {"carry": begin, "first": is_first} if conv.carried else {}
-        out, kept = run(x, sides, weights, bias, residual=residual, **chunk)
+        out, kept = run(x, sides, weights, bias, residual=residual, lead=lead, **chunk)
         return out, empty if kept is None else kept
 
     def parts(array: jax.Array | None) -> jax.Array | None:
@@ -234,7 +235,9 @@ def _by_kernel(
 
     def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
         number, x, left, right, residual = item
-        out, after = run(x, (left, right), weights, bias, residual=residual, carry=kept, first=is_first & (number == 0))
+        chunk = {"carry": kept, "first": is_first & (number == 0)} if conv.carried else {}
+        here = None if lead is None else lead - number * conv.frames
+        out, after = run(x, (left, right), weights, bias, residual=residual, lead=here, **chunk)
         return (kept if after is None else after), out
 
     items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), parts(residual))

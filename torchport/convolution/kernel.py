@@ -51,6 +51,7 @@ class Conv:
         normal: Whether the input goes through RMSNorm and SiLU first.
         residual: Whether something is added to the output.
         carried: Whether there are chunks before and after this one.
+        led: Whether some of its frames, from the first on, may count as 0.
         dtype: Of input, output and residual.
     """
 
@@ -66,6 +67,7 @@ class Conv:
     normal: bool = False
     residual: bool = False
     carried: bool = False
+    led: bool = False
     dtype: str = "float32"
 
     @property
@@ -111,7 +113,8 @@ class Conv:
     @property
     def name(self) -> str:
         """Names the kernel in a program."""
-        flags = "".join(letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on)
+        ways = (self.normal, self.residual, self.carried, self.led)
+        flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -148,6 +151,7 @@ def convolved(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the convolution, and what it adds to the first two frames of the next chunk.
@@ -162,12 +166,14 @@ def convolved(
         residual: [H, W, T, D].
         carry: [2, H, W, D] float32, from the chunk before.
         first: Whether there is no chunk before, int32 [1]; with `conv.edges` the first frame then counts as all before.
+        lead: With `conv.led`, how many frames of the input count as 0, int32 [1] or [].
         interpret: Run it as plain JAX.
 
     Returns:
         [H, W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
     """
-    flag = jnp.ones(1, jnp.int32) if first is None else first.reshape(1).astype(jnp.int32)
+    numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
+    numbers = [number.reshape(1).astype(jnp.int32) for number in numbers]
     operands: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
     operands += [_row(gains, conv.channels)] if conv.normal else []
     operands += [residual] if conv.residual else []
@@ -175,7 +181,7 @@ def convolved(
     outputs = pl.pallas_call(
         functools.partial(_kernel, conv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(conv.blocks, conv.height + 2),
             in_specs=_inputs(conv),
             out_specs=_outputs(conv),
@@ -185,7 +191,7 @@ def convolved(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         interpret=interpret,
         name=conv.name,
-    )(flag, *operands)
+    )(*numbers, *operands)
     return outputs[0], outputs[1] if conv.carried else None
 
 
@@ -198,10 +204,10 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     """Returns the blocks of the operands, at each block of channels out and each row of the input."""
     last = conv.height + 1 if conv.rows else conv.height - 1
 
-    def row(n: Any, s: Any, first: Any) -> tuple[Any, ...]:
+    def row(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         return (s if conv.rows else jnp.clip(s - 1, 0, last), 0, 0, 0)
 
-    def made(n: Any, s: Any, first: Any) -> tuple[Any, ...]:
+    def made(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         return (jnp.maximum(s - 2, 0), 0, 0, n)
 
     def line(width: int) -> pl.BlockSpec:
@@ -209,10 +215,10 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
 
     block = min(conv.block, conv.outputs)
     depth = 9 * conv.channels
-    weights = pl.BlockSpec((1, depth, conv.taps * conv.block), lambda n, s, first: (n, 0, 0), pipeline_mode=_once())
+    weights = pl.BlockSpec((1, depth, conv.taps * conv.block), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
     specs = [line(conv.width), line(1), line(1), *[weights] * conv.parts]
-    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, first: (0, n)))
-    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, first: (0, 0))] if conv.normal else []
+    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
+    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
     specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
@@ -223,13 +229,13 @@ def _once() -> Any:
 
 def _carry_block(conv: Conv) -> pl.BlockSpec:
     block = min(conv.block, conv.outputs)
-    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, first: (0, jnp.maximum(s - 2, 0), 0, n))
+    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
 
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
     made = pl.BlockSpec(
-        (1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n)
+        (1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n)
     )
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
@@ -248,12 +254,12 @@ def _scratch(conv: Conv) -> list[Any]:
     return [pltpu.VMEM(slabs, jnp.float32), *rings]
 
 
-def _kernel(conv: Conv, first: Any, *refs: Any) -> None:
+def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     """One row of the input comes in, and one of the output goes out."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("carry", conv.carried), ("out", True))
     names += [name for name, on in (*flags, ("next", conv.carried), ("sums", True)) if on]
-    step = _Step(conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, pl.program_id(1))
+    step = _Step(conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1))
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
 
@@ -267,6 +273,7 @@ class _Step:
         ref: The operands, the outputs and the sums, by name.
         rings: The last three rows of the input, with a column more at each end: one array for each part.
         is_first: Whether there is no chunk before.
+        lead: How many frames count as 0.
         row: The input's row, of H + 2.
     """
 
@@ -274,6 +281,7 @@ class _Step:
     ref: dict[str, Any]
     rings: Any
     is_first: Any
+    lead: Any
     row: Any
 
     def take_row(self) -> None:
@@ -300,6 +308,8 @@ class _Step:
             x = _activated(x, self.ref["gains"][...], conv.inputs)
         if not conv.edges and not conv.rows:
             x = jnp.where(jnp.logical_or(self.row == 0, self.row == conv.height + 1), 0.0, x)
+        if conv.led:
+            x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1) >= self.lead, x, 0.0)
         for ring, part in zip(self.rings, parts_of(x, conv.parts) if conv.split else [x], strict=True):
             ring[self.row % 3, pl.ds(column, x.shape[0])] = part
 
@@ -423,6 +433,7 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
         "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
         "carry": shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
         "first": shape((1,), jnp.int32) if conv.carried else None,
+        "lead": shape((1,), jnp.int32) if conv.led else None,
     }
     keys = [key for key, value in more.items() if value is not None]
 

@@ -22,6 +22,7 @@ def convolved(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the convolution [H, W, T, D], and the last frames of its input, which the next chunk needs.
 
@@ -36,13 +37,16 @@ def convolved(
         residual: [H, W, T, D], added to the output.
         carry: What the chunk before returned; None: there is none.
         first: Whether there is no chunk before all the same.
+        lead: How many frames of the input count as 0, the norm's output too; None: none.
     """
     x = jnp.concatenate([sides[0], x, sides[1]], axis=1)
     x = x if gains is None else activated(x, gains)
+    if lead is not None:
+        x = jnp.where(jnp.arange(x.shape[2])[:, None] >= lead, x, 0)
     if not rows:
         x = jnp.pad(x, ((1, 1), (0, 0), (0, 0), (0, 0)), mode="edge" if edges else "constant")
     more = weight.shape[2] - 1
-    begin = jnp.repeat(x[:, :, :1], more, axis=2) if edges else jnp.zeros_like(x[:, :, :more])
+    begin = jnp.repeat(x[:, :, :1] if edges else jnp.zeros_like(x[:, :, :1]), more, axis=2)
     before = begin if carry is None else carry
     if carry is not None and first is not None:
         before = jnp.where(first, begin, carry)
