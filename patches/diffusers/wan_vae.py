@@ -7,8 +7,6 @@ next one needs.
 """
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import nn
 
 from torchport.convolution import for_torch
@@ -79,6 +77,9 @@ def decode(self, x, feat_cache=None, feat_idx=(0,), first_chunk=False):
 
 def decode_video(self, z, return_dict=True):
     """Returns what `AutoencoderKLWan._decode` does, without its loop over latent frames and without tiles."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
     video = self.decoder(_pointwise(self.post_quant_conv, z))
     if self.config.patch_size is not None:
         video = unpatchify(video, patch_size=self.config.patch_size)
