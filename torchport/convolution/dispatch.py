@@ -81,7 +81,13 @@ def convolved(
     form = canvas.current()
     spec = form.spec
     lead = None if lead is None else jnp.asarray(lead)
-    beside: dict[str, Any] = {"gains": gains_C, "residual": residual_BDTHW, "carry": carry, "first": first, "lead": lead}
+    beside: dict[str, Any] = {
+        "gains": gains_C,
+        "residual": residual_BDTHW,
+        "carry": carry,
+        "first": first,
+        "lead": lead,
+    }
     # Of a carry [B, 2, H, W, D] of the kernel's, and [B, H, W, 2, C] of XLA's.
     sums = _takes(x_BCTHW, weight_DCTHW)
     parted = (form.rows or None, form.columns or None)

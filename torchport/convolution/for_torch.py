@@ -108,7 +108,7 @@ def conv3d(
         return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, gains_C, residual_BDTHW, lead or 0)
     from torchport.convolution import dispatch
 
-    tape = _tape(x_BCTHW)
+    tape = _tape(x_BCTHW) if weight_DCTHW.shape[2] > 1 else None
     request = dispatch.Request(edges, chunked=tape is not None)
     first, carry = (None, None) if tape is None else (tape.first, tape.take())
     run = functools.partial(dispatch.convolved, request)

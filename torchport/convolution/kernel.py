@@ -76,6 +76,27 @@ class Conv:
         return -(-self.inputs // LANES) * LANES
 
     @property
+    def depth(self) -> int:
+        """Channels of a tap in a product: C, in whole registers of the weights."""
+        return -(-self.inputs // 16) * 16
+
+    @property
+    def together_taps(self) -> int:
+        """Taps in space of one product, which leave little of a matrix unit's depth of 256 empty."""
+        whole = BLOCK % self.depth == 0 or self.depth % BLOCK == 0
+        return max(1, (BLOCK if whole else 3 * BLOCK) // self.depth)
+
+    @property
+    def pitch(self) -> int:
+        """Columns of a tap in time: B, or a few where all taps fit the lanes."""
+        return LANES // 4 if self.taps == 3 and self.outputs <= LANES // 4 else self.block
+
+    @property
+    def sums(self) -> int:
+        """N."""
+        return -(-self.taps * self.pitch // LANES) * LANES
+
+    @property
     def block(self) -> int:
         """B."""
         return min(BLOCK, -(-self.outputs // LANES) * LANES)
@@ -129,14 +150,15 @@ def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
-    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 channels, taps * block], bfloat16."""
+    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 depth, N], bfloat16."""
     outputs, inputs = weight_DCTHW.shape[:2]
     padded = jnp.pad(
         weight_DCTHW,
-        ((0, conv.blocks * conv.block - outputs), (0, conv.channels - inputs), (0, 0), (0, 0), (0, 0)),
+        ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0)),
     )
-    every = padded.reshape(conv.blocks, conv.block, conv.channels, conv.taps, 9)
-    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.channels, conv.taps * conv.block)
+    every = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
+    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
+    every = jnp.pad(every, ((0, 0), (0, 0), (0, conv.sums - every.shape[2])))
     return parts_of(every, conv.parts)
 
 
@@ -214,8 +236,7 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
         return pl.BlockSpec((1, width, conv.frames, conv.inputs), row)
 
     block = min(conv.block, conv.outputs)
-    depth = 9 * conv.channels
-    weights = pl.BlockSpec((1, depth, conv.taps * conv.block), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
+    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
     specs = [line(conv.width), line(1), line(1), *[weights] * conv.parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
     specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
@@ -234,9 +255,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
-    made = pl.BlockSpec(
-        (1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n)
-    )
+    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
@@ -250,7 +269,7 @@ def _scratch(conv: Conv) -> list[Any]:
     ring = (3, conv.width + 2, conv.frames, conv.channels)
     rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
     # Slabs of 128 columns: every so-manieth row can be read of no wider array.
-    slabs = (conv.taps * conv.block // LANES, conv.columns * conv.frames, LANES)
+    slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
     return [pltpu.VMEM(slabs, jnp.float32), *rings]
 
 
@@ -259,7 +278,9 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("carry", conv.carried), ("out", True))
     names += [name for name, on in (*flags, ("next", conv.carried), ("sums", True)) if on]
-    step = _Step(conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1))
+    step = _Step(
+        conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1)
+    )
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
 
@@ -349,13 +370,12 @@ class _Step:
     def _product(self, start: Any, group: Any, count: int) -> jax.Array:
         """Returns the sum of products of a group of taps in space, [columns * T, N]."""
         conv = self.conv
-        step = max(1, BLOCK // conv.channels)  # so many taps make a product as deep as a matrix unit
         total: Any = None
-        for tap in range(0, count, step):
-            some = range(tap, min(tap + step, count))
+        for tap in range(0, count, conv.together_taps):
+            some = range(tap, min(tap + conv.together_taps, count))
             lhs = [self._positions(start, group, n, count) for n in some]
             joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*lhs, strict=True)]
-            here = pl.ds((group * count + tap) * conv.channels, len(some) * conv.channels)
+            here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
             for mine, theirs in conv.products:
                 weight = self.ref[f"weight{theirs}"][0, here]
                 product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
@@ -363,12 +383,12 @@ class _Step:
         return total
 
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
-        """Returns the parts of the positions that a tap in space meets, [columns * T, C]."""
+        """Returns the parts of the positions that a tap in space meets, [columns * T, depth]."""
         conv = self.conv
         row, column = (number // 3, number % 3) if count == 9 else (group, number)
         slot = (self.row + row + 1) % 3  # the output's row is two behind the input's
         rows = [ring[slot, pl.ds(start + column, conv.columns)] for ring in self.rings]
-        rows = [x.reshape(conv.columns * conv.frames, conv.channels) for x in rows]
+        rows = [x.reshape(conv.columns * conv.frames, conv.channels)[:, : conv.depth] for x in rows]
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
     def _finish(self, start: Any) -> None:
@@ -394,6 +414,9 @@ class _Step:
 
     def _taps(self, rows: Any) -> list[jax.Array]:
         """Returns rows of the sums, those of each tap in time."""
+        if self.conv.pitch < LANES:
+            every = self.ref["sums"].at[0][rows]
+            return [every, *(pltpu.roll(every, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
         slabs = self.conv.block // LANES
         parts = [[self.ref["sums"].at[n * slabs + m][rows] for m in range(slabs)] for n in range(self.conv.taps)]
         return [jnp.concatenate(part, -1) for part in parts]
@@ -427,7 +450,7 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
     rows = conv.height + 2 * conv.rows
     x = shape((rows, conv.width, conv.frames, conv.inputs), conv.dtype)
     side = shape((rows, 1, conv.frames, conv.inputs), conv.dtype)
-    weight = shape((conv.blocks, 9 * conv.channels, conv.taps * conv.block), jnp.bfloat16)
+    weight = shape((conv.blocks, 9 * conv.depth, conv.sums), jnp.bfloat16)
     more = {
         "gains": shape((conv.inputs,), jnp.float32) if conv.normal else None,
         "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
@@ -463,4 +486,4 @@ def moved(conv: Conv) -> int:
     inputs = conv.blocks * positions * conv.frames * conv.inputs * size
     outputs = positions * conv.frames * conv.outputs * size * (1 + conv.residual)
     carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
-    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.taps * conv.channels * conv.blocks * conv.block
+    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.depth * conv.blocks * conv.sums
