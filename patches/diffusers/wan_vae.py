@@ -1,9 +1,9 @@
-"""The decoders of Wan 2.1's and Wan 2.2's VAE in parts of a frame and chunks of time, with diffusers' modules and weights.
+"""The decoders of Wan 2.1's and Wan 2.2's VAE in parts of a frame and chunks of time, with diffusers' modules.
 
 A latent frame becomes four frames, and the first becomes one. Here the first becomes four, too, of which the last one
-counts: the three before it are 0 for every convolution, as all before the video is. So every frame is treated alike, and
-all chunks of time are one program. Upstream decodes a latent frame at a time, the first apart, with lists of what the
-next one needs.
+counts: the three before it are 0 for every convolution, as all before the video is. So every frame is treated alike,
+and all chunks of time are one program. Upstream decodes a latent frame at a time, the first apart, with lists of what
+the next one needs.
 """
 
 import torch
@@ -37,7 +37,7 @@ def attend(self, x):
 
 
 def upsample(self, x, feat_cache=None, feat_idx=(0,)):
-    """Returns `WanResample`'s output for its two modes of a decoder, with as many frames for the first as for all others."""
+    """Returns `WanResample`'s output in a decoder, with as many frames for the first one as for every other."""
     x = _twice_as_many_frames(self.time_conv, x) if self.mode == "upsample3d" else x
     batch, channels, frames, height, width = x.shape
     x = x[:, :, :, :, None, :, None].expand(-1, -1, -1, -1, 2, -1, 2)

@@ -26,7 +26,7 @@ PUBLISHED = {"base_dim": 96, "decoder_base_dim": 96, "dim_mult": [1, 2, 4, 4], "
 
 @pytest.fixture
 def plainly_compiled():
-    """Has XLA compile for the CPU without most of its optimisations, which a kernel that is interpreted is too long for."""
+    """Has XLA compile for the CPU without most of its optimisations: interpreted kernels are long programs."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

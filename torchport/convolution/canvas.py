@@ -79,7 +79,7 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1) -> Ca
     """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
 
     All axes are used, for columns, for rows, or for both: as leaves a device the fewest positions, its neighbours'
-    included. Rows are parted only where that saves a tenth: they are put together with their neighbours', which is a copy.
+    included. Rows are parted only where that saves a tenth: to join them with their neighbours' is a copy.
 
     Args:
         frames: T.
@@ -111,7 +111,7 @@ def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns the positions that a device has, with those of its neighbours that it needs; a tenth more with rows parted."""
+    """Returns the positions of a device and what it needs of its neighbours; a tenth more where rows are parted."""
     sides = []
     for size, axes in ((height, rows), (width, columns)):
         ways = _ways(sizes, axes)

@@ -65,7 +65,8 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
     Padding before it is among them.
     """
     numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
-    return (numbers <= _lead(x_BCTHW))[:, None, None]
+    first: torch.Tensor = numbers <= _lead(x_BCTHW)
+    return first[:, None, None]
 
 
 def _lead(x_BCTHW: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of a decoder's middle: each position sees all positions of its own frame, and of earlier ones if it is causal.
+"""Attention of a decoder's middle: each position sees its own frame, and if it is causal all earlier ones, too.
 
 All keys are brought to every device, and each computes its own queries, a frame at a time. So the scores of a frame are
 all that is held of the (T H W) x (T H W) there are.

@@ -114,7 +114,7 @@ class Conv:
 
     @property
     def together(self) -> int:
-        """Columns of the input that are put into the ring at once; with a norm those of 64 registers, a divisor of W."""
+        """Columns of the input put into the ring at once; with a norm those of 64 registers, a divisor of W."""
         if not self.normal:
             return self.width
         most = max(1, 64 * 1024 // (self.frames * self.channels))
