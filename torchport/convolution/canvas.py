@@ -79,7 +79,7 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1) -> Ca
     """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
 
     All axes are used, for columns, for rows, or for both: as leaves a device the fewest positions, its neighbours'
-    included.
+    included. Rows are parted only where that saves a tenth: to join them with their neighbours' is a copy.
 
     Args:
         frames: T.
@@ -110,13 +110,13 @@ def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str
 
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
-) -> int:
-    """Returns the positions that a device has, with those of its neighbours that it needs."""
+) -> float:
+    """Returns the positions of a device and what it needs of its neighbours; a tenth more where rows are parted."""
     sides = []
     for size, axes in ((height, rows), (width, columns)):
         ways = _ways(sizes, axes)
         sides.append(-(-size // ways) + (2 if ways > 1 else 0))
-    return math.prod(sides)
+    return math.prod(sides) * (1.1 if _ways(sizes, rows) > 1 else 1.0)
 
 
 def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:

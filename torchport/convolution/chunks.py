@@ -24,7 +24,7 @@ class Tape:
 
     Args:
         values: What they left before, in the order of the calls; None: this is the first chunk, and nothing is known.
-        number: Which chunk this is, from 0.
+        number: The chunk's, from 0.
         count: How many chunks there are.
     """
 

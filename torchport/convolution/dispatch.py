@@ -22,8 +22,6 @@ from torchport.convolution.canvas import Canvas
 
 PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
 """Parts of a float32 operand, by the precision of a card."""
-FRAMES = 16
-"""Frames of one call of the kernel are best a multiple of this, which bfloat16 has sublanes for."""
 MOST_FRAMES = 64
 """More frames than this are taken in several calls: a row of them would not fit vector memory."""
 
@@ -46,11 +44,6 @@ def uses_kernel() -> bool:
     return platform()[0] == "tpu" or dispatch.current().interpret
 
 
-def frame_multiple() -> int:
-    """Returns of what the number of frames should be a multiple on the mesh that is set."""
-    return FRAMES if uses_kernel() else 1
-
-
 def convolved(
     request: Request,
     x_BCTHW: jax.Array,
@@ -60,6 +53,7 @@ def convolved(
     residual_BDTHW: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
 
@@ -72,12 +66,21 @@ def convolved(
         residual_BDTHW: Added to the output.
         carry: What the chunk before returned, [B, 2, H, W, D] float32; None if there is none.
         first: Whether there is no chunk before, where that is known only when it runs.
+        lead: How many frames of the input count as 0, int32 []; more than there are: all. None: each is what it is.
     """
     form = canvas.current()
     spec = form.spec
-    beside: dict[str, Any] = {"gains": gains_C, "residual": residual_BDTHW, "carry": carry, "first": first}
+    lead = None if lead is None else jnp.asarray(lead)
+    beside: dict[str, Any] = {
+        "gains": gains_C,
+        "residual": residual_BDTHW,
+        "carry": carry,
+        "first": first,
+        "lead": lead,
+    }
     carries = PartitionSpec(None, None, form.rows or None, form.columns or None)
-    specs = {"gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
+    whole = PartitionSpec()
+    specs = {"gains": whole, "residual": spec, "carry": carries, "first": whole, "lead": whole}
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
@@ -88,7 +91,7 @@ def convolved(
         return out
     run = jax.shard_map(
         local,
-        in_specs=(spec, PartitionSpec(), PartitionSpec(), {name: specs[name] for name in beside}),
+        in_specs=(spec, whole, whole, {name: specs[name] for name in beside}),
         out_specs=(spec, carries),
         check_vma=False,
     )
@@ -113,6 +116,7 @@ def _local(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
@@ -127,6 +131,7 @@ def _local(
             "residual": None if residual is None else residual[n].transpose(2, 3, 1, 0),
             "carry": None if carry is None else carry[n],
             "first": first,
+            "lead": lead,
         }
         out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
         outs.append(out.transpose(3, 2, 0, 1))
@@ -181,6 +186,7 @@ def _by_kernel(
     residual: jax.Array | None,
     carry: jax.Array | None,
     first: jax.Array | None,
+    lead: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
     frames = x.shape[2]
@@ -199,6 +205,7 @@ def _by_kernel(
         normal=gains is not None,
         residual=residual is not None,
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
+        led=lead is not None,
         dtype=x.dtype.name,
     )
     _note(conv, count)
@@ -210,7 +217,7 @@ def _by_kernel(
     is_first = jnp.asarray(carry is None if first is None else first).reshape(1)
     if count == 1:
         chunk = {"carry": begin, "first": is_first} if conv.carried else {}
-        out, kept = run(x, sides, weights, bias, residual=residual, **chunk)
+        out, kept = run(x, sides, weights, bias, residual=residual, lead=lead, **chunk)
         return out, empty if kept is None else kept
 
     def parts(array: jax.Array | None) -> jax.Array | None:
@@ -220,7 +227,9 @@ def _by_kernel(
 
     def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
         number, x, left, right, residual = item
-        out, after = run(x, (left, right), weights, bias, residual=residual, carry=kept, first=is_first & (number == 0))
+        chunk = {"carry": kept, "first": is_first & (number == 0)} if conv.carried else {}
+        here = None if lead is None else lead - number * conv.frames
+        out, after = run(x, (left, right), weights, bias, residual=residual, lead=here, **chunk)
         return (kept if after is None else after), out
 
     items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), parts(residual))

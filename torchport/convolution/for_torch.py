@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -17,13 +18,20 @@ from torchport import engine
 from torchport.convolution import canvas
 from torchport.convolution.canvas import Canvas
 
+if TYPE_CHECKING:
+    from torchport.convolution.chunks import Tape
+
 
 @contextlib.contextmanager
-def spread(latents_BCTHW: torch.Tensor) -> Iterator[tuple[torch.Tensor, Canvas]]:
+def spread(latents_BCTHW: torch.Tensor, multiple: int = 16) -> Iterator[tuple[torch.Tensor, Canvas]]:
     """Gives latents as they lie on the devices, with padding, and the canvas on which all inside is computed.
 
-    Frames of padding repeat the first one: a causal convolution computes the same for each of them. Rows and columns of
-    padding hold anything.
+    Frames of padding repeat the first one: a causal convolution with `edges` computes the same for each of them, and
+    one without takes them as 0. Rows and columns of padding hold anything.
+
+    Args:
+        latents_BCTHW: The video's.
+        multiple: Where the kernel computes, T is padded to a multiple of this; it wants one of 8.
     """
     frames, height, width = latents_BCTHW.shape[2:]
     if not engine.is_traced(latents_BCTHW):
@@ -35,7 +43,7 @@ def spread(latents_BCTHW: torch.Tensor) -> Iterator[tuple[torch.Tensor, Canvas]]
 
     from torchport.convolution import dispatch
 
-    form = canvas.of_latents(frames, height, width, multiple=dispatch.frame_multiple())
+    form = canvas.of_latents(frames, height, width, multiple=multiple if dispatch.uses_kernel() else 1)
     first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
     padded = functional.pad(torch.cat([first, latents_BCTHW], 2), (0, form.width - width, 0, form.height - height))
     if not jax.sharding.get_abstract_mesh().empty:
@@ -56,13 +64,24 @@ def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
 
     Padding before it is among them.
     """
+    numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
+    first: torch.Tensor = numbers <= _lead(x_BCTHW)
+    return first[:, None, None]
+
+
+def _lead(x_BCTHW: torch.Tensor) -> Any:
+    """Returns the number of the first latent frame's last one: an int, or in a chunk a tensor, where it may be any."""
+    frames, tape = x_BCTHW.shape[2], _tape(x_BCTHW)
+    lead = canvas.current().lead_of(frames if tape is None else frames * tape.count)
+    return lead if tape is None else lead - tape.number * frames
+
+
+def _tape(x: torch.Tensor) -> Tape | None:
+    if not engine.is_traced(x):
+        return None
     from torchport.convolution import chunks
 
-    frames, tape = x_BCTHW.shape[2], chunks.current()
-    every = frames if tape is None else frames * tape.count
-    numbers = torch.arange(frames).to(x_BCTHW.device)
-    numbers = numbers if tape is None else numbers + tape.number * frames
-    return (numbers <= canvas.current().lead_of(every))[:, None, None]
+    return chunks.current()
 
 
 def conv3d(
@@ -80,25 +99,34 @@ def conv3d(
         x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         bias_D: Or None.
-        edges: Whether what is outside is the nearest row, column and frame; otherwise it is 0.
+        edges: Whether what is outside is the nearest row, column and frame; otherwise it is 0, and so are all frames
+            before the one that is made of the first latent frame.
         gains_C: Of an RMSNorm over channels that x goes through first, and then SiLU.
         residual_BDTHW: Added to the output.
     """
+    lead = None if edges or _starts(x_BCTHW) else _lead(x_BCTHW)
     if not engine.is_traced(x_BCTHW):
-        return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, gains_C, residual_BDTHW)
-    from torchport.convolution import chunks, dispatch
+        return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, gains_C, residual_BDTHW, lead or 0)
+    from torchport.convolution import dispatch
 
-    tape = chunks.current()
+    tape = _tape(x_BCTHW) if weight_DCTHW.shape[2] > 1 else None
     request = dispatch.Request(edges, chunked=tape is not None)
     first, carry = (None, None) if tape is None else (tape.first, tape.take())
     run = functools.partial(dispatch.convolved, request)
     out, left = engine.call_jax(
-        run, x_BCTHW, weight_DCTHW, bias_D, gains_C, residual_BDTHW, carry, None if carry is None else first
+        run, x_BCTHW, weight_DCTHW, bias_D, gains_C, residual_BDTHW, carry, None if carry is None else first, lead
     )
     if tape is not None:
         tape.leave(left)
     result: torch.Tensor = out
     return result
+
+
+def _starts(x_BCTHW: torch.Tensor) -> bool:
+    """Returns whether a video has no frames before those that count."""
+    tape, form = _tape(x_BCTHW), canvas.current()
+    frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
+    return form is canvas.NONE or form.lead_of(frames) == 0
 
 
 def _eager(
@@ -108,10 +136,12 @@ def _eager(
     edges: bool,
     gains: torch.Tensor | None,
     residual: torch.Tensor | None,
+    lead: int,
 ) -> torch.Tensor:
     if gains is not None:
         x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains.view(-1, 1, 1, 1)
         x = functional.silu(x)
+    x = functional.pad(x[:, :, lead:], (0, 0, 0, 0, lead, 0)) if lead else x
     x = functional.pad(x, (1, 1, 1, 1, weight.shape[2] - 1, 0), mode="replicate" if edges else "constant")
     x = functional.conv3d(x, weight, bias)
     return x if residual is None else x + residual
@@ -148,10 +178,21 @@ def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
     return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
 
 
+def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns a video, or a chunk of it, after so many frames that come before it; before the first, they are 0."""
+    tape = _tape(x_BCTHW)
+    kept = None if tape is None else tape.take()
+    before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
+    x = torch.cat([before, x_BCTHW], 2)
+    if tape is not None:
+        tape.leave(x[:, :, x.shape[2] - count :])
+    return x
+
+
 def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
 
-    All that looks back in time in it must be `conv3d`.
+    All that looks back in time in it must be `conv3d` or `with_frames_before`.
 
     Args:
         step: Called with frames, returns frames: as many for each of them, or a multiple.
@@ -169,20 +210,29 @@ def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tenso
     return video
 
 
-def frame_attention(q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Returns attention of each latent position to all of its own frame and of earlier ones, with one head.
+def frame_attention(
+    q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:
+    """Returns attention of each latent position to all of its own frame, with one head.
 
     Scores are computed for a frame of queries at a time.
+
+    Args:
+        q_BCTHW: Queries.
+        k_BCTHW: Keys.
+        v_BCTHW: Values.
+        causal: Whether it sees all earlier frames, too.
     """
     if engine.is_traced(q_BCTHW):
         from torchport.convolution import frame_attention as form
 
-        out: torch.Tensor = engine.call_jax(form.attention, q_BCTHW, k_BCTHW, v_BCTHW)
+        out: torch.Tensor = engine.call_jax(functools.partial(form.attention, causal), q_BCTHW, k_BCTHW, v_BCTHW)
         return out
     frames = q_BCTHW.shape[2]
     q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
+    seen = [slice(0 if causal else n, n + 1) for n in range(frames)]
     outs = [
-        functional.scaled_dot_product_attention(q[:, n], k[:, : n + 1].flatten(1, 2), v[:, : n + 1].flatten(1, 2))
-        for n in range(frames)
+        functional.scaled_dot_product_attention(q[:, n], k[:, some].flatten(1, 2), v[:, some].flatten(1, 2))
+        for n, some in enumerate(seen)
     ]
     return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape)

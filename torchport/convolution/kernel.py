@@ -53,6 +53,7 @@ class Conv:
         normal: Whether the input goes through RMSNorm and SiLU first.
         residual: Whether something is added to the output.
         carried: Whether there are chunks before and after this one.
+        led: Whether some of its frames, from the first on, may count as 0.
         dtype: Of input, output and residual.
     """
 
@@ -68,12 +69,34 @@ class Conv:
     normal: bool = False
     residual: bool = False
     carried: bool = False
+    led: bool = False
     dtype: str = "float32"
 
     @property
     def channels(self) -> int:
         """C, as the ring has it."""
         return -(-self.inputs // LANES) * LANES
+
+    @property
+    def depth(self) -> int:
+        """Channels of a tap in a product: C, in whole registers of the weights."""
+        return -(-self.inputs // 16) * 16
+
+    @property
+    def together_taps(self) -> int:
+        """Taps in space of one product, which leave little of a matrix unit's depth of 256 empty."""
+        whole = BLOCK % self.depth == 0 or self.depth % BLOCK == 0
+        return max(1, (BLOCK if whole else 3 * BLOCK) // self.depth)
+
+    @property
+    def pitch(self) -> int:
+        """Columns of a tap in time: B, or a few where all taps fit the lanes."""
+        return LANES // 4 if self.taps == 3 and self.outputs <= LANES // 4 else self.block
+
+    @property
+    def sums(self) -> int:
+        """N."""
+        return -(-self.taps * self.pitch // LANES) * LANES
 
     @property
     def block(self) -> int:
@@ -113,9 +136,8 @@ class Conv:
     @property
     def name(self) -> str:
         """Names the kernel in a program."""
-        flags = "".join(
-            letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on
-        )
+        ways = (self.normal, self.residual, self.carried, self.led)
+        flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -130,14 +152,15 @@ def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
-    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 channels, taps * block], bfloat16."""
+    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 depth, N], bfloat16."""
     outputs, inputs = weight_DCTHW.shape[:2]
     padded = jnp.pad(
         weight_DCTHW,
-        ((0, conv.blocks * conv.block - outputs), (0, conv.channels - inputs), (0, 0), (0, 0), (0, 0)),
+        ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0)),
     )
-    every = padded.reshape(conv.blocks, conv.block, conv.channels, conv.taps, 9)
-    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.channels, conv.taps * conv.block)
+    every = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
+    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
+    every = jnp.pad(every, ((0, 0), (0, 0), (0, conv.sums - every.shape[2])))
     return parts_of(every, conv.parts)
 
 
@@ -152,6 +175,7 @@ def convolved(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the convolution, and what it adds to the first two frames of the next chunk.
@@ -166,12 +190,14 @@ def convolved(
         residual: [H, W, T, D].
         carry: [2, H, W, D] float32, from the chunk before.
         first: Whether there is no chunk before, int32 [1]; with `conv.edges` the first frame then counts as all before.
+        lead: With `conv.led`, how many frames of the input count as 0, int32 [1] or [].
         interpret: Run it as plain JAX.
 
     Returns:
         [H, W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
     """
-    flag = jnp.ones(1, jnp.int32) if first is None else first.reshape(1).astype(jnp.int32)
+    numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
+    numbers = [number.reshape(1).astype(jnp.int32) for number in numbers]
     operands: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
     operands += [_row(gains, conv.channels)] if conv.normal else []
     operands += [residual] if conv.residual else []
@@ -179,7 +205,7 @@ def convolved(
     outputs = pl.pallas_call(
         functools.partial(_kernel, conv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(conv.blocks, conv.height + 2),
             in_specs=_inputs(conv),
             out_specs=_outputs(conv),
@@ -189,7 +215,7 @@ def convolved(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         interpret=interpret,
         name=conv.name,
-    )(flag, *operands)
+    )(*numbers, *operands)
     return outputs[0], outputs[1] if conv.carried else None
 
 
@@ -202,21 +228,20 @@ def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     """Returns the blocks of the operands, at each block of channels out and each row of the input."""
     last = conv.height + 1 if conv.rows else conv.height - 1
 
-    def row(n: Any, s: Any, first: Any) -> tuple[Any, ...]:
+    def row(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         return (s if conv.rows else jnp.clip(s - 1, 0, last), 0, 0, 0)
 
-    def made(n: Any, s: Any, first: Any) -> tuple[Any, ...]:
+    def made(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         return (jnp.maximum(s - 2, 0), 0, 0, n)
 
     def line(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, width, conv.frames, conv.inputs), row)
 
     block = min(conv.block, conv.outputs)
-    depth = 9 * conv.channels
-    weights = pl.BlockSpec((1, depth, conv.taps * conv.block), lambda n, s, first: (n, 0, 0), pipeline_mode=_once())
+    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
     specs = [line(conv.width), line(1), line(1), *[weights] * conv.parts]
-    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, first: (0, n)))
-    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, first: (0, 0))] if conv.normal else []
+    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
+    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
     specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
@@ -227,12 +252,12 @@ def _once() -> Any:
 
 def _carry_block(conv: Conv) -> pl.BlockSpec:
     block = min(conv.block, conv.outputs)
-    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, first: (0, jnp.maximum(s - 2, 0), 0, n))
+    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
 
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
-    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n))
+    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
@@ -246,16 +271,18 @@ def _scratch(conv: Conv) -> list[Any]:
     ring = (3, conv.width + 2, conv.frames, conv.channels)
     rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
     # Slabs of 128 columns: every so-manieth row can be read of no wider array.
-    slabs = (conv.taps * conv.block // LANES, conv.columns * conv.frames, LANES)
+    slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
     return [pltpu.VMEM(slabs, jnp.float32), *rings]
 
 
-def _kernel(conv: Conv, first: Any, *refs: Any) -> None:
+def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     """One row of the input comes in, and one of the output goes out."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("carry", conv.carried), ("out", True))
     names += [name for name, on in (*flags, ("next", conv.carried), ("sums", True)) if on]
-    step = _Step(conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, pl.program_id(1))
+    step = _Step(
+        conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1)
+    )
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
 
@@ -269,6 +296,7 @@ class _Step:
         ref: The operands, the outputs and the sums, by name.
         rings: The last three rows of the input, with a column more at each end: one array for each part.
         is_first: Whether there is no chunk before.
+        lead: How many frames count as 0.
         row: The input's row, of H + 2.
     """
 
@@ -276,6 +304,7 @@ class _Step:
     ref: dict[str, Any]
     rings: Any
     is_first: Any
+    lead: Any
     row: Any
 
     def take_row(self) -> None:
@@ -302,6 +331,8 @@ class _Step:
             x = _activated(x, self.ref["gains"][...], conv.inputs)
         if not conv.edges and not conv.rows:
             x = jnp.where(jnp.logical_or(self.row == 0, self.row == conv.height + 1), 0.0, x)
+        if conv.led:
+            x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1) >= self.lead, x, 0.0)
         for ring, part in zip(self.rings, parts_of(x, conv.parts) if conv.split else [x], strict=True):
             ring[self.row % 3, pl.ds(column, x.shape[0])] = part
 
@@ -341,13 +372,12 @@ class _Step:
     def _product(self, start: Any, group: Any, count: int) -> jax.Array:
         """Returns the sum of products of a group of taps in space, [columns * T, N]."""
         conv = self.conv
-        step = max(1, BLOCK // conv.channels)  # so many taps make a product as deep as a matrix unit
         total: Any = None
-        for tap in range(0, count, step):
-            some = range(tap, min(tap + step, count))
+        for tap in range(0, count, conv.together_taps):
+            some = range(tap, min(tap + conv.together_taps, count))
             lhs = [self._positions(start, group, n, count) for n in some]
             joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*lhs, strict=True)]
-            here = pl.ds((group * count + tap) * conv.channels, len(some) * conv.channels)
+            here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
             for mine, theirs in conv.products:
                 weight = self.ref[f"weight{theirs}"][0, here]
                 product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
@@ -355,12 +385,12 @@ class _Step:
         return total
 
     def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
-        """Returns the parts of the positions that a tap in space meets, [columns * T, C]."""
+        """Returns the parts of the positions that a tap in space meets, [columns * T, depth]."""
         conv = self.conv
         row, column = (number // 3, number % 3) if count == 9 else (group, number)
         slot = (self.row + row + 1) % 3  # the output's row is two behind the input's
         rows = [ring[slot, pl.ds(start + column, conv.columns)] for ring in self.rings]
-        rows = [x.reshape(conv.columns * conv.frames, conv.channels) for x in rows]
+        rows = [x.reshape(conv.columns * conv.frames, conv.channels)[:, : conv.depth] for x in rows]
         return rows if conv.split else parts_of(rows[0], conv.parts)
 
     def _finish(self, start: Any) -> None:
@@ -386,6 +416,9 @@ class _Step:
 
     def _taps(self, rows: Any) -> list[jax.Array]:
         """Returns rows of the sums, those of each tap in time."""
+        if self.conv.pitch < LANES:
+            every = self.ref["sums"].at[0][rows]
+            return [every, *(pltpu.roll(every, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
         slabs = self.conv.block // LANES
         parts = [[self.ref["sums"].at[n * slabs + m][rows] for m in range(slabs)] for n in range(self.conv.taps)]
         return [jnp.concatenate(part, -1) for part in parts]
@@ -419,12 +452,13 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
     rows = conv.height + 2 * conv.rows
     x = shape((rows, conv.width, conv.frames, conv.inputs), conv.dtype)
     side = shape((rows, 1, conv.frames, conv.inputs), conv.dtype)
-    weight = shape((conv.blocks, 9 * conv.channels, conv.taps * conv.block), jnp.bfloat16)
+    weight = shape((conv.blocks, 9 * conv.depth, conv.sums), jnp.bfloat16)
     more = {
         "gains": shape((conv.inputs,), jnp.float32) if conv.normal else None,
         "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
         "carry": shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
         "first": shape((1,), jnp.int32) if conv.carried else None,
+        "lead": shape((1,), jnp.int32) if conv.led else None,
     }
     keys = [key for key, value in more.items() if value is not None]
 
@@ -454,4 +488,4 @@ def moved(conv: Conv) -> int:
     inputs = conv.blocks * positions * conv.frames * conv.inputs * size
     outputs = positions * conv.frames * conv.outputs * size * (1 + conv.residual)
     carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
-    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.taps * conv.channels * conv.blocks * conv.block
+    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.depth * conv.blocks * conv.sums

@@ -28,6 +28,7 @@ def convolved(
     residual: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
+    lead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the convolution [H, W, T, D] of x's dtype, and what it adds to the first two frames of the next chunk.
 
@@ -42,10 +43,13 @@ def convolved(
         residual: [H, W, T, D], added to the output.
         carry: [2, H, W, D] float32, from the chunk before; None: there is none.
         first: Whether there is no chunk before all the same.
+        lead: How many frames of the input count as 0, the norm's output too; None: none.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
     x = jnp.concatenate([sides[0], x, sides[1]], axis=1).transpose(2, 0, 1, 3)
     x = x if gains is None else activated(x, gains)
+    if lead is not None:
+        x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= lead, x, 0)
     if not rows:
         x = jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)), mode="edge" if edges else "constant")
     columns = weight.transpose(3, 4, 1, 2, 0).reshape(3, 3, inputs, taps * outputs)
