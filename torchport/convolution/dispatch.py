@@ -34,6 +34,8 @@ PARTS = {
 """Parts of a float32 operand, by JAX's names of precision."""
 FRAMES = 16
 """Frames of one call of the kernel are best a multiple of this, which bfloat16 has sublanes for."""
+PAIRED = 8
+"""Latent frames of one chunk where they are decoded in pairs."""
 MOST_FRAMES = 64
 """More frames than this are taken in several calls: a row of them would not fit vector memory."""
 
@@ -43,12 +45,16 @@ class Request:
     """What a caller asks of a convolution.
 
     Attributes:
-        edges: Whether what is outside the video is its nearest row, column and frame; otherwise it is 0.
+        edges: Whether what is outside the video is its nearest row and column; otherwise it is 0.
         chunked: Whether there are chunks of time before and after this one.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns each of x becomes first.
     """
 
     edges: bool
     chunked: bool = False
+    still: bool | None = None
+    zoom: int = 1
 
 
 def uses_kernel() -> bool:
@@ -61,6 +67,11 @@ def frame_multiple() -> int:
     return FRAMES if uses_kernel() else 1
 
 
+def pair_multiple(frames: int) -> int:
+    """Returns of what the number of latent frames, decoded in pairs, should be a multiple: those of one chunk."""
+    return PAIRED if uses_kernel() else min(PAIRED, frames + frames % 2)
+
+
 def convolved(
     request: Request,
     x_BCTHW: jax.Array,
@@ -68,6 +79,8 @@ def convolved(
     bias_D: jax.Array | None,
     gains_C: jax.Array | None = None,
     residual_BDTHW: jax.Array | None = None,
+    scale_BCTHW: jax.Array | None = None,
+    shift_BCTHW: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -80,6 +93,8 @@ def convolved(
         bias_D: Or None.
         gains_C: Of an RMSNorm that x goes through first, and then SiLU.
         residual_BDTHW: Added to the output.
+        scale_BCTHW: What x goes through first, and then SiLU; one of its rows and columns may be for several of x's.
+        shift_BCTHW: Like the scale.
         carry: What the chunk before returned, None if there is none.
         first: Whether there is no chunk before, where that is known only when it runs.
     """
@@ -90,7 +105,8 @@ def convolved(
     sums = _takes(x_BCTHW, weight_DCTHW)
     parted = (form.rows or None, form.columns or None)
     carries = PartitionSpec(None, None, *parted) if sums else PartitionSpec(None, *parted)
-    specs = {"gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
+    beside |= {"scale": scale_BCTHW, "shift": shift_BCTHW}
+    specs = {"scale": spec, "shift": spec, "gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
@@ -125,6 +141,8 @@ def _local(
     *,
     gains: jax.Array | None = None,
     residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    shift: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -140,12 +158,22 @@ def _local(
             "residual": None if residual is None else residual[n].transpose(2, 3, 1, 0),
             "carry": None if carry is None else carry[n],
             "first": first,
+            "scale": None if scale is None else _scaling(form, scale[n]),
+            "shift": None if shift is None else _scaling(form, shift[n]),
         }
         run = _by_kernel if sums else _by_xla
         out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
         outs.append(out.transpose(3, 2, 0, 1))
         carries.append(kept)
     return jnp.stack(outs), jnp.stack(carries)
+
+
+def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
+    """Returns a part [H, W + 2, T, C] with what lies beside it; 0 outside the video, which stays 0 then."""
+    height, width = (scale_CTHW.shape[n] * _ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
+    x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
+    x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)
+    return jnp.concatenate([left, x, right], axis=1)
 
 
 def _ways(axes: tuple[str, ...]) -> int:
@@ -180,7 +208,8 @@ def _by_xla(
     bias: jax.Array | None,
     **beside: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    return plain.convolved(x, sides, weight, bias, edges=request.edges, rows=rows, **beside)
+    forms: dict[str, Any] = {"edges": request.edges, "rows": rows, "still": request.still, "zoom": request.zoom}
+    return plain.convolved(x, sides, weight, bias, **forms, **beside)
 
 
 def _by_kernel(
@@ -193,13 +222,15 @@ def _by_kernel(
     *,
     gains: jax.Array | None,
     residual: jax.Array | None,
+    scale: jax.Array | None,
+    shift: jax.Array | None,
     carry: jax.Array | None,
     first: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
     frames = x.shape[2]
     count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
-    height, width = x.shape[0] - 2 * rows, x.shape[1]
+    height, width = (x.shape[0] - 2 * rows) * request.zoom, x.shape[1] * request.zoom
     conv = kernel.Conv(
         height=height,
         width=width,
@@ -214,6 +245,9 @@ def _by_kernel(
         residual=residual is not None,
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
         dtype=x.dtype.name,
+        still=request.still,
+        zoom=request.zoom,
+        scaled=0 if scale is None else width // (scale.shape[1] - 2),
     )
     _note(conv, count)
     weights = kernel.weights_of(weight, conv)
@@ -224,7 +258,7 @@ def _by_kernel(
     is_first = jnp.asarray(carry is None if first is None else first).reshape(1)
     if count == 1:
         chunk = {"carry": begin, "first": is_first} if conv.carried else {}
-        out, kept = run(x, sides, weights, bias, residual=residual, **chunk)
+        out, kept = run(x, sides, weights, bias, residual=residual, scale=scale, shift=shift, **chunk)
         return out, empty if kept is None else kept
 
     def parts(array: jax.Array | None) -> jax.Array | None:
@@ -233,11 +267,12 @@ def _by_kernel(
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
     def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
-        number, x, left, right, residual = item
-        out, after = run(x, (left, right), weights, bias, residual=residual, carry=kept, first=is_first & (number == 0))
+        number, x, left, right, beside = item
+        out, after = run(x, (left, right), weights, bias, carry=kept, first=is_first & (number == 0), **beside)
         return (kept if after is None else after), out
 
-    items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), parts(residual))
+    beside = {"residual": parts(residual), "scale": parts(scale), "shift": parts(shift)}
+    items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), beside)
     kept, outs = lax.scan(step, begin, items)
     return jnp.moveaxis(outs, 0, 2).reshape(height, width, frames, -1), kept
 
