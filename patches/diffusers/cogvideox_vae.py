@@ -9,13 +9,14 @@ A norm becomes a scale and a shift of each latent position and frame, which the 
 """
 
 import torch
-from diffusers.models.autoencoders.vae import DecoderOutput
 
 from torchport.convolution import for_torch
 
 
 def decode(self, z, return_dict=True):
     """Returns what `AutoencoderKLCogVideoX._decode` does."""
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
     if self.post_quant_conv is not None:
         z = self.post_quant_conv(z)
     with for_torch.spread(z, paired=True) as (latents, form):

@@ -163,7 +163,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     else:
         grouped = x_BCTHW.float().unflatten(1, (groups, -1))
         variance, mean = torch.var_mean(grouped, (2, 4, 5), correction=0)
-    batch_of_frame, counts = (each.to(mean.device) for each in _batches(x_BCTHW))
+    batch_of_frame, counts = _batches(x_BCTHW)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
 
     def over_batch(each_BGT: torch.Tensor) -> torch.Tensor:  # no product of matrices, which a TPU rounds
@@ -179,14 +179,16 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     frames, form, tape = x_BCTHW.shape[2], canvas.current(), chunks.current()
     every = frames if tape is None else frames * tape.count
-    first = torch.tensor(True) if tape is None else tape.first
-    numbers, times = torch.arange(frames), every // form.frames
+    device, times = x_BCTHW.device, every // form.frames
+    first = torch.tensor(True).to(device) if tape is None else tape.first
+    numbers = torch.arange(frames).to(device)
     pair = numbers // (2 * times)
     # The first of an odd number of latent frames is decoded with the pair after it.
     joined = pair.clamp(min=1) if form.lead and form.frames - form.tail > 2 else pair
     batch = torch.where(first, joined, pair)
     is_padding = first & (numbers < form.lead_of(every))
-    return batch, ((batch == torch.arange(frames // (2 * times))[:, None]) & ~is_padding).float()
+    every_batch = torch.arange(frames // (2 * times)).to(device)[:, None]
+    return batch, ((batch == every_batch) & ~is_padding).float()
 
 
 def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
