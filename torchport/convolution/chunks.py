@@ -1,7 +1,8 @@
-"""A decoder on chunks of time, one after the other, as one loop of the program: what each leaves to the next are values.
+"""A decoder on chunks of time, one after the other, as one loop of the program.
 
-The same function runs on every chunk, so that it is compiled once. A convolution in it takes what it left of the chunk
-before, and leaves what the next one needs; `Tape` brings these, in the order of the calls.
+What each leaves to the next are values. The same function runs on every chunk, so that it is compiled once. A
+convolution in it takes what it left of the chunk before, and leaves what the next one needs. `Tape` brings these, in
+the order of the calls.
 """
 
 from __future__ import annotations

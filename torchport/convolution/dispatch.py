@@ -20,18 +20,8 @@ from torchport.attention.problem import platform
 from torchport.convolution import canvas, halo, kernel, plain
 from torchport.convolution.canvas import Canvas
 
-PARTS = {
-    None: 1,
-    "default": 1,
-    "fastest": 1,
-    "bfloat16": 1,
-    "high": 2,
-    "bfloat16_3x": 2,
-    "tensorfloat32": 2,
-    "highest": 3,
-    "float32": 3,
-}
-"""Parts of a float32 operand, by JAX's names of precision."""
+PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
+"""Parts of a float32 operand, by the precision of a card."""
 FRAMES = 16
 """Frames of one call of the kernel are best a multiple of this, which bfloat16 has sublanes for."""
 PAIRED = 8
@@ -106,7 +96,14 @@ def convolved(
     parted = (form.rows or None, form.columns or None)
     carries = PartitionSpec(None, None, *parted) if sums else PartitionSpec(None, *parted)
     beside |= {"scale": scale_BCTHW, "shift": shift_BCTHW}
-    specs = {"scale": spec, "shift": spec, "gains": PartitionSpec(), "residual": spec, "carry": carries, "first": PartitionSpec()}
+    specs = {
+        "scale": spec,
+        "shift": spec,
+        "gains": PartitionSpec(),
+        "residual": spec,
+        "carry": carries,
+        "first": PartitionSpec(),
+    }
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:

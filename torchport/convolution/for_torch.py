@@ -161,7 +161,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
 
         mean, variance = engine.call_jax(functools.partial(moments.of_frames, groups), x_BCTHW)
     else:
-        grouped = x_BCTHW.float().unflatten(1, (groups, -1))
+        grouped = x_BCTHW.float().reshape(x_BCTHW.shape[0], groups, -1, *x_BCTHW.shape[2:])
         variance, mean = torch.var_mean(grouped, (2, 4, 5), correction=0)
     batch_of_frame, counts = _batches(x_BCTHW)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -222,10 +222,10 @@ def frame_attention(q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch
 
         out: torch.Tensor = engine.call_jax(form.attention, q_BCTHW, k_BCTHW, v_BCTHW)
         return out
-    batch, channels, frames = q_BCTHW.shape[:3]
+    frames = q_BCTHW.shape[2]
     q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
     outs = [
         functional.scaled_dot_product_attention(q[:, n], k[:, : n + 1].flatten(1, 2), v[:, : n + 1].flatten(1, 2))
         for n in range(frames)
     ]
-    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape[:1] + (channels, frames) + q_BCTHW.shape[3:])
+    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape)

@@ -10,7 +10,7 @@ The parts are `x = high + middle + low`, each of 8 bits. Of two parts three prod
 those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
 128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
 
-Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of a block of B channels out.
+Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Conv:
 
     @property
     def together(self) -> int:
-        """Columns of the input that are put into the ring at once; with a norm those of 64 registers, a divisor of W."""
-        if not self.normal and not self.scaled and self.zoom == 1:
+        """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
+        if not self.normal and not self.scaled:
             return self.width
         unit = max(self.zoom, self.scaled, 1)
         most = max(1, 64 * 1024 // (self.frames * self.channels * unit))
@@ -119,7 +119,9 @@ class Conv:
     @property
     def name(self) -> str:
         """Names the kernel in a program."""
-        flags = "".join(letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on)
+        flags = "".join(
+            letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on
+        )
         flags += f"z{self.zoom}" if self.zoom > 1 else ""
         flags += f"s{self.scaled}" if self.scaled else ""
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
@@ -251,9 +253,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
-    made = pl.BlockSpec(
-        (1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n)
-    )
+    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n))
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
@@ -275,8 +275,8 @@ def _kernel(conv: Conv, first: Any, *refs: Any) -> None:
     """One row of the input comes in, and one of the output goes out."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
     flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
-    flags += (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
-    names += [name for name, on in flags if on]
+    more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
+    names += [name for name, on in (*flags, *more) if on]
     step = _Step(conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, pl.program_id(1))
     step.take_row()
     pl.when(step.row >= 2)(step.make_row)
