@@ -20,9 +20,14 @@ NONE, COLUMNS, BOTH = {}, {"sp": 8}, {"dp": 2, "sp": 4}
 
 @pytest.fixture(scope="module", autouse=True)
 def patched(pack):
-    """torchax beside this torch needs its patches, as everything else does."""
+    """torchax beside this torch needs its patches, as everything else does.
+
+    Each program runs once: optimising it would take longer than running it.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
     with patch.applied(patch.read(pack.patches, ["torchax"])):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
