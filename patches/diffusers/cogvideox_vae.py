@@ -63,9 +63,9 @@ def _scaling(norm, x, latents):
     mean, variance = (each.repeat_interleave(x.shape[1] // layer.num_groups, dim=1) for each in (mean, variance))
     gain = layer.weight.float()[:, None] * torch.rsqrt(variance + layer.eps)
     offset = layer.bias.float()[:, None] - mean * gain
-    times = x.shape[2] // latents.shape[2]
-    scale, shift = (_product(conv.conv, latents.float()) for conv in (norm.conv_y, norm.conv_b))
-    scale, shift = (each.repeat_interleave(times, dim=2) for each in (scale, shift))
+    # Frames are repeated while they have few channels; rows and columns are by the convolution.
+    latents = latents.float().repeat_interleave(x.shape[2] // latents.shape[2], dim=2)
+    scale, shift = (_product(conv.conv, latents) for conv in (norm.conv_y, norm.conv_b))
     return scale * gain[..., None, None], scale * offset[..., None, None] + shift
 
 
@@ -76,7 +76,6 @@ def _product(conv, x):
 
 
 def _upsampled(layer, x):
-    """Returns `CogVideoXUpsample3D`'s output: frames are doubled after the convolution, which is one of each frame."""
-    conv = layer.conv
-    x = for_torch.conv3d(x, conv.weight[:, :, None], conv.bias, edges=False, zoom=2)
-    return x.repeat_interleave(2, dim=2) if layer.compress_time else x
+    """Returns `CogVideoXUpsample3D`'s output: frames are doubled while they are small."""
+    x = x.repeat_interleave(2, dim=2) if layer.compress_time else x
+    return for_torch.conv3d(x, layer.conv.weight[:, :, None], layer.conv.bias, edges=False, zoom=2)

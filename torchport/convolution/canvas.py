@@ -125,12 +125,15 @@ def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> int:
-    """Returns the positions that a device has, with those of its neighbours that it needs."""
+    """Returns the positions that a device has, with those of its neighbours that it needs, in sixteenths.
+
+    Parted rows count for a sixteenth more: each convolution's input is copied then, to stand beside its neighbours'.
+    """
     sides = []
     for size, axes in ((height, rows), (width, columns)):
         ways = _ways(sizes, axes)
         sides.append(-(-size // ways) + (2 if ways > 1 else 0))
-    return math.prod(sides)
+    return math.prod(sides) * (17 if rows else 16)
 
 
 def _ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
