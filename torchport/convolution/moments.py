@@ -1,13 +1,14 @@
 """Mean and variance of a video's channels in groups, for each frame, where its parts are on several devices.
 
-Sums are float32, and of differences to a value near the mean: so nothing is lost where the mean is much larger than
-the variance. The video is read once, and no copy of it is made.
+Sums are float32, and of differences to a value of the video: so nothing is lost where the mean is much larger than the
+variance. The video is read once, and no copy of it is made.
 
 Shapes: B batch, C channels, G groups of them, T frames, H rows, W columns.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from torchport.convolution import canvas
+from torchport.attention import dispatch as attention
+from torchport.convolution import canvas, dispatch, sums
 from torchport.convolution.canvas import Canvas
 
 
@@ -37,18 +39,37 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     """Returns the whole video's from a device's part: of each channel first, then of its group."""
     height, width = x.shape[3:]
     rows, columns = _valid(form.rows, height, form.valid_rows), _valid(form.columns, width, form.valid_columns)
-    # Values of the first row: a device that has padding alone has none, and counts for nothing.
-    first = x[:, :, :, :1].astype(jnp.float32)
-    near = jnp.mean(first, axis=(3, 4), keepdims=True)
-    apart = x.astype(jnp.float32) - near
-    if form.height != form.valid_height:
-        apart = jnp.where((jnp.arange(height) < rows)[:, None], apart, 0.0)
-    if form.width != form.valid_width:
-        apart = jnp.where(jnp.arange(width) < columns, apart, 0.0)
+    # A device that has padding alone counts for nothing.
+    is_padded = form.height != form.valid_height or form.width != form.valid_width
+    takes = dispatch.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
+    run = _by_kernel if takes else _by_xla
+    every = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
+    near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*every, strict=True))
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
-    offset = jnp.sum(apart, axis=(3, 4)) / count
-    spread = jnp.sum(apart * apart, axis=(3, 4)) / count - offset * offset
-    return _joined(groups, form, near[..., 0, 0] + offset, spread, (rows * columns).astype(jnp.float32))
+    offset = total / count
+    spread = squares / count - offset * offset
+    return _joined(groups, form, near + offset, spread, (rows * columns).astype(jnp.float32))
+
+
+def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what `sums.summed` does, through XLA."""
+    wide = x.astype(jnp.float32)
+    apart = wide - wide[0, 0]
+    if is_padded:
+        inside = (jnp.arange(x.shape[0]) < rows)[:, None] & (jnp.arange(x.shape[1]) < columns)
+        apart = jnp.where(inside[..., None, None], apart, 0.0)
+    return wide[0, 0], jnp.sum(apart, axis=(0, 1)), jnp.sum(apart * apart, axis=(0, 1))
+
+
+def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+    height, width, frames, channels = x.shape
+    call = sums.Sums(height, width, frames, channels, is_padded, x.dtype.name)
+    context = attention.current()
+    if context.note is not None:
+        build, sizes = f"{sums.__name__}:alone", dataclasses.asdict(call)
+        context.note(attention.Pass(call.name, build, sizes, sums.trips(call), sums.moved(call)))
+    valid = jnp.stack([jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)])
+    return sums.summed(call, x, valid, interpret=context.interpret)
 
 
 def _joined(
