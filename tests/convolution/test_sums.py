@@ -26,7 +26,7 @@ def test_a_row_is_added_some_columns_at_a_time():
     call = Sums(2, 40, 16, 128)
     assert call.together == 20 and sums.trips(call) == (2, 2)
     x = jnp.asarray(numpy.random.default_rng(0).normal(size=(2, 40, 16, 128)), jnp.bfloat16)
-    near, total, _ = sums.summed(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
+    _, total, _ = sums.summed(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
     wide = numpy.asarray(x, numpy.float64)
     numpy.testing.assert_allclose(total, (wide - wide[0, 0]).sum((0, 1)), rtol=1e-5, atol=1e-4)
 

@@ -225,27 +225,8 @@ def _by_kernel(
     first: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
-    frames = x.shape[2]
-    count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
-    height, width = (x.shape[0] - 2 * rows) * request.zoom, x.shape[1] * request.zoom
-    conv = kernel.Conv(
-        height=height,
-        width=width,
-        frames=frames // count,
-        inputs=x.shape[3],
-        outputs=weight.shape[0],
-        parts=1 if x.dtype == jnp.bfloat16 else PARTS[jax.config.jax_default_matmul_precision],
-        taps=weight.shape[2],
-        edges=request.edges,
-        rows=rows,
-        normal=gains is not None,
-        residual=residual is not None,
-        carried=(request.chunked or count > 1) and weight.shape[2] == 3,
-        dtype=x.dtype.name,
-        still=request.still,
-        zoom=request.zoom,
-        scaled=0 if scale is None else width // (scale.shape[1] - 2),
-    )
+    conv, count = _conv(request, rows, x, weight, gains is not None, residual is not None, scale)
+    height, width = conv.height, conv.width
     _note(conv, count)
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
@@ -271,7 +252,41 @@ def _by_kernel(
     beside = {"residual": parts(residual), "scale": parts(scale), "shift": parts(shift)}
     items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), beside)
     kept, outs = lax.scan(step, begin, items)
-    return jnp.moveaxis(outs, 0, 2).reshape(height, width, frames, -1), kept
+    return jnp.moveaxis(outs, 0, 2).reshape(height, width, x.shape[2], -1), kept
+
+
+def _conv(
+    request: Request,
+    rows: bool,
+    x: jax.Array,
+    weight: jax.Array,
+    normal: bool,
+    residual: bool,
+    scale: jax.Array | None,
+) -> tuple[kernel.Conv, int]:
+    """Returns one call of the kernel, and how many there are, one after the other."""
+    frames = x.shape[2]
+    count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
+    width = x.shape[1] * request.zoom
+    conv = kernel.Conv(
+        height=(x.shape[0] - 2 * rows) * request.zoom,
+        width=width,
+        frames=frames // count,
+        inputs=x.shape[3],
+        outputs=weight.shape[0],
+        parts=1 if x.dtype == jnp.bfloat16 else PARTS[jax.config.jax_default_matmul_precision],
+        taps=weight.shape[2],
+        edges=request.edges,
+        rows=rows,
+        normal=normal,
+        residual=residual,
+        carried=(request.chunked or count > 1) and weight.shape[2] == 3,
+        dtype=x.dtype.name,
+        still=request.still,
+        zoom=request.zoom,
+        scaled=0 if scale is None else width // (scale.shape[1] - 2),
+    )
+    return conv, count
 
 
 def _note(conv: kernel.Conv, count: int) -> None:

@@ -10,6 +10,8 @@ The parts are `x = high + middle + low`, each of 8 bits. Of two parts three prod
 those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
 128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
 
+More than 400 lines: one kernel, with all that must follow it when it changes (its blocks, its loops, its bytes).
+
 Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
 """
 
