@@ -143,11 +143,14 @@ def test_in_eager_pytorch_it_is_upstreams(pack, made):
 
 def test_padding_before_the_first_frame_may_fill_several_chunks(pack, made, monkeypatch):
     """As on a TPU, whose kernel takes 16 frames at a time."""
-    from torchport.convolution import dispatch as convolution
+    from torchport.convolution import canvas
 
     decoder, z = made(*TINY).decoder, latents(5, 1, 2)
     exact = decoded(decoder, z)
-    monkeypatch.setattr(convolution, "frame_multiple", lambda: 16)
+    of_latents = canvas.of_latents
+    monkeypatch.setattr(
+        canvas, "of_latents", lambda *sizes, **options: of_latents(*sizes, **options | {"multiple": 16})
+    )
     with patched(pack):
         assert difference(traced(decoder, z, {}), exact) <= 1e-5
 

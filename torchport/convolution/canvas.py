@@ -18,14 +18,16 @@ class Canvas:
     """A video's latents on a mesh. What is made of them lies in the same way, at a multiple of their sizes.
 
     Attributes:
-        frames: T with padding, which is before the first frame.
+        frames: T with padding, which is before the first frame and after the last.
         height: H with padding, which is below.
         width: W with padding, which is on the right.
-        lead: Frames of padding; each counts as the first frame.
+        lead: Frames of padding before the first; each counts as it.
         valid_height: H.
         valid_width: W.
         rows: The mesh's axes over which rows are parted.
         columns: The axes over which columns are.
+        tail: Frames of padding after the last.
+        single: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
     """
 
     frames: int
@@ -36,10 +38,17 @@ class Canvas:
     valid_width: int
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    tail: int = 0
+    single: bool = True
 
     def lead_of(self, frames: int) -> int:
-        """Returns how many of so many frames come before those that are made of the first latent frame's last."""
-        return (self.lead + 1) * (frames // self.frames) - 1
+        """Returns how many of so many frames come before the first that counts."""
+        times = frames // self.frames
+        return (self.lead + 1) * times - 1 if self.single else self.lead * times
+
+    def tail_of(self, frames: int) -> int:
+        """Returns how many of so many frames are made of padding after the last latent frame."""
+        return self.tail * (frames // self.frames)
 
     def valid_rows(self, height: int) -> int:
         """Returns how many of so many rows are no padding."""
@@ -75,7 +84,7 @@ def using(canvas: Canvas) -> Iterator[None]:
         _CANVAS.reset(token)
 
 
-def of_latents(frames: int, height: int, width: int, *, multiple: int = 1) -> Canvas:
+def of_latents(frames: int, height: int, width: int, *, multiple: int = 1, paired: bool = False) -> Canvas:
     """Returns the canvas for latents, on the mesh that is set (`jax.set_mesh`).
 
     All axes are used, for columns, for rows, or for both: as leaves a device the fewest positions, its neighbours'
@@ -86,19 +95,24 @@ def of_latents(frames: int, height: int, width: int, *, multiple: int = 1) -> Ca
         height: H.
         width: W.
         multiple: T is padded to a multiple of this.
+        paired: Whether latent frames are decoded in pairs: then padding is after the last, but for one frame before an
+            odd number of them, so that each pair begins at an even frame.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else {name: size for name, size in mesh.shape.items() if size > 1}
     rows, columns = min(_partings(sizes), key=lambda parting: _positions(height, width, sizes, *parting))
+    lead = frames % 2 if paired else -frames % multiple
     return Canvas(
-        -(-frames // multiple) * multiple,
+        _up(frames + lead, multiple),
         _up(height, _ways(sizes, rows)),
         _up(width, _ways(sizes, columns)),
-        -frames % multiple,
+        lead,
         height,
         width,
         rows,
         columns,
+        _up(frames + lead, multiple) - frames - lead,
+        not paired or frames % 2 == 1,
     )
 
 
@@ -111,7 +125,10 @@ def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str
 def _positions(
     height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
 ) -> float:
-    """Returns the positions of a device and what it needs of its neighbours; a tenth more where rows are parted."""
+    """Returns the positions of a device and what it needs of its neighbours.
+
+    Parted rows count for a tenth more: each convolution's input is copied then, to stand beside its neighbours'.
+    """
     sides = []
     for size, axes in ((height, rows), (width, columns)):
         ways = _ways(sizes, axes)

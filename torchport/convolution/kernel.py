@@ -55,6 +55,10 @@ class Conv:
         carried: Whether there are chunks before and after this one.
         led: Whether some of its frames, from the first on, may count as 0.
         dtype: Of input, output and residual.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns of the output each of the input's becomes first.
+        scaled: How many rows and columns of the output have one scale and shift, which the input goes through first,
+            and then SiLU; 0: there are none.
     """
 
     height: int
@@ -71,6 +75,9 @@ class Conv:
     carried: bool = False
     led: bool = False
     dtype: str = "float32"
+    still: bool | None = None
+    zoom: int = 1
+    scaled: int = 0
 
     @property
     def channels(self) -> int:
@@ -117,10 +124,11 @@ class Conv:
     @property
     def together(self) -> int:
         """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
-        if not self.normal:
+        if not self.normal and not self.scaled:
             return self.width
-        most = max(1, 64 * 1024 // (self.frames * self.channels))
-        return max(n for n in range(1, most + 1) if self.width % n == 0)
+        unit = max(self.zoom, self.scaled, 1)
+        most = max(1, 64 * 1024 // (self.frames * self.channels * unit))
+        return unit * max(n for n in range(1, most + 1) if self.width // unit % n == 0)
 
     @property
     def split(self) -> bool:
@@ -138,6 +146,8 @@ class Conv:
         """Names the kernel in a program."""
         ways = (self.normal, self.residual, self.carried, self.led)
         flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
+        flags += f"z{self.zoom}" if self.zoom > 1 else ""
+        flags += f"s{self.scaled}" if self.scaled else ""
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -173,6 +183,8 @@ def convolved(
     *,
     gains: jax.Array | None = None,
     residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    shift: jax.Array | None = None,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
     lead: jax.Array | None = None,
@@ -182,14 +194,17 @@ def convolved(
 
     Args:
         conv: Its sizes and forms.
-        x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C].
+        x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
         bias: [D].
         gains: [C] of the norm.
         residual: [H, W, T, D].
+        scale: float32 [H, W + 2, T, C], with `conv.rows` [H + 2, W + 2, T, C]; H and W divided by `conv.scaled`. The
+            first column and the last are those of the sides. It is 0 outside the video, and so is the shift.
+        shift: Like the scale.
         carry: [2, H, W, D] float32, from the chunk before.
-        first: Whether there is no chunk before, int32 [1]; with `conv.edges` the first frame then counts as all before.
+        first: Whether there is no chunk before, int32 [1]; what `conv.still` says then counts as all before.
         lead: With `conv.led`, how many frames of the input count as 0, int32 [1] or [].
         interpret: Run it as plain JAX.
 
@@ -201,6 +216,7 @@ def convolved(
     operands: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
     operands += [_row(gains, conv.channels)] if conv.normal else []
     operands += [residual] if conv.residual else []
+    operands += [scale, shift] if conv.scaled else []
     operands += [carry] if conv.carried else []
     outputs = pl.pallas_call(
         functools.partial(_kernel, conv),
@@ -226,23 +242,29 @@ def _row(vector: jax.Array | None, size: int) -> jax.Array:
 
 def _inputs(conv: Conv) -> list[pl.BlockSpec]:
     """Returns the blocks of the operands, at each block of channels out and each row of the input."""
-    last = conv.height + 1 if conv.rows else conv.height - 1
 
-    def row(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
-        return (s if conv.rows else jnp.clip(s - 1, 0, last), 0, 0, 0)
+    def row(times: int) -> Callable[..., tuple[Any, ...]]:
+        """Returns the block of an array that has a row for so many."""
+
+        def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+            inside = jnp.clip(s - 1, 0, conv.height - 1) // times
+            return ((s - 1 + times) // times if conv.rows else inside, 0, 0, 0)
+
+        return here
 
     def made(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
         return (jnp.maximum(s - 2, 0), 0, 0, n)
 
-    def line(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, width, conv.frames, conv.inputs), row)
+    def line(width: int, times: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, width, conv.frames, conv.inputs), row(times))
 
     block = min(conv.block, conv.outputs)
     weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
-    specs = [line(conv.width), line(1), line(1), *[weights] * conv.parts]
+    specs = [line(conv.width // conv.zoom, conv.zoom), *[line(1, conv.zoom)] * 2, *[weights] * conv.parts]
     specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
     specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
     specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
+    specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
     return specs + ([_carry_block(conv)] if conv.carried else [])
 
 
@@ -278,8 +300,9 @@ def _scratch(conv: Conv) -> list[Any]:
 def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
     """One row of the input comes in, and one of the output goes out."""
     names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
-    flags = (("gains", conv.normal), ("residual", conv.residual), ("carry", conv.carried), ("out", True))
-    names += [name for name, on in (*flags, ("next", conv.carried), ("sums", True)) if on]
+    flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
+    more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
+    names += [name for name, on in (*flags, *more) if on]
     step = _Step(
         conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1)
     )
@@ -309,24 +332,38 @@ class _Step:
 
     def take_row(self) -> None:
         """Puts a row of the input into the ring, with the column before it and the one after it."""
-        conv, x, sides = self.conv, self.ref["x"], (self.ref["left"], self.ref["right"])
-        some = conv.together
-        if some == conv.width:
-            self._put(x[0], 1)
+        conv, some = self.conv, self.conv.together
 
         def put(number: Any, _: Any) -> Any:
-            self._put(x[0, pl.ds(number * some, some)], 1 + number * some)
+            x = self._columns("x", number * (some // conv.zoom), some, conv.zoom)
+            beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
+            self._put(x, 1 + number * some, beside)
             return 0
 
+        scaling = ("scale", "shift") if conv.scaled else ()
         if some < conv.width:
             jax.lax.fori_loop(0, conv.width // some, put, 0)
-        for side, column in zip(sides, (0, conv.width + 1), strict=True):
-            self._put(side[0], column)
+        else:
+            put(0, 0)
+        for side, column in (("left", 0), ("right", conv.width + 1)):
+            last = 0 if column == 0 or not conv.scaled else conv.width // conv.scaled + 1
+            self._put(self._columns(side, 0, 1, 1), column, [self._columns(name, last, 1, 1) for name in scaling])
 
-    def _put(self, x: jax.Array, column: Any) -> None:
-        conv, x = self.conv, x.astype(jnp.float32)
+    def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
+        """Returns columns of an operand's row, [count, T, C] in float32, where each counts so many times."""
+        conv = self.conv
+        x = self.ref[name][0, pl.ds(start, count // times)].astype(jnp.float32)
         if conv.channels != conv.inputs:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, conv.channels - conv.inputs)))
+        if times == 1:
+            return x
+        return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(count, *x.shape[1:])
+
+    def _put(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
+        conv = self.conv
+        if conv.scaled:
+            x = x * scaling[0] + scaling[1]
+            x = x * jax.nn.sigmoid(x)
         if conv.normal:
             x = _activated(x, self.ref["gains"][...], conv.inputs)
         if not conv.edges and not conv.rows:
@@ -430,9 +467,10 @@ class _Step:
     def _before(self, here: Any) -> list[jax.Array]:
         """Returns what earlier frames add to the first two, [columns, B] each."""
         head = self._taps(self._frame(0))
-        begin = [head[0] + head[1], head[0]] if self.conv.edges else [jnp.zeros_like(head[0])] * 2
+        still = self.conv.edges if self.conv.still is None else self.conv.still
+        begin = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
         if not self.conv.carried:
-            return begin if self.conv.edges else []
+            return begin if still else []
         missing = self.conv.block - self.ref["carry"].shape[-1]
         carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
         return [jnp.where(self.is_first, mine, one) for mine, one in zip(begin, carry, strict=True)]
@@ -449,13 +487,19 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
     """Returns a kernel and its operands' shapes, for `torchport.tpu.bundles.compile_kernel`."""
     conv = Conv(**sizes)
     shape = jax.ShapeDtypeStruct
-    rows = conv.height + 2 * conv.rows
-    x = shape((rows, conv.width, conv.frames, conv.inputs), conv.dtype)
+    rows = conv.height // conv.zoom + 2 * conv.rows
+    x = shape((rows, conv.width // conv.zoom, conv.frames, conv.inputs), conv.dtype)
     side = shape((rows, 1, conv.frames, conv.inputs), conv.dtype)
     weight = shape((conv.blocks, 9 * conv.depth, conv.sums), jnp.bfloat16)
+    scaling = None
+    if conv.scaled:
+        size = (conv.height // conv.scaled + 2 * conv.rows, conv.width // conv.scaled + 2)
+        scaling = shape((*size, conv.frames, conv.inputs), jnp.float32)
     more = {
         "gains": shape((conv.inputs,), jnp.float32) if conv.normal else None,
         "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
+        "scale": scaling,
+        "shift": scaling,
         "carry": shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
         "first": shape((1,), jnp.int32) if conv.carried else None,
         "lead": shape((1,), jnp.int32) if conv.led else None,
@@ -485,7 +529,10 @@ def trips(conv: Conv) -> tuple[int, ...]:
 def moved(conv: Conv) -> int:
     """Returns the bytes that a call reads from HBM and writes there."""
     size, positions = jnp.dtype(conv.dtype).itemsize, conv.height * conv.width
-    inputs = conv.blocks * positions * conv.frames * conv.inputs * size
+    inputs = conv.blocks * positions // conv.zoom**2 * conv.frames * conv.inputs * size
+    if conv.scaled:
+        columns = conv.height // conv.scaled * (conv.width // conv.scaled + 2)
+        inputs += 2 * 4 * conv.blocks * columns * conv.frames * conv.inputs
     outputs = positions * conv.frames * conv.outputs * size * (1 + conv.residual)
     carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
     return inputs + outputs + carries + 2 * 9 * conv.parts * conv.depth * conv.blocks * conv.sums

@@ -26,6 +26,10 @@ def convolved(
     rows: bool,
     gains: jax.Array | None = None,
     residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    shift: jax.Array | None = None,
+    still: bool | None = None,
+    zoom: int = 1,
     carry: jax.Array | None = None,
     first: jax.Array | None = None,
     lead: jax.Array | None = None,
@@ -33,21 +37,30 @@ def convolved(
     """Returns the convolution [H, W, T, D] of x's dtype, and what it adds to the first two frames of the next chunk.
 
     Args:
-        x: [H, W, T, C], or with `rows` [H + 2, W, T, C].
+        x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `zoom`.
         sides: The columns before and after it, [H, 1, T, C].
         weight: PyTorch's, [D, C, 3 or 1, 3, 3].
         bias: [D], or None.
-        edges: Whether what is outside is the nearest row or frame; otherwise it is 0.
+        edges: Whether what is outside is the nearest row; otherwise it is 0.
         rows: Whether x has a row more at each end.
         gains: [C] of an RMSNorm that the input goes through first, and then SiLU.
         residual: [H, W, T, D], added to the output.
+        scale: float32, what x goes through first, and then SiLU: as `kernel.convolved` has it.
+        shift: Like the scale.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns each of x becomes first.
         carry: [2, H, W, D] float32, from the chunk before; None: there is none.
         first: Whether there is no chunk before all the same.
         lead: How many frames of the input count as 0, the norm's output too; None: none.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
-    x = jnp.concatenate([sides[0], x, sides[1]], axis=1).transpose(2, 0, 1, 3)
+    x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), zoom, rows)
     x = x if gains is None else activated(x, gains)
+    if scale is not None and shift is not None:
+        times = (x.shape[1] - 2) // (scale.shape[1] - 2)
+        wide = x.astype(jnp.float32) * _spread(scale, times, rows) + _spread(shift, times, rows)
+        x = (wide * jax.nn.sigmoid(wide)).astype(dtype)
+    x = x.transpose(2, 0, 1, 3)
     if lead is not None:
         x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= lead, x, 0)
     if not rows:
@@ -59,7 +72,7 @@ def convolved(
     if taps == 1:
         out, after = products, jnp.zeros((2, *products.shape[1:]), jnp.float32)
     else:
-        out, after = _added(products, outputs, edges, carry, first)
+        out, after = _added(products, outputs, edges if still is None else still, carry, first)
     out = out.transpose(1, 2, 0, 3)
     out = out if bias is None else out + bias.astype(jnp.float32)
     out = out if residual is None else out + residual.astype(jnp.float32)
@@ -67,16 +80,26 @@ def convolved(
 
 
 def _added(
-    products: jax.Array, outputs: int, edges: bool, carry: jax.Array | None, first: jax.Array | None
+    products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the taps in time [T, H, W, 3 D] added up, and what is due after the last frame."""
     oldest, older, now = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
     begin = jnp.stack([oldest[0] + older[0], oldest[0]])
-    begin = begin if edges else jnp.zeros_like(begin)
+    begin = begin if still else jnp.zeros_like(begin)
     before = begin if carry is None else carry if first is None else jnp.where(first, begin, carry)
     every = jnp.pad(now, ((0, 2), (0, 0), (0, 0), (0, 0)))
     every = every.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
     return every[:-2], every[-2:]
+
+
+def _spread(x: jax.Array, times: int, rows: bool) -> jax.Array:
+    """Returns x with each row and column so many times, and those at the ends, which are not its own, once."""
+    if times == 1:
+        return x
+    cut = slice(times - 1, 1 - times)
+    x = jnp.repeat(x, times, axis=1)[:, cut]
+    x = jnp.repeat(x, times, axis=0)
+    return x[cut] if rows else x
 
 
 def activated(x: jax.Array, gains: jax.Array) -> jax.Array:

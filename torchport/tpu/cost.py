@@ -154,7 +154,7 @@ def _loops(kernel: KernelBundles) -> list[Region]:
 
     def visit(region: Region) -> None:
         busy = work[region.start : region.end].any()
-        if region.kind == "predicated" and not busy:
+        if region.kind == "predicated" and not busy and work.any():  # a kernel of sums has no matrix work anywhere
             return
         if region.kind == "loop" and (busy or region.end - region.start >= OWN):
             loops.append(region)
