@@ -130,7 +130,7 @@ def together(pack: Pack, cards: Iterable[Card]) -> list[Together]:
     return [
         Together(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards
-        for names in card.patches.values()
+        for _, names in card.patch_sets()
     ]
 
 
