@@ -111,7 +111,9 @@ class Conv:
     @property
     def name(self) -> str:
         """Names the kernel in a program."""
-        flags = "".join(letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on)
+        flags = "".join(
+            letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on
+        )
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -228,9 +230,7 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
-    made = pl.BlockSpec(
-        (1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n)
-    )
+    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n))
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
