@@ -247,7 +247,7 @@ class Upsample(nnx.Module):
 
     def __call__(self, x):
         """Returns the larger video. The convolution is of single frames, so they are repeated after it."""
-        batch, frames, height, width, channels = x.shape
+        batch, frames, height, width = x.shape[:4]
         x = on_parts(self.conv, stretched(x, (batch, frames, 2 * height, 2 * width)), self.spec)
         longer = frames if frames == 1 or not self.time else 2 * frames - frames % 2
         return stretched(x, (batch, longer, *x.shape[2:4]))
@@ -357,7 +357,7 @@ def torch_name(path):
 
 
 def channels_last(weight):
-    """Returns a weight as Flax has it: a convolution's (O, I, T, H, W) as (T, H, W, I, O), of one position as (I, O)."""
+    """Returns a weight as Flax has it: (O, I, T, H, W) as (T, H, W, I, O), or as (I, O) where it is of one position."""
     if weight.ndim < 2:
         return weight
     weight = jnp.moveaxis(weight, (0, 1), (-1, -2))

@@ -394,6 +394,10 @@ class Tiny(Frozen):
     """A prompt that the model can take; `torchport check --model` runs the demo with it."""
 
 
+Several = Literal["vae"]
+"""Components that may have more than one implementation."""
+
+
 class Implementations(Frozen):
     """Ways to compute one component. Each of them has patches of its own, and a config names one."""
 
@@ -438,8 +442,8 @@ class Card(Frozen):
     """Which of several networks in the checkpoint is used if the config names none."""
     patches: dict[StageName, list[str]]
     """By stage, its patches: `folder` for all files in `patches/folder/`, `folder/file` for one."""
-    implementations: dict[Literal["vae"], Implementations] = {}
-    """By component, the ways to compute it, where there are several. A config chooses: `vae: {implementation: flax}`."""
+    implementations: dict[Several, Implementations] = {}
+    """By component, the ways to compute it, if there are several. A config names one: `vae: {implementation: flax}`."""
     original: list[str] = []
     """The patches that `--backend original` needs too. Entries with `plumbing: true` are always among them."""
     components: dict[str, Component]
@@ -472,7 +476,7 @@ class Card(Frozen):
                 component.published.update(self.components[component.like].published)
         return self
 
-    def patch_names(self, stage: StageName, implementations: Mapping[str, str]) -> list[str]:
+    def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
         """Returns the patches of a stage, as files name them.
 
         Args:
@@ -487,9 +491,13 @@ class Card(Frozen):
     def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
         """Yields every stage with each set of patches that it can have: one for each choice of implementations."""
         choices = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
-        for stage in STAGES:
+        stages = {
+            *self.patches,
+            *(s for kinds in self.implementations.values() for p in kinds.patches.values() for s in p),
+        }
+        for stage in (stage for stage in STAGES if stage in stages):
             sets = [tuple(self.patch_names(stage, dict(chosen))) for chosen in itertools.product(*choices)]
-            yield from ((stage, list(names)) for names in dict.fromkeys(sets) if names or stage in self.patches)
+            yield from ((stage, list(names)) for names in dict.fromkeys(sets))
 
     def written(self, component: str) -> str:
         """Returns the name under which the card has a component's rules: its own, or that of the one it is like."""
@@ -570,7 +578,7 @@ class Job(Frozen):
         return math.prod(self.mesh.values())
 
     @property
-    def implementations(self) -> dict[str, str]:
+    def implementations(self) -> dict[Several, str]:
         """The implementations that it names, by component."""
         return {} if self.vae.implementation is None else {"vae": self.vae.implementation}
 
@@ -627,7 +635,7 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
 def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
     for component, name in job.implementations.items():
         place = document.place([component, "implementation"])
-        kinds = dict[str, Implementations](card.implementations).get(component)
+        kinds = card.implementations.get(component)
         if kinds is None:
             fact = f"'{card.model}' has one implementation of '{component}', and it has no name"
             yield UnknownKeyError(place, fact, "Remove 'implementation'", key="implementation")

@@ -10,7 +10,7 @@ The parts are `x = high + middle + low`, each of 8 bits. Of two parts three prod
 those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
 128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
 
-Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of a block of B channels out.
+Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Conv:
 
     @property
     def together(self) -> int:
-        """Columns of the input that are put into the ring at once; with a norm those of 64 registers, a divisor of W."""
+        """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
         if not self.normal:
             return self.width
         most = max(1, 64 * 1024 // (self.frames * self.channels))
