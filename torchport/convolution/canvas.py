@@ -108,9 +108,7 @@ def _partings(sizes: Mapping[str, int]) -> list[tuple[tuple[str, ...], tuple[str
     return [(chosen, tuple(name for name in sizes if name not in chosen)) for chosen in some]
 
 
-def _positions(
-    height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]
-) -> int:
+def _positions(height: int, width: int, sizes: Mapping[str, int], rows: tuple[str, ...], columns: tuple[str, ...]) -> int:
     """Returns the positions that a device has, with those of its neighbours that it needs."""
     sides = []
     for size, axes in ((height, rows), (width, columns)):

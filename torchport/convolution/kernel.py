@@ -10,7 +10,7 @@ The parts are `x = high + middle + low`, each of 8 bits. Of two parts three prod
 those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
 128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
 
-Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
+Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of a block of B channels out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Conv:
 
     @property
     def together(self) -> int:
-        """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
+        """Columns of the input that are put into the ring at once; with a norm those of 64 registers, a divisor of W."""
         if not self.normal:
             return self.width
         most = max(1, 64 * 1024 // (self.frames * self.channels))
@@ -111,9 +111,7 @@ class Conv:
     @property
     def name(self) -> str:
         """Names the kernel in a program."""
-        flags = "".join(
-            letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on
-        )
+        flags = "".join(letter for letter, on in zip("nrc", (self.normal, self.residual, self.carried), strict=True) if on)
         sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
         return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
 
@@ -230,7 +228,9 @@ def _carry_block(conv: Conv) -> pl.BlockSpec:
 
 def _outputs(conv: Conv) -> list[pl.BlockSpec]:
     block = min(conv.block, conv.outputs)
-    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n))
+    made = pl.BlockSpec(
+        (1, conv.width, conv.frames, block), lambda n, s, first: (jnp.maximum(s - 2, 0), 0, 0, n)
+    )
     return [made, *([_carry_block(conv)] if conv.carried else [])]
 
 
