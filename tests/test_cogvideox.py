@@ -90,6 +90,18 @@ def test_the_decoder_alone_agrees_with_upstream_in_float32(small, runs, upstream
     assert difference(video, upstream(output_type="pt")) < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["tp", "ulysses"])
+def test_the_decoder_in_flax_agrees_with_upstream_and_is_in_the_manifest(small, runs, upstream, tmp_path, strategy):
+    mesh = "mesh={dp: 2, tp: 4}" if strategy == "tp" else "mesh={dp: 2, sp: 4}"
+    sets = (*SMALL, f"strategy={strategy}", mesh, "vae.implementation=flax")
+    request = dataclasses.replace(small, overrides=sets, prompt=None, negative_prompt=None, seed=None)
+    assert difference(video_of(request, runs["original"]), upstream(output_type="pt")) < 1e-5
+    run(dataclasses.replace(request, stage="decode", inputs=runs["original"], out=tmp_path))
+    assert same_frames(frames_of(tmp_path), frames_of(runs["original"]))
+    rows = json.loads((tmp_path / "decode.json").read_text())["patches"]
+    assert [row["calls"] for row in rows if row["id"] == "diffusers.cogvideox.vae-flax"] == [1]
+
+
 def test_tiles_of_a_decoder_that_is_compiled_whole_are_refused(small, runs, upstream, tmp_path):
     tiled = (*SMALL, "vae_tiling=true")
     for stage in ("all", "decode"):

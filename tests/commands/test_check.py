@@ -41,6 +41,17 @@ def test_a_locked_pack_is_clean(world):
     assert formats.text(Report()) == "clean"
 
 
+def test_a_patch_that_needs_an_extra_which_is_not_installed_is_skipped(world):
+    error = "AbsentPackageError('up', 'extra is not installed', 'Install it')"
+    text = f"from torchport.errors import AbsentPackageError\nraise {error}\n"
+    _entries(world, "f")
+    assert patches.lock(world.patches, ["up/p"]) == ["up.m:f: new"]
+    world.python(text)
+    report = check.check(world.patches, ["up"], upstream_path=world.site)
+    assert report.findings == []
+    assert [case.skipped for case in report.cases if case.step == "targets"] == ["extra is not installed"]
+
+
 def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
     world.write("up/m.py", "def f(a):\n    return 1\n\ndef h(a):\n    return 3\n\nPENDING = map(h, [])\n")
     _entries(world, "f", "absent", "h")

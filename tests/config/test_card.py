@@ -323,6 +323,41 @@ def test_a_dtype_for_an_unknown_component_is_refused_with_the_nearest(pack, card
     assert "'hunyuan' has no component 'transfomer'. Did you mean 'transformer'?" in text
 
 
+def test_an_implementation_is_chosen_by_name_and_one_that_the_card_lacks_is_refused(pack, card):
+    cogvideox, _ = pack.card("cogvideox")
+    chosen, unknown = "vae.implementation=flax", "vae.implementation=flex"
+    job, document = pack.job("cogvideox_demo", [chosen])
+    check_job(job, cogvideox, document)
+    assert job.implementations == {"vae": "flax"}
+    assert "diffusers/cogvideox_vae_flax" in cogvideox.patch_names("decode", {"vae": "flax"})
+    assert cogvideox.patch_names("decode", {}) == cogvideox.patch_names("decode", {"vae": "torchax"})
+    other, other_document = pack.job("cogvideox_demo", [unknown])
+    text = refused(UnknownNameError, lambda: check_job(other, cogvideox, other_document))
+    assert text == (
+        "--set vae.implementation=flex: 'cogvideox' has no implementation 'flex' of 'vae'. "
+        "Did you mean 'flax'? Known: flax, torchax."
+    )
+    assert refused(UnknownKeyError, lambda: job_with(pack, card, chosen)) == (
+        "--set vae.implementation=flax: 'hunyuan' has one implementation of 'vae', and it has no name. "
+        "Remove 'implementation'."
+    )
+
+
+def test_a_default_that_is_none_of_the_implementations_is_refused(copied):
+    edit(copied, "models/cogvideox", "default: torchax", "default: torch")
+    line = line_of(copied, "models/cogvideox", "default: torch")
+    text = refused(WrongTypeError, lambda: copied.card("cogvideox"))
+    assert text.startswith(f"configs/models/cogvideox.yaml:{line - 1}: 'implementations.vae' is ")
+    assert text.endswith("'default' is 'torch'; the names in 'patches' are torchax, flax.")
+
+
+def test_a_stage_has_a_set_of_patches_for_each_implementation(pack, card):
+    cogvideox, _ = pack.card("cogvideox")
+    sets = [names for stage, names in cogvideox.patch_sets() if stage == "decode"]
+    assert sets == [cogvideox.patch_names("decode", {"vae": name}) for name in ("torchax", "flax")]
+    assert dict(card.patch_sets()) == card.patches
+
+
 def test_all_mistakes_of_a_job_are_named_together(pack, card):
     changes = ("frames=18", "height=721", "strategy=tpp", "dtypes={vaee: float32, scheduler: float32}")
     with pytest.raises(BadValueError) as caught:

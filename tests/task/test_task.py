@@ -229,6 +229,21 @@ def test_the_original_takes_the_plumbing_alone_and_the_port_all_patches(asked):
     assert port.patches([encode]) == [], "encoding does not go through torchax"
 
 
+def test_a_stage_has_the_patches_of_the_implementation_that_the_config_names(root):
+    def request(*overrides):
+        config = "configs/cogvideox_demo.yaml"
+        return accept(task.Request("cogvideox", config, "A cat", overrides=overrides, paths=(str(root),)), dry=True)
+
+    default, flax = request(), request("vae.implementation=flax")
+    decode, ids = default.stages[-1], {}
+    for name, task_ in (("default", default), ("flax", flax)):
+        ids[name] = {entry.id for entry in task_.patches([decode])}
+    assert "diffusers.cogvideox.vae-flax" in ids["flax"] - ids["default"]
+    assert default.code(decode) != flax.code(decode), "the manifest, a resumed run and a kept program know which it was"
+    [denoise] = default.denoising
+    assert default.code(denoise) == flax.code(denoise)
+
+
 def test_a_file_that_is_no_picture_is_refused(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(loaded(HUNYUAN), "TAKES_IMAGE", True)
     (tmp_path / "bad.png").write_text("no picture")

@@ -28,7 +28,7 @@ from torchport.commands.findings import Finding, Report, of_entry, of_error
 from torchport.config.card import Card
 from torchport.config.checkout import existing
 from torchport.config.pack import Pack, find_pack
-from torchport.errors import PatchError, TargetError, TorchportError, UnsupportedError
+from torchport.errors import AbsentPackageError, PatchError, TargetError, TorchportError, UnsupportedError
 from torchport.patch.declared import replacement
 from torchport.patch.source.source import is_there, shown
 from torchport.processes import child
@@ -130,7 +130,7 @@ def together(pack: Pack, cards: Iterable[Card]) -> list[Together]:
     return [
         Together(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards
-        for names in card.patches.values()
+        for _, names in card.patch_sets()
     ]
 
 
@@ -325,6 +325,9 @@ def _is_sound(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report
         if fits is None:
             return False
         loaded = replacement.load(entry, entry.reference) if entry.reference else None
+    except AbsentPackageError as error:  # an extra of torchport's, which only those install who choose the patch
+        report.try_entry(entry, "targets", skipped=error.fact)
+        return False
     except TorchportError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)

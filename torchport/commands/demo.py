@@ -10,7 +10,7 @@ from typing import Any
 
 from torchport import patch, progress
 from torchport.commands.findings import Finding, Report, of_error
-from torchport.config.card import Card
+from torchport.config.card import STAGES, Card
 from torchport.config.pack import Pack
 from torchport.errors import NotCalledError, PatchError, TorchportError
 from torchport.processes import child
@@ -46,7 +46,10 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
         except TorchportError as error:
             return Report([of_error(error, "called")])
         report = Report()
-        for stage, names in card.patches.items():
+        for stage in STAGES:
+            names = card.patch_names(stage, {})
+            if not names:
+                continue
             rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
             report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
         return report

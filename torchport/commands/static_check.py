@@ -278,12 +278,17 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
 def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields what a card names that is not there, or that contradicts itself."""
     home = pack.home(card.model).patches
-    for stage, names in card.patches.items():
+    lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original)]
+    lists += [(["patches", stage], names) for stage, names in card.patches.items()]
+    for component, kinds in card.implementations.items():
+        for implementation, stages in kinds.patches.items():
+            here = ["implementations", component, "patches", implementation]
+            lists += [([*here, stage], names) for stage, names in stages.items()]
+    for path, names in lists:
         for number, name in enumerate(names):
-            yield from absent_patches(pack.folders, name, document.place(["patches", stage, number]), home)
+            yield from absent_patches(pack.folders, name, document.place([*path, number]), home)
+    for _, names in card.patch_sets():
         yield from _conflicts(pack, names, home)
-    for number, name in enumerate(card.original):
-        yield from absent_patches(pack.folders, name, document.place(["original", number]), home)
     try:
         networks = _networks(pack, card, document)
         if networks is not None:

@@ -5,9 +5,10 @@ Over 400 lines: every field has its meaning below it. docs/cards.md, docs/jobs.m
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -393,6 +394,25 @@ class Tiny(Frozen):
     """A prompt that the model can take; `torchport check --model` runs the demo with it."""
 
 
+Several = Literal["vae"]
+"""Components that may have more than one implementation."""
+
+
+class Implementations(Frozen):
+    """Ways to compute one component. Each of them has patches of its own, and a config names one."""
+
+    default: Word
+    """The one that is used if a config names none."""
+    patches: dict[Word, dict[StageName, list[str]]]
+    """By implementation, and by stage: the patches that the stage has beside those of the card's `patches`."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_default(self) -> Implementations:
+        if self.default not in self.patches:
+            raise ValueError(f"'default' is '{self.default}'; the names in 'patches' are {', '.join(self.patches)}")
+        return self
+
+
 class Card(Frozen):
     """A model card, `configs/models/<name>.yaml`: what a model is, as data."""
 
@@ -422,6 +442,8 @@ class Card(Frozen):
     """Which of several networks in the checkpoint is used if the config names none."""
     patches: dict[StageName, list[str]]
     """By stage, its patches: `folder` for all files in `patches/folder/`, `folder/file` for one."""
+    implementations: dict[Several, Implementations] = {}
+    """By component, the ways to compute it, if there are several. A config names one: `vae: {implementation: flax}`."""
     original: list[str] = []
     """The patches that `--backend original` needs too. Entries with `plumbing: true` are always among them."""
     components: dict[str, Component]
@@ -454,6 +476,29 @@ class Card(Frozen):
                 component.published.update(self.components[component.like].published)
         return self
 
+    def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
+        """Returns the patches of a stage, as files name them.
+
+        Args:
+            stage: The stage.
+            implementations: The implementation by component; the card's default for one that is not among them.
+        """
+        names = list(self.patches.get(stage, []))
+        for component, choice in self.implementations.items():
+            names += choice.patches[implementations.get(component, choice.default)].get(stage, [])
+        return names
+
+    def patch_sets(self) -> Iterator[tuple[StageName, list[str]]]:
+        """Yields every stage with each set of patches that it can have: one for each choice of implementations."""
+        choices = [[(name, each) for each in kinds.patches] for name, kinds in self.implementations.items()]
+        stages = {
+            *self.patches,
+            *(s for kinds in self.implementations.values() for p in kinds.patches.values() for s in p),
+        }
+        for stage in (stage for stage in STAGES if stage in stages):
+            sets = [tuple(self.patch_names(stage, dict(chosen))) for chosen in itertools.product(*choices)]
+            yield from ((stage, list(names)) for names in dict.fromkeys(sets))
+
     def written(self, component: str) -> str:
         """Returns the name under which the card has a component's rules: its own, or that of the one it is like."""
         return self.components[component].like or component
@@ -471,6 +516,13 @@ class Card(Frozen):
         """Returns the Python files that the card names: that of its family, and those beside it with builders."""
         names = {component.build.partition(":")[0] for component in self.components.values() if component.build}
         return [family, *(family.with_name(name) for name in sorted(names))]
+
+
+class Choice(Frozen):
+    """What a config chooses of one component."""
+
+    implementation: Word | None = None
+    """One of the card's `implementations`. By default the card's own default."""
 
 
 class Job(Frozen):
@@ -507,6 +559,8 @@ class Job(Frozen):
     """Whether the blocks that the card's `stacks` name are compiled as one."""
     text_bucket: Annotated[int, pydantic.Field(gt=0, le=2**20)] | None = None
     """Text is cut to the tokens of the longest prompt, rounded up to a multiple of this. By default it is not cut."""
+    vae: Choice = Choice()
+    """How the VAE is computed: `{implementation: flax}`."""
     vae_tiling: bool | None = None
     """Whether the VAE decodes in overlapping tiles. By default it does what upstream does. A port of
     `family: diffusers` does not."""
@@ -523,14 +577,19 @@ class Job(Frozen):
         """The number of JAX devices that the mesh takes."""
         return math.prod(self.mesh.values())
 
+    @property
+    def implementations(self) -> dict[Several, str]:
+        """The implementations that it names, by component."""
+        return {} if self.vae.implementation is None else {"vae": self.vae.implementation}
+
 
 def check_job(job: Job, card: Card, document: Document) -> None:
     """Refuses a job that this model cannot do, with all its mistakes, before anything is loaded.
 
     Raises:
         BadValueError: Frames or sizes that the VAE cannot divide, or a dtype for what has no weights.
-        UnknownNameError: A strategy that the card has not.
-        UnknownKeyError: A dtype for a component that the card has not.
+        UnknownNameError: A strategy or an implementation that the card has not.
+        UnknownKeyError: A dtype for a component that the card has not, or a choice where it has one implementation.
     """
     mistakes = list(_job_mistakes(job, card, document))
     if mistakes:
@@ -568,8 +627,21 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
         elif card.components[name].dtype is None:
             fact = f"'{name}' has no weights, and so no dtype"
             yield BadValueError(document.place(["dtypes", name]), fact, "Remove it from 'dtypes'", key=name)
+    yield from _implementation_mistakes(job, card, document)
     yield from _dtype_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
+
+
+def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    for component, name in job.implementations.items():
+        place = document.place([component, "implementation"])
+        kinds = card.implementations.get(component)
+        if kinds is None:
+            fact = f"'{card.model}' has one implementation of '{component}', and it has no name"
+            yield UnknownKeyError(place, fact, "Remove 'implementation'", key="implementation")
+        elif name not in kinds.patches:
+            fact = f"'{card.model}' has no implementation '{name}' of '{component}'"
+            yield UnknownNameError(place, fact, nearest(name, kinds.patches), name=name)
 
 
 PASSED = ("prompt", "negative_prompt", "generator", "latents", "output_type", "return_dict")
@@ -654,6 +726,7 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
             for network in sorted(set(networks) - set(rules)):
                 fact, remedy = f"There are no rules for '{network}'", f"Add '{network}', a network of '{card.model}'"
                 yield MissingKeyError(document.place([*here, kind]), fact, remedy, key=network)
+    sections += [(["implementations"], list(card.implementations))]
     sections += [(["score_bounds", what, "component"], [entry.component]) for what, entry in card.score_bounds.items()]
     sections_of_names = [(path, names, "network", networks) for path, names in sections]
     sections_of_names += [(["tiny", "components"], card.tiny.components, "component", card.components)]

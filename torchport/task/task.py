@@ -129,7 +129,8 @@ class Task:
         names: dict[str, None] = {}
         for stage in stages:
             through_torchax = stage.network is not None and not self.original
-            names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *self.card.patches.get(stage.name, [])])
+            of_stage = self.card.patch_names(stage.name, self.job.implementations)
+            names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *of_stage])
         home = self.pack.home(self.card.model).patches
         entries = patch.read(self.pack.folders, list(names), home)
         if not self.original:
