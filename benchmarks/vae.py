@@ -73,7 +73,9 @@ def of_model(model: str, rounds: int) -> dict[str, Any]:
     module.encoder = None
     z = torch.randn(1, module.config.get("latent_channels") or module.config["z_dim"], *latents)
     programs = {}
-    with patch.applied(patch.read(pack.folders, ["torchax/overloads", *card.patches["decode"]]), stage="decode"):
+    ways = card.implementations.get("vae")
+    patches = card.patches.get("decode", []) + (ways.patches[ways.default]["decode"] if ways else [])
+    with patch.applied(patch.read(pack.folders, ["torchax/overloads", *patches]), stage="decode"):
         for name, mesh in MESHES.items():
             programs[name] = ported(copy.deepcopy(module), mesh)
             programs[name](z=z)

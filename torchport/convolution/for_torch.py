@@ -273,13 +273,12 @@ def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tenso
         x_BCTHW: The video.
         most: Frames of a chunk; they are fewer where this does not divide T.
     """
-    if not engine.is_traced(x_BCTHW):
+    frames = x_BCTHW.shape[2]
+    if not engine.is_traced(x_BCTHW) or frames <= most:
         return step(x_BCTHW)
     from torchport.convolution import chunks
 
-    size = math.gcd(most, x_BCTHW.shape[2])
-    if size == x_BCTHW.shape[2]:
-        return step(x_BCTHW)
+    size = math.gcd(most, frames)
     video: torch.Tensor = engine.call_jax(functools.partial(chunks.scanned, step, size), x_BCTHW)
     return video
 

@@ -45,6 +45,7 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     run = _by_kernel if takes else _by_xla
     every = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
     near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*every, strict=True))
+    near = jnp.where(rows * columns > 0, near, 0.0)  # padding may hold anything, and NaN times 0 is NaN
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
     spread = squares / count - offset * offset

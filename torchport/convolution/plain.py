@@ -56,10 +56,7 @@ def convolved(
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
     x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), zoom, rows)
     x = x if gains is None else activated(x, gains)
-    if scale is not None and shift is not None:
-        times = (x.shape[1] - 2) // (scale.shape[1] - 2)
-        wide = x.astype(jnp.float32) * _spread(scale, times, rows) + _spread(shift, times, rows)
-        x = (wide * jax.nn.sigmoid(wide)).astype(dtype)
+    x = x if scale is None or shift is None else _scaled(x, scale, shift, rows)
     x = x.transpose(2, 0, 1, 3)
     if lead is not None:
         x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= lead, x, 0)
@@ -90,6 +87,13 @@ def _added(
     every = jnp.pad(now, ((0, 2), (0, 0), (0, 0), (0, 0)))
     every = every.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
     return every[:-2], every[-2:]
+
+
+def _scaled(x: jax.Array, scale: jax.Array, shift: jax.Array, rows: bool) -> jax.Array:
+    """Returns SiLU of x with scale and shift, of x's dtype."""
+    times = (x.shape[1] - 2) // (scale.shape[1] - 2)
+    wide = x.astype(jnp.float32) * _spread(scale, times, rows) + _spread(shift, times, rows)
+    return (wide * jax.nn.sigmoid(wide)).astype(x.dtype)
 
 
 def _spread(x: jax.Array, times: int, rows: bool) -> jax.Array:

@@ -128,9 +128,8 @@ class Task:
         """
         names: dict[str, None] = {}
         for stage in stages:
-            through_torchax = stage.network is not None and not self.original
-            of_stage = self.card.patch_names(stage.name, self.job.implementations)
-            names |= dict.fromkeys([*(["torchax"] if through_torchax else []), *of_stage])
+            names |= dict.fromkeys(["torchax"] if stage.network is not None and not self.original else [])
+            names |= dict.fromkeys(self.card.patch_names(stage.name, self.job.implementations))
         home = self.pack.home(self.card.model).patches
         entries = patch.read(self.pack.folders, list(names), home)
         if not self.original:
