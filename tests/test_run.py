@@ -269,12 +269,20 @@ def test_every_patch_was_used_and_is_in_the_manifest(runs):
         "diffusers.hunyuan15.refiner-mask",
         "diffusers.hunyuan15.rotary-tables",
         "diffusers.hunyuan15.vae-attention",
+        "diffusers.hunyuan15.vae-convolution",
+        "diffusers.hunyuan15.vae-decoder",
+        "diffusers.hunyuan15.vae-resnet",
+        "diffusers.hunyuan15.vae-upsample",
         "torch.layer-norm",
     }
     assert {row["id"] for row in manifest["deviations"]} == {
         "diffusers.hunyuan15.token-padding",
         "diffusers.hunyuan15.attention",
         "diffusers.hunyuan15.refiner-mask",
+        "diffusers.hunyuan15.vae-attention",
+        "diffusers.hunyuan15.vae-convolution",
+        "diffusers.hunyuan15.vae-decoder",
+        "diffusers.hunyuan15.vae-resnet",
         "torch.layer-norm",
         "torch.scaled-dot-product-attention",
     }
