@@ -46,11 +46,16 @@ def test_without_a_config_the_published_network_is_shown_on_the_strategys_own_me
 
 
 def test_inputs_whose_shapes_are_known_are_shown_with_what_they_get():
-    rows = rule_rows(request("strategy=tp_replicated_rows"))
-    found = {row.component: row for row in rows if row.kind == "inputs"}
+    def inputs(*overrides):
+        rows = rule_rows(request("strategy=tp_replicated_rows", *overrides))
+        return {row.component: row for row in rows if row.kind == "inputs"}
+
+    found = inputs()
     assert found["transformer"].specs == ("[dp]",) and found["transformer"].matches == 7
-    assert found["vae"].specs == ("[-, -, -, -, tp]",), "of its largest tile"
+    assert found["vae"].specs == ("replicate",), "four columns, which eight devices cannot share"
     assert found["vae"].notes == ("1 by fallback from [-, -, -, -, (dp, tp)]",)
+    wide = inputs("width=128")["vae"]
+    assert wide.specs == ("[-, -, -, -, (dp, tp)]",) and not wide.notes
 
 
 def test_a_module_is_counted_for_the_rule_that_it_has():

@@ -220,20 +220,20 @@ def test_an_exchange_of_a_part_that_the_stage_does_not_load_is_refused_before_an
 
 
 def test_a_stage_says_what_its_network_returns(request_for, tiny_folder):
-    """In PyTorch as in a program: the decoder's one output, by its name."""
+    """In PyTorch as in a program: the decoder's outputs, by their names."""
     task = accept(request_for(backend="torchax", stage="decode", prompt=None))
     stage = dataclasses.replace(
         task.stages[0],
-        outputs=("sample",),
+        outputs=("pictures", "not_finite"),
         run=lambda parts, call, settings, steps, latents: call(hidden_states=latents)[0],
     )
     with aot.outlined(task, stage, jax.devices()) as outline:
         [called] = outline.called
         lowered = outline.program.lowered(outline.program.shapes(called.inputs), called.static)
-        assert isinstance(called.output, tuple) and lowered.out_tree.num_leaves == len(called.output) == 1
+        assert isinstance(called.output, tuple) and lowered.out_tree.num_leaves == len(called.output) == 2
     with patch.applied(task.patches([stage])):
         eager = network.eager(task, stage, network.loaded(task, stage, tiny_folder), tiny_folder)
-    assert eager.outputs == ("sample",) and eager.name == "vae"
+    assert eager.outputs == ("pictures", "not_finite") and eager.name == "vae"
 
 
 def test_what_is_beside_a_compiled_submodule_has_its_weights_on_the_host(request_for, tiny_folder):

@@ -302,15 +302,15 @@ def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monk
 
 
 def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port):
-    task = port()
+    task = port("width=128")
     rehearsal = preflight.rehearse(task, task.stages[2])
     [called] = rehearsal.calls
-    assert rehearsal.inputs["hidden_states"].spec == [None, None, None, "dp", "tp"]
-    assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 4)
-    inputs = 32 * 2 * 4 * 4 * 4 // 8
+    assert rehearsal.inputs["hidden_states"].spec == [None, None, None, None, ["dp", "tp"]]
+    assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 8)
+    inputs = 32 * 2 * 4 * 8 * 4 // 8
     largest = rehearsal.activations - inputs
-    # The last layers have 16 channels at the video's size, and the decoder returns three of them.
-    assert largest >= 16 * 5 * 64 * 64 * 4 // 8
+    # The decoder returns the video's bytes. What is inside it is as long as a chunk: the compiler says how large.
+    assert largest >= 3 * 5 * 64 * 128 // 8
 
 
 def test_noise_of_another_size_with_as_many_tokens_is_refused_before_anything_is_loaded(port):
