@@ -5,6 +5,8 @@ what is causal and takes the nearest frame for those outside computes the same f
 the end. So every frame is treated alike, and a chunk needs no program of its own.
 """
 
+import functools
+
 from torchport.convolution import for_torch
 
 
@@ -44,14 +46,5 @@ def decode(self, hidden_states):
         x = self.conv_in(latents) + latents.repeat_interleave(repeats=self.repeat, dim=1)
         x = self.mid_block(x)
         layers = [layer for block in self.up_blocks for layer in (*block.resnets, *(block.upsamplers or ()))]
-        makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
-        count = makes_frames[-1] if makes_frames else 0
-        for layer in layers[:count]:
-            x = layer(x)
-
-        def rest(x):
-            for layer in layers[count:]:
-                x = layer(x)
-            return _activated(self.norm_out, self.conv_out, x)
-
-        return for_torch.crop(for_torch.by_chunks(rest, x), form)
+        last = functools.partial(_activated, self.norm_out, self.conv_out)
+        return for_torch.crop(for_torch.through(layers, last, x), form)

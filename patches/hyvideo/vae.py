@@ -4,6 +4,8 @@ The decoder is that of `patches/diffusers/hunyuan_video15_vae.py`, with other na
 and the first becomes one. Here the first becomes four, too, which are all the same, and three are left out in the end.
 """
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -54,17 +56,8 @@ def decode(self, z):
         for layer in (self.mid.block_1, self.mid.attn_1, self.mid.block_2):
             x = layer(x)
         layers = [layer for up in self.up for layer in (*up.block, *([up.upsample] if hasattr(up, "upsample") else []))]
-        makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
-        count = makes_frames[-1] if makes_frames else 0
-        for layer in layers[:count]:
-            x = layer(x)
-
-        def rest(x):
-            for layer in layers[count:]:
-                x = layer(x)
-            return _activated(self.norm_out, self.conv_out, x)
-
-        return for_torch.crop(for_torch.by_chunks(rest, x), form)
+        last = functools.partial(_activated, self.norm_out, self.conv_out)
+        return for_torch.crop(for_torch.through(layers, last, x), form)
 
 
 def blend_v(self, a, b, blend_extent):

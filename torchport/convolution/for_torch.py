@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,9 @@ from torchport.convolution.canvas import Canvas
 
 if TYPE_CHECKING:
     from torchport.convolution.chunks import Tape
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+"""What makes a video of a video."""
 
 
 @contextlib.contextmanager
@@ -263,7 +266,7 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, ((batch == every_batch) & ~is_padding).float()
 
 
-def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
+def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
     """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
 
     All that looks back in time in it must be `conv3d` or `with_frames_before`.
@@ -281,6 +284,23 @@ def by_chunks(step: Callable[[torch.Tensor], torch.Tensor], x_BCTHW: torch.Tenso
     size = math.gcd(most, frames)
     video: torch.Tensor = engine.call_jax(functools.partial(chunks.scanned, step, size), x_BCTHW)
     return video
+
+
+def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Returns what layers make of a video, then `last`; from the last one that makes frames on, a few frames at a time.
+
+    Args:
+        layers: Those that make frames of others have `add_temporal_upsample`, which is then true.
+        last: What comes after them.
+        x_BCTHW: The video.
+    """
+    makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+    count = makes_frames[-1] if makes_frames else 0
+
+    def run(layers: Sequence[Layer], x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, layer: layer(value), layers, x)
+
+    return by_chunks(functools.partial(run, [*layers[count:], last]), run(layers[:count], x_BCTHW))
 
 
 def frame_attention(
