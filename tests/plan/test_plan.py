@@ -310,6 +310,14 @@ def test_a_stage_whose_inputs_are_not_known_is_refused(pack):
     assert str(caught.value) == "--stage decode: Its inputs are not known beforehand. Plan the stage 'denoise'."
 
 
+def test_tiles_that_a_run_refuses_are_refused_by_a_plan_of_the_decoder_before_it_compiles():
+    tiled = Request("cogvideox", "configs/cogvideox_720p.yaml", overrides=("vae_tiling=true",))
+    for stages in ((), ("decode",), ("all",)):
+        assert "the VAE of 'cogvideox' is compiled whole and split over the mesh" in refusal(
+            BadValueError, lambda stages=stages: plan.plan(tiled, "v6e:2x4", stages=stages)
+        )
+
+
 def test_a_stage_of_which_nothing_is_compiled_is_refused():
     assert refusal(BadValueError, lambda: plan.plan(request(), "v6e:2x4", stages=("encode",))) == (
         "--stage encode: Nothing of it is compiled: it runs on the host, in PyTorch. "

@@ -421,6 +421,7 @@ def test_a_hand_written_ports_file_that_cannot_be_read_is_refused(tmp_path, dama
         ({}, "It lacks 'latents'"),
         ({"latents": torch.ones(3)}, "'latents' has shape [3]"),
         ({"latents": torch.ones(1, 2, 3, 4, 4, dtype=torch.int8)}, "'latents' is int8"),
+        ({"latents": torch.ones(1, 2, 3, 4, 4) / 0}, "'latents' has 96 of 96 values that are NaN or infinite"),
     ],
 )
 def test_a_hand_written_ports_file_that_holds_something_else_is_refused(tmp_path, tensors, fact):

@@ -25,7 +25,7 @@ def test_numbers_that_are_none_are_counted_and_refused():
         frames.checked(levels, not_finite)
     assert str(caught.value) == (
         "decode.safetensors: 'frames' were made of 2 values of 4 that are NaN or infinite. Nothing was written. "
-        "Compare with --backend original: if that is finite, a patch or a precision is wrong."
+        "Compare with --backend original: if that is finite, a patch or a precision is wrong, else the weights."
     )
 
 

@@ -32,7 +32,7 @@ from torchport.plan.figures import (
 from torchport.plan.step_time import floor_seconds, program_time
 from torchport.save.manifest import versions
 from torchport.stages.family import Stage
-from torchport.task import Request, Task, accept
+from torchport.task import Request, Task, accept, check_tiling
 from torchport.tpu import hlo
 
 
@@ -128,6 +128,8 @@ def _check(task: Task, stages: Sequence[str]) -> None:
             raise BadValueError(f"--stage {name}", fact, f"Name one of {', '.join(networks)}, or all")
     strategy = task.card.strategies[task.job.strategy]
     shard.check_axes(strategy, [networks[name] for name in stages], task.job, task.job_document)
+    compiled = [stage for stage in task.family.STAGES if stage.name in stages]
+    check_tiling(task.card, task.job, compiled, task.job_document)
 
 
 def _left_out(stage: Stage) -> StageLeftOut:

@@ -93,6 +93,9 @@ def _check(file: Path, tensors: Mapping[str, torch.Tensor], guided: bool, of_pro
             fact = f"'{name}' is {str(tensor.dtype)[6:]}"
         elif name == "latents" and tensor.ndim != 5:
             fact = f"'{name}' has shape {list(tensor.shape)}"
+        elif not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            fact = f"'{name}' has {bad} of {tensor.numel()} values that are NaN or infinite"
         if fact:
             holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
             raise ArtefactForeignError(

@@ -38,6 +38,6 @@ def checked(frames: torch.Tensor, not_finite: torch.Tensor) -> torch.Tensor:
 
     if not isinstance(not_finite, FakeTensor) and int(not_finite):
         fact = f"'frames' were made of {int(not_finite)} values of {frames.numel()} that are NaN or infinite"
-        remedy = "Compare with --backend original: if that is finite, a patch or a precision is wrong"
+        remedy = "Compare with --backend original: if that is finite, a patch or a precision is wrong, else the weights"
         raise NotFiniteError("decode.safetensors", fact, f"Nothing was written. {remedy}", key="frames")
     return frames

@@ -285,7 +285,8 @@ def accept(request: Request, dry: bool = False) -> Task:
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
-    _check_tiling(request, card, job, family, job_document)
+    if request.backend == "torchax":
+        check_tiling(card, job, [s for s in family.STAGES if request.stage in (s.name, "all")], job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
     folder = request.out or _new_folder(request)
     settings = _settings(request, card, job)
@@ -349,10 +350,19 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
         ) from error
 
 
-def _check_tiling(request: Request, card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses tiles of a VAE that is compiled whole: they are another function, unrolled in one program."""
-    stages = [stage for stage in family.STAGES if request.stage in (stage.name, "all")]
-    if card.call is None or request.backend == "original" or not job.vae_tiling:
+def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
+    """Refuses tiles of a VAE that is compiled whole: they are another function, unrolled in one program.
+
+    Args:
+        card: The model card.
+        job: The config.
+        stages: Those that are compiled.
+        document: The config's lines.
+
+    Raises:
+        BadValueError: The config asks for tiles, and one of the stages decodes.
+    """
+    if card.call is None or not job.vae_tiling:
         return
     if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):
         fact = f"'vae_tiling' is true, and the VAE of '{card.model}' is compiled whole and split over the mesh"
