@@ -351,17 +351,7 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:
-    """Refuses tiles of a VAE that is compiled whole: they are another function, unrolled in one program.
-
-    Args:
-        card: The model card.
-        job: The config.
-        stages: Those that are compiled.
-        document: The config's lines.
-
-    Raises:
-        BadValueError: The config asks for tiles, and one of the stages decodes.
-    """
+    """Refuses tiles of a VAE that one of the stages compiles whole: they are another function, unrolled into one."""
     if card.call is None or not job.vae_tiling:
         return
     if any(stage.network == "vae" and "vae_tiling" in stage.uses for stage in stages):
