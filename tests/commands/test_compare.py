@@ -51,7 +51,7 @@ def test_two_runs_beside_a_floor(three, compared):
     assert compared("a", "b", "--floor", "c") == [
         "A      a",
         "B      b",
-        "floor  c: the job of A, mesh: dp=2 x tp=4 and dp=1 x tp=8",
+        "floor  c: the job of A but for mesh: dp=2 x tp=4 and dp=1 x tp=8",
         "",
         "A and B differ:",
         "  the dtype of net: float32 and bfloat16",
@@ -60,13 +60,13 @@ def test_two_runs_beside_a_floor(three, compared):
         "PSNR, dB                                                 36.09              79.99",
         "PSNR of the worst frame                        36.09 (frame 1)    76.98 (frame 2)",
         "SSIM                                                   0.99923            1.00000",
-        "SSIM of the worst frame                      0.99923 (frame 1)  1.00000 (frame 1)",
+        "SSIM of the worst frame                      0.99923 (frame 1)  1.00000 (frame 2)",
         "greatest difference                                   4 of 255           1 of 255",
         "",
         "latents after step   B: cosine  max|a-b|/max|b|  floor: cosine  max|a-b|/max|b|",
-        "1                   0.99999827         2.68e-03     1.00000000         0.00e+00",
-        "2                   0.99999869         2.85e-03     1.00000000         0.00e+00",
-        "last                0.99999875         2.36e-03     1.00000000         1.04e-06",
+        "1                   0.99999909         1.97e-03     1.00000000         0.00e+00",
+        "2                   0.99999906         1.28e-03     1.00000000         0.00e+00",
+        "last                0.99999895         2.77e-03     1.00000000         9.02e-07",
     ]
 
 
@@ -103,8 +103,8 @@ def test_a_run_without_steps_says_how_to_keep_them(tmp_path, compared):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", last=latents(3), video=frames(90))
     assert compared("a", "b")[-3:] == [
-        "latents after step    B: cosine  max|a-b|/max|b|",
-        "last                -0.11436036         1.54e+00",
+        "latents after step   B: cosine  max|a-b|/max|b|",
+        "last                0.12313233         1.17e+00",
         "a kept latents after none of its 2 steps, and b kept latents after none of its 2 steps. A run with --set "
         "keep_steps=true keeps them after each.",
     ]

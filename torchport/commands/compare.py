@@ -116,7 +116,7 @@ def lines(comparison: Comparison) -> list[str]:
     """Returns a comparison as text."""
     text = [*_other_video(comparison), f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
     if comparison.floor is not None:
-        text.append(f"floor  {comparison.floor.run.folder}: the job of A, {_differing(comparison.floor)}")
+        text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")
     rows = [row for row in comparison.b.differences if row not in comparison.other_video]
     text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
     text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
@@ -128,12 +128,12 @@ def lines(comparison: Comparison) -> list[str]:
 
 
 def _other_video(comparison: Comparison) -> list[str]:
-    rows = "; ".join(row.words() for row in comparison.other_video)
-    return [f"A and B are two different videos: {rows}"] if rows else []
+    rows = comparison.other_video
+    return [f"A and B are two different videos: {_rows(rows)}"] if rows else []
 
 
-def _differing(floor: Distance) -> str:
-    return "; ".join(row.words() for row in floor.differences)
+def _rows(rows: Sequence[facts.Difference]) -> str:
+    return "; ".join(row.words() for row in rows)
 
 
 def _frame_lines(comparison: Comparison) -> list[str]:
