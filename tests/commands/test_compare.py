@@ -1,11 +1,14 @@
 """`torchport compare`: the lines and the JSON of two runs, beside a floor, and what is refused."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
+from fakes.plain_pack import PlainPack
 from fakes.run_folders import frames, latents, write_run
+
+from torchport.run import run
+from torchport.task import Request
 
 MESH = {"mesh": {"dp": 1, "tp": 8}}
 
@@ -15,8 +18,8 @@ def compared(torchport, capsys):
     """Runs the command; returns its lines, each without spaces at its end."""
 
     def call(*args):
-        code, out, _ = torchport("compare", *args, capsys=capsys)
-        assert code == 0
+        code, out, err = torchport("compare", *args, capsys=capsys)
+        assert code == 0, err
         return [line.rstrip() for line in out]
 
     return call
@@ -71,9 +74,9 @@ def test_two_runs_beside_a_floor(three, compared):
 
 
 def test_json_has_the_same(three, compared):
-    found = json.loads("\n".join(compared("a", "b", "--floor", "c", "--json")))
-    assert (found["a"], found["identical"], found["other_video"]) == ("a", False, [])
-    b, floor = found["b"], found["floor"]
+    result = json.loads("\n".join(compared("a", "b", "--floor", "c", "--json")))
+    assert (result["a"], result["identical"], result["other_video"]) == ("a", False, [])
+    b, floor = result["b"], result["floor"]
     assert b["folder"] == "b" and b["warning"] is b["unkept"] is None
     row = {"field": "dtypes.net", "a": "float32", "b": "bfloat16", "stages": []}
     assert b["differences"] == [row] and [row["field"] for row in floor["differences"]] == ["mesh"]
@@ -95,8 +98,8 @@ def test_two_runs_with_the_same_bits_are_identical(tmp_path, compared):
         "",
         "identical: every byte of latents and frames",
     ]
-    found = json.loads("\n".join(compared("a", "b", "--json")))
-    assert found["identical"] and found["floor"] is None and found["b"]["frames"]["psnr"] is None, "it is infinite"
+    result = json.loads("\n".join(compared("a", "b", "--json")))
+    assert result["identical"] and result["floor"] is None and result["b"]["frames"]["psnr"] is None, "it is infinite"
 
 
 def test_a_run_without_steps_says_how_to_keep_them(tmp_path, compared):
@@ -165,35 +168,33 @@ def test_two_sizes_are_refused(three, tmp_path, refused):
     assert "'frames' have the shape [2, 3, 16, 32], and those of the first run [2, 3, 16, 16]" in refused("a", "wide")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, root):
-    """Three tiny runs on 8 virtual devices: in float32, in bfloat16, and in float32 on another mesh."""
-    from torchport.run import run
-    from torchport.task import Request
-
-    folder = tmp_path_factory.mktemp("runs")
-    small = ("height=64", "width=64", "frames=5", "steps=2", "keep_steps=true")
-    mesh = ("machine=cpu:4", "mesh={dp: 1, tp: 4}")
-    kinds = {"float32": (), "bfloat16": ("dtypes.transformer=bfloat16",), "mesh": mesh}
-    for name, changes in kinds.items():
-        request = Request("hunyuan", "configs/demo.yaml", "A cat", overrides=(*small, *changes), paths=(str(root),))
-        run(dataclasses.replace(request, out=folder / name))
-    return folder
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """A pack with a small network, which takes the dtype of its weights."""
+    pack = PlainPack(tmp_path, monkeypatch)
+    call = "call(x=latents, context=context)"
+    cast = "call(x=latents.to(dtype), context=context.to(dtype)).float()"
+    pack.change(call, cast, "patches/up/stages.py")
+    start = "    generator = torch.Generator().manual_seed(settings.seed)\n"
+    pack.change(start, f'    dtype = settings.dtypes["net"]\n{start}', "patches/up/stages.py")
+    monkeypatch.chdir(pack.root)
+    yield pack
+    pack.close()
 
 
-def test_bfloat16_is_farther_from_float32_than_another_mesh(made, compared):
-    pair = made / "float32", made / "bfloat16"
-    found = json.loads("\n".join(compared(*pair, "--floor", made / "mesh", "--json")))
-    b, floor = found["b"], found["floor"]
-    assert {row["field"] for row in b["differences"]} == {"dtypes.transformer"}
+def test_bfloat16_is_farther_from_float32_than_another_mesh(plain, compared, tmp_path):
+    other_mesh = ("machine=cpu:4", "mesh={tp: 4}")
+    for name, changes in {"a": (), "b": ("dtypes.net=bfloat16",), "c": other_mesh}.items():
+        overrides, paths = ("keep_steps=true", *changes), (str(plain.root),)
+        run(Request("plain", "configs/small.yaml", "A cat", out=tmp_path / name, overrides=overrides, paths=paths))
+    folders = [tmp_path / name for name in "abc"]
+    result = json.loads("\n".join(compared(*folders[:2], "--floor", folders[2], "--json")))
+    b, floor = result["b"], result["floor"]
+    assert [row["field"] for row in b["differences"]] == ["dtypes.net"]
     assert {row["field"] for row in floor["differences"]} == {"mesh", "machine"}
     assert [row["step"] for row in b["latents"]] == [1, 2, None] == [row["step"] for row in floor["latents"]]
     for ours, rounding in zip(b["latents"], floor["latents"], strict=True):
-        assert 1e-4 < ours["difference"] < 0.1 and rounding["difference"] < 1e-5 and ours["cosine"] > 0.99
-    assert b["frames"]["psnr"] > 30 and (floor["frames"]["psnr"] or 99) > 60 and b["frames"]["ssim"] > 0.9
-    assert "  the dtype of transformer: float32 and bfloat16" in compared(*pair)
-
-
-def test_a_run_on_another_mesh_kept_its_steps_beside_its_artefacts(made):
-    names = {file.name for file in (made / "mesh").glob("denoise.step-*")}
-    assert names == {"denoise.step-0001.safetensors", "denoise.step-0002.safetensors"}
+        assert 1e-4 < ours["difference"] < 0.1 and rounding["difference"] < 1e-5 and ours["cosine"] > 0.999
+    assert b["latents"][1] == {**b["latents"][2], "step": 2}, "the last step makes the last latents"
+    assert 30 < b["frames"]["psnr"] < 70 and b["frames"]["ssim"] > 0.9 and floor["frames"]["greatest"] <= 1
+    assert "  the dtype of net: float32 and bfloat16" in compared(*folders[:2])

@@ -23,19 +23,19 @@ def runs(tmp_path):
 def test_frames_are_compared_as_a_whole_and_by_the_worst(runs):
     video = frames()
     video[0, 1] += 2
-    found = distance.distance(*runs(None, {"video": video})).frames
-    assert found.psnr == pytest.approx(20 * math.log10(255) - 10 * math.log10(2)), "a mean square of 0 and 4"
-    assert found.worst_psnr == pytest.approx(20 * math.log10(255 / 2)) and found.worst_psnr_frame == 2
+    result = distance.distance(*runs(None, {"video": video})).frames
+    assert result.psnr == pytest.approx(20 * math.log10(255) - 10 * math.log10(2)), "a mean square of 0 and 4"
+    assert result.worst_psnr == pytest.approx(20 * math.log10(255 / 2)) and result.worst_psnr_frame == 2
     c1 = (0.01 * 255) ** 2
     ssim = (2 * 100 * 102 + c1) / (100**2 + 102**2 + c1)
-    assert found.worst_ssim == pytest.approx(ssim) and found.worst_ssim_frame == 2
-    assert found.ssim == pytest.approx((1 + ssim) / 2) and found.greatest == 2
+    assert result.worst_ssim == pytest.approx(ssim) and result.worst_ssim_frame == 2
+    assert result.ssim == pytest.approx((1 + ssim) / 2) and result.greatest == 2
 
 
 def test_small_frames_have_no_ssim(runs):
     video = torch.zeros(1, 2, 3, 8, 8, dtype=torch.uint8)
-    found = distance.distance(*runs({"video": video}, {"video": video + 1})).frames
-    assert found.ssim is found.worst_ssim is found.worst_ssim_frame is None and found.psnr < 49
+    result = distance.distance(*runs({"video": video}, {"video": video + 1})).frames
+    assert result.ssim is result.worst_ssim is result.worst_ssim_frame is None and result.psnr < 49
 
 
 def test_latents_are_compared_after_each_step_and_at_last(runs):

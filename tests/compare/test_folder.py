@@ -10,7 +10,7 @@ from torchport import save
 from torchport.compare import folder
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError
 
-MADE = {"schema_version", "tensors", "sha256"}
+OF_TENSORS = {"schema_version", "tensors", "sha256"}
 """Fields of a manifest that are made of the tensors."""
 
 
@@ -65,7 +65,8 @@ def test_frames_of_numbers_are_compared_as_the_bytes_of_the_video(tmp_path):
 
 def test_frames_by_another_name_are_refused(tmp_path):
     a = write_run(tmp_path / "a")
-    save.write(a, "decode", {"video": frames()}, save.read_manifest(a / "decode.safetensors").model_dump(exclude=MADE))
+    facts = save.read_manifest(a / "decode.safetensors").model_dump(exclude=OF_TENSORS)
+    save.write(a, "decode", {"video": frames()}, facts)
     text = refusal(ArtefactForeignError, lambda: folder.read(a))
     assert text.endswith(
         "decode.safetensors: It holds 'video', and no 'frames'. Only runs with 'frames' can be compared."

@@ -1,4 +1,4 @@
-"""Output folders of runs that nobody made: artefacts with manifests, of tensors that a test chooses."""
+"""Output folders of runs that never ran: artefacts with manifests, of tensors that a test chooses."""
 
 import torch
 
@@ -58,13 +58,13 @@ def write_run(folder, last=None, video=None, steps=(), job=None, settings=None, 
         **facts: Fields of the manifests that are others.
     """
     folder.mkdir()
-    made = {**FACTS, "config": {**JOB, **(job or {})}, "settings": {**SETTINGS, **(settings or {})}, **facts}
+    shared = {**FACTS, "config": {**JOB, **(job or {})}, "settings": {**SETTINGS, **(settings or {})}, **facts}
     last = latents() if last is None else last
     for number, tensor in enumerate(steps, 1):
-        denoise = {**made, "stage": "denoise", "inputs": {}, "done": number}
+        denoise = {**shared, "stage": "denoise", "inputs": {}, "done": number}
         save.write(folder, step_files.name("denoise", number), {"latents": tensor}, denoise)
-    denoised = save.write(folder, "denoise", {"latents": last}, {**made, "stage": "denoise", "inputs": {}})
+    denoised = save.write(folder, "denoise", {"latents": last}, {**shared, "stage": "denoise", "inputs": {}})
     inputs = {"denoise": denoised.sha256}
     video = frames() if video is None else video
-    save.write(folder, "decode", {"frames": video}, {**made, "stage": "decode", "inputs": inputs})
+    save.write(folder, "decode", {"frames": video}, {**shared, "stage": "decode", "inputs": inputs})
     return folder

@@ -17,7 +17,7 @@ PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
 _WHOLE = ("mesh",)
 _APART = ("settings", "config", "identity", "patches")
-_OF_ITS_OWN = (
+_OF_ONE_RUN = (
     "schema_version",
     "run",
     "stage",
@@ -29,6 +29,8 @@ _OF_ITS_OWN = (
     "tensors",
     "sha256",
 )
+_OF_NO_EFFECT = ("not needed", "displaced")
+"""States of patches. All others depend on what was imported and traced earlier in the same process."""
 _NAMES = {
     "code": "the card, the family or a patch",
     "components": "the weights of {}",
@@ -109,14 +111,15 @@ def job(manifest: Manifest) -> dict[str, Any]:
 
 def origin(manifest: Manifest) -> dict[str, Any]:
     """Returns what decides the bits of an artefact: a run that goes on agrees in it with the one that was stopped."""
-    return {**_fields(manifest, {key: manifest.config.get(key) for key in MESH}), **manifest.inputs}
+    inputs = {str(stage): sha256 for stage, sha256 in manifest.inputs.items()}
+    return _fields(manifest, {key: manifest.config.get(key) for key in MESH}) | inputs
 
 
 def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
     row = manifest.model_dump()
     # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
     merged = {**config, **row["identity"], **row["settings"]}
-    merged |= {key: value for key, value in row.items() if key not in (*_APART, *_OF_ITS_OWN)}
+    merged |= {key: value for key, value in row.items() if key not in (*_APART, *_OF_ONE_RUN)}
     return dict(leaf for key, value in merged.items() if key not in PLAIN for leaf in _leaves(key, value))
 
 
@@ -127,11 +130,11 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _patches(manifest: Manifest) -> dict[str, str]:
-    """Returns what each patch of a stage promises, or, where it is not in force, what became of it."""
+    """Returns what each patch of a stage promises, or that it has no effect."""
     rows = {}
     for row in manifest.patches:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))
-        rows[f"patches.{row.id}"] = promise if row.state in ("applied", "used") else row.state
+        rows[f"patches.{row.id}"] = row.state if row.state in _OF_NO_EFFECT else promise
     return rows
 
 
