@@ -1,4 +1,7 @@
-"""The command line. A command's module, and all that it imports, is imported when the command is chosen."""
+"""The command line. A command's module, and all that it imports, is imported when the command is chosen.
+
+Over 400 lines: all commands and their flags are here, so that `--help` reads one module.
+"""
 
 import sys
 
@@ -320,6 +323,29 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
     formats.write(report, files)
     terminal.say(formats.FORMATS[form](report))
     sys.exit(findings.exit_code(report.findings))
+
+
+@cli.command()
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@click.option("--floor", type=click.Path(path_type=Path), metavar="DIR", help="A run of A's job on another mesh.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def compare(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
+    """Compares two runs by their output folders: frames before the codec, and latents step by step.
+
+    The latents after each step are there if both runs had `keep_steps: true`. The differences of --floor from A are
+    printed beside those of B: they are what rounding alone makes.
+    """
+    terminal.log_to_stderr()
+    import json
+
+    from torchport.commands import compare as command
+
+    comparison = command.compare(a, b, floor)
+    if as_json:
+        terminal.say(json.dumps(command.data(comparison), indent=2, ensure_ascii=False))
+    else:
+        terminal.say("\n".join(command.lines(comparison)))
 
 
 @cli.command()

@@ -17,13 +17,22 @@ import torch
 from torchport import save
 from torchport.bookkeeping import resume
 from torchport.config import checkout
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, OutputError, StoppedError, TorchportError
+from torchport.errors import (
+    ArtefactBrokenError,
+    ArtefactForeignError,
+    BadValueError,
+    NotFiniteError,
+    OutputError,
+    StoppedError,
+    TorchportError,
+)
 from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes.git import Revision
 from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.run import run
+from torchport.save import step_files
 from torchport.task import accept
 
 PARTIAL = {"denoise.partial.safetensors"}
@@ -612,3 +621,56 @@ def test_pictures_that_were_not_written_before_a_kill_are_written_after_it(reque
     made = save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns
     summary = run(request_for(overrides=ONE_STEP))
     assert summary.video.is_file() and save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns == made
+
+
+def kept(folder):
+    """The checksums of the latents after each step that a folder holds."""
+    return {file.name: save.read_manifest(file).sha256 for file in folder.glob("denoise.step-*.safetensors")}
+
+
+KEPT = ("height=64", "width=64", "frames=5", "steps=3", "keep_steps=true")
+
+
+def test_a_stopped_run_keeps_the_latents_of_its_steps(denoise, interrupted, whole, tmp_path, monkeypatch):
+    with monkeypatch.context():
+        interrupted(2)
+        with pytest.raises(StoppedError):
+            run(denoise(overrides=KEPT))
+    before = kept(tmp_path / "out")
+    assert set(before) == {"denoise.step-0001.safetensors", "denoise.step-0002.safetensors"}
+    monkeypatch.undo()
+    assert run(denoise(overrides=KEPT)).steps == 1
+    after = kept(tmp_path / "out")
+    assert len(after) == 3 and before.items() < after.items(), "those before the stop are as they were"
+    assert after["denoise.step-0003.safetensors"] == bits(tmp_path / "out") == whole("original"), "the last ones"
+    run(denoise(overrides=KEPT))
+    assert kept(tmp_path / "out") == after, "another run of the job makes the same bits"
+    run(denoise())
+    assert kept(tmp_path / "out") == {}, "a run that keeps none leaves none of an earlier one"
+
+
+def test_latents_after_the_last_saved_step_are_taken_again(tmp_path):
+    """A killed run may have kept later ones than it can go on from."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for number in (1, 2, 3, 17):
+        save.file_of(out, step_files.name("denoise", number)).write_bytes(b"")
+    step_files.remove_after(out, "denoise", 2)
+    assert step_files.numbers(out, "denoise") == [1, 2]
+    assert step_files.numbers(out, "denoise_first") == []
+
+
+def test_a_loop_whose_latents_have_another_name_cannot_keep_them(denoise):
+    task = accept(denoise(overrides=KEPT))
+    with pytest.raises(BadValueError) as refused:
+        resume.Unfinished(task).keep(1, {"x": torch.zeros(1), "history": torch.zeros(1)}, {})
+    assert str(refused.value) == (
+        "--set keep_steps=true: 'keep_steps' is true, and the state of 'denoise' after a step has no 'latents', but "
+        "'history', 'x'. Give them this name in `steps.finished` (docs/families.md), or leave 'keep_steps' out."
+    )
+
+
+def test_latents_that_are_not_finite_are_not_kept(denoise, tmp_path):
+    unfinished = resume.Unfinished(accept(denoise(overrides=KEPT)))
+    with pytest.raises(NotFiniteError, match=r"denoise\.step-0001\.safetensors: 'latents' has 1 of 2 values that are"):
+        unfinished.keep(1, {"latents": torch.tensor([1.0, torch.nan])}, {})

@@ -14,7 +14,7 @@ from torchport.load import tiny
 from torchport.stages import recorder
 from torchport.stages.diffusers_pipeline import family
 from torchport.stages.family import Settings, Steps
-from torchport.stages.replay import First
+from torchport.stages.replay import First, latents_of
 
 STEPS = 8
 SETTINGS = Settings(
@@ -118,6 +118,7 @@ def test_a_loop_stopped_after_any_step_goes_on_to_the_same_bits(stage, parts_wit
     denoising = Denoising(stage("denoise"), lambda: parts_with(scheduler), embeddings)
     whole = denoising()
     states = dict(denoising.states)
+    assert torch.equal(latents_of(states[STEPS]), whole), "what is kept after a step is the latents"
     assert list(states) == denoising_numbers(1) and denoising.network.times == STEPS
     for number in range(1, STEPS):
         assert torch.equal(denoising(resume=(number, states[number])), whole), number

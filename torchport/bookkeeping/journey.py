@@ -26,6 +26,7 @@ from torchport.load import checkpoint
 from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
+from torchport.save import step_files
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
@@ -157,6 +158,7 @@ class Journey:
             start = unfinished if unfinished[0] else start
             self.steps += self.task.settings.steps - start[0]
             self._start = start
+            hosts.from_first(functools.partial(step_files.remove_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
         return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
 

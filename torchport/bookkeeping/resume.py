@@ -12,14 +12,16 @@ import torch
 from torchport import save
 from torchport.config.card import DENOISING, StageName
 from torchport.config.checkout import Upstream
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, BadValueError
 from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
+from torchport.save import step_files
 from torchport.save.manifest import Manifest, versions
 from torchport.stages import family
+from torchport.stages.replay import latents_of
 from torchport.task import Task
 
 PARTIAL = "{}.partial"
@@ -56,6 +58,23 @@ class Unfinished:
         hosts.from_first(lambda: save.write(self.task.folder, name, state, {**facts, "done": number}).sha256)
         self.step = number
 
+    def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Keeps the latents after a step in a file of their own, which stays: `torchport compare` reads it.
+
+        Raises:
+            BadValueError: The state has no latents.
+            NotFiniteError: NaN or infinity among them.
+            OutputError: They cannot be written.
+        """
+        latents = latents_of(state)
+        if latents is None:
+            fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"
+            remedy = "Give them this name in `steps.finished` (docs/families.md), or leave 'keep_steps' out"
+            place = self.task.job_document.place(["keep_steps"])
+            raise BadValueError(place, f"{fact} {', '.join(map(repr, sorted(state)))}", remedy)
+        name, tensors = step_files.name(self.stage, number), {"latents": latents}
+        hosts.from_first(lambda: save.write(self.task.folder, name, tensors, {**facts, "done": number}).sha256)
+
     def read(
         self, weights: checkpoint.Checkpoint, shas: Mapping[str, str], stage: StageName = "denoise"
     ) -> tuple[int, dict[str, torch.Tensor]]:
@@ -85,7 +104,7 @@ def steps(
     facts: Callable[[], dict[str, Any]],
     start: tuple[int, dict[str, torch.Tensor]],
 ) -> family.Steps:
-    """Returns a loop's progress bar, its saving every few steps, and where it goes on.
+    """Returns a loop's progress bar, its saving and keeping of latents, and where it goes on.
 
     Args:
         task: The run.
@@ -98,6 +117,8 @@ def steps(
     total = task.settings.steps
 
     def after_step(number: int, state: Mapping[str, torch.Tensor]) -> None:
+        if task.job.keep_steps:
+            unfinished.keep(number, state, facts())
         if number < total:
             stop = stopping.is_requested()
             if stop or number % task.job.save_every == 0:

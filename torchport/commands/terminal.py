@@ -35,7 +35,7 @@ class Command(click.Command):
         values, _, _ = self.make_parser(ctx).parse_args(args_as_written)
         for option in self.params:
             for value in _texts(values.get(str(option.name))):
-                if isinstance(option, click.Option):
+                if isinstance(option, click.Option) or isinstance(option.type, click.Path):
                     _check(option, value)
         if path.current() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
@@ -64,20 +64,22 @@ def _texts(value: Any) -> list[str]:
     return [text for text in values if isinstance(text, str)]
 
 
-def _check(option: click.Option, value: str) -> None:
-    """Refuses a value that no command could use.
+def _check(option: click.Parameter, value: str) -> None:
+    """Refuses a value of a flag, or of an argument that is a path, if no command could use it.
 
     Raises:
         BadValueError: It is empty where it is no TEXT, is not Unicode, or is a path that the system refuses.
     """
-    flag, kind = max(option.opts, key=len), option.metavar or ""
+    is_flag, kind = isinstance(option, click.Option), option.metavar or ""
+    name = max(option.opts, key=len) if is_flag else option.human_readable_name
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadValueError(flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8") from error
+        raise BadValueError(name, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8") from error
     if not value and kind != "TEXT":
-        raise BadValueError(f"{flag} ''", "It is empty", "Write a value, or leave the flag out")
-    if "FILE" not in kind and "DIR" not in kind:
+        remedy = "Write a value, or leave the flag out" if is_flag else "Write a value"
+        raise BadValueError(f"{name} ''", "It is empty", remedy)
+    if "FILE" not in kind and "DIR" not in kind and not isinstance(option.type, click.Path):
         return
     try:
         Path(value).stat()
@@ -86,7 +88,7 @@ def _check(option: click.Option, value: str) -> None:
     except OSError as error:
         excerpt = value if len(value) <= 80 else f"{value[:77]}..."
         fact = f"The system refuses this path: {error.strerror}"
-        raise BadValueError(f"{flag} {excerpt}", fact, "Name another") from error
+        raise BadValueError(f"{name} {excerpt}", fact, "Name another") from error
 
 
 def say(text: str) -> None:

@@ -569,6 +569,8 @@ class Job(Frozen):
     `call.constants`."""
     save_every: pydantic.PositiveInt = 5
     """The number of denoising steps between two savings of the unfinished latents."""
+    keep_steps: bool = False
+    """Whether the latents after each denoising step are kept, for `torchport compare` (docs/runs.md)."""
     overrides: bool = False
     """Whether it takes the place of the config with the same name in a pack under its own (docs/packs.md)."""
 

@@ -76,7 +76,7 @@ class Manifest(Written):
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
             run with the executable of an earlier one; or "cached", and not traced either.
-        done: Of unfinished latents: how many steps they have gone through.
+        done: Of unfinished latents, and of those that are kept after a step: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """
 

@@ -13,6 +13,8 @@ from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages import tree
 from torchport.stages.family import Steps
 
+RETURNED = "returned"
+"""The name of what `step` returned, in what is saved after a step."""
 GENERATOR = "generator"
 """The name of the state of the seed's generator, in what is saved after a step and in what `denoise` returns."""
 OTHER_LOOP = "Write a family with a loop of its own for it: docs/families.md"
@@ -91,6 +93,15 @@ class Loop:
         return sample
 
 
+def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Returns the latents in the state of a loop after a step; None if it has none by a name that is known.
+
+    Args:
+        state: A family's own, which calls them `latents`; or a `Replay`'s, where `step` returned them first.
+    """
+    return next((state[name] for name in ("latents", f"{RETURNED}.0") if name in state), None)
+
+
 class OtherNetwork(BaseException):
     """Leaves a pipeline's loop where it calls a network that another stage has."""
 
@@ -163,7 +174,7 @@ class Replay(Loop):
             if self.number == self.done:
                 vars(self.scheduler).update(self.saved["scheduler"])
                 self.generator.set_state(self.saved[GENERATOR])
-            return self.saved["returned"]
+            return self.saved[RETURNED]
         returned = self.real(*args, **kwargs)
         if self.is_others:
             self.is_others = False
@@ -184,7 +195,7 @@ class Replay(Loop):
             elif self.before.get(name) is not value:
                 fact = f"It keeps '{name}', of the type {type(value).__name__}, from step to step of '{self.name}'"
                 raise BadValueError(type(self.scheduler).__name__, fact, f"That cannot be saved. {OTHER_LOOP}")
-        return tree.packed({"returned": returned, "scheduler": kept, GENERATOR: self.generator.get_state()})
+        return tree.packed({RETURNED: returned, "scheduler": kept, GENERATOR: self.generator.get_state()})
 
 
 class Finished(Loop):

@@ -1,0 +1,182 @@
+"""`torchport compare A B`: how far two runs are from each other, beside what rounding alone makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchport.compare import facts, folder
+from torchport.compare.distance import Distance, distance
+from torchport.compare.folder import Run
+from torchport.errors import BadValueError
+
+OTHER_MESH = "Run the job of A again on another mesh: --set mesh=..., with --out of its own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What the command prints.
+
+    Attributes:
+        a: The first run.
+        b: How far the second one is from it.
+        floor: How far a run of the same job on another mesh is from it, if there is one.
+    """
+
+    a: Run
+    b: Distance
+    floor: Distance | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every byte of the latents and frames of A and B is the same."""
+        return self.b.same_latents and self.b.same_frames
+
+    @property
+    def other_video(self) -> list[facts.Difference]:
+        """The differences for which A and B show different things."""
+        return [row for row in self.b.differences if row.key in facts.WHAT]
+
+    @property
+    def distances(self) -> list[Distance]:
+        """That of B, and of the floor."""
+        return [self.b] if self.floor is None else [self.b, self.floor]
+
+
+def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
+    """Returns how far two runs are from each other.
+
+    Args:
+        a: The output folder of the first run.
+        b: Of the second.
+        floor: Of a run of A's job on another mesh.
+
+    Raises:
+        BadValueError: Two of the folders are one, or `floor` is no run of A's job on another mesh.
+        SaveError: A folder without a whole run, a damaged artefact, or videos of two sizes.
+    """
+    for other, place in ((b, str(b)), (floor, f"--floor {floor}")):
+        if other is not None and other.resolve() == a.resolve():
+            raise BadValueError(place, "It is the folder of the first run", "Name another run")
+    first = folder.read(a)
+    of_floor = None if floor is None else folder.read(floor)
+    if of_floor is not None:
+        _check_floor(first, of_floor)
+    second = distance(first, folder.read(b))
+    return Comparison(first, second, None if of_floor is None else distance(first, of_floor))
+
+
+def _check_floor(a: Run, floor: Run) -> None:
+    """Refuses a run that differs from the first one in more than how it rounds, or in nothing.
+
+    Raises:
+        BadValueError: It is one.
+    """
+    rows = facts.differences(a.manifests, floor.manifests)
+    for row in rows:
+        if row.key not in facts.MESH:
+            fact = f"It is another job than A: {row.words()}"
+            raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
+    if not rows:
+        fact = "It is the job of A on the same mesh, which shows nothing of rounding"
+        raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
+
+
+def data(comparison: Comparison) -> dict[str, Any]:
+    """Returns a comparison as JSON has it: what is infinite, or is not there, is null."""
+    floor = comparison.floor
+    return {
+        "a": str(comparison.a.folder),
+        "identical": comparison.is_same,
+        "other_video": [row.field for row in comparison.other_video],
+        "b": _data(comparison.b),
+        "floor": None if floor is None else _data(floor),
+    }
+
+
+def _data(distance: Distance) -> dict[str, Any]:
+    return {
+        "folder": str(distance.run.folder),
+        "differences": [dataclasses.asdict(row) for row in distance.differences],
+        "warning": distance.warning or None,
+        "frames": {**_finite(dataclasses.asdict(distance.frames)), "same": distance.same_frames},
+        "latents": [_finite(dataclasses.asdict(latents)) for latents in distance.latents],
+        "unkept": distance.unkept or None,
+    }
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
+
+
+def lines(comparison: Comparison) -> list[str]:
+    """Returns a comparison as text."""
+    text = [*_other_video(comparison), f"A      {comparison.a.folder}", f"B      {comparison.b.run.folder}"]
+    if comparison.floor is not None:
+        text.append(f"floor  {comparison.floor.run.folder}: the job of A but for {_rows(comparison.floor.differences)}")
+    rows = [row for row in comparison.b.differences if row not in comparison.other_video]
+    text += ["", "A and B differ:", *(f"  {row.words()}" for row in rows)] if rows else []
+    text += [f"warning: {comparison.b.warning}"] if comparison.b.warning else []
+    if comparison.is_same:
+        text += ["", "identical: every byte of latents and frames"]
+    if not comparison.is_same or comparison.floor is not None:
+        text += ["", *_frame_lines(comparison), "", *_latent_lines(comparison)]
+    return [*text, *dict.fromkeys(f"{each.unkept}." for each in comparison.distances if each.unkept)]
+
+
+def _other_video(comparison: Comparison) -> list[str]:
+    rows = comparison.other_video
+    return [f"A and B are two different videos: {_rows(rows)}"] if rows else []
+
+
+def _rows(rows: Sequence[facts.Difference]) -> str:
+    return "; ".join(row.words() for row in rows)
+
+
+def _frame_lines(comparison: Comparison) -> list[str]:
+    """Returns the table of the frames, a column for B and one for the floor."""
+    count, _, height, width = comparison.a.frames.shape
+    cells: dict[str, Callable[[Distance], str]] = {
+        "PSNR, dB": lambda d: _decibels(d.frames.psnr),
+        "PSNR of the worst frame": lambda d: _of_frame(_decibels(d.frames.worst_psnr), d.frames.worst_psnr_frame),
+        "SSIM": lambda d: _similarity(d.frames.ssim),
+        "SSIM of the worst frame": lambda d: _of_frame(_similarity(d.frames.worst_ssim), d.frames.worst_ssim_frame),
+        "greatest difference": lambda d: f"{d.frames.greatest} of 255",
+    }
+    head = [f"{count} frames of {height} x {width}, bytes before the codec", "B", "floor"]
+    rows = [[label, *(cell(each) for each in comparison.distances)] for label, cell in cells.items()]
+    return _table([head[: 1 + len(comparison.distances)], *rows])
+
+
+def _decibels(value: float) -> str:
+    return "equal" if math.isinf(value) else f"{value:.2f}"
+
+
+def _similarity(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5f}"
+
+
+def _of_frame(value: str, frame: int | None) -> str:
+    return value if value in ("equal", "-") else f"{value} (frame {frame})"
+
+
+def _latent_lines(comparison: Comparison) -> list[str]:
+    """Returns the table of the latents, a line for each step, and two columns for B and two for the floor."""
+    head = ["latents after step", "B: cosine", "max|a-b|/max|b|", "floor: cosine", "max|a-b|/max|b|"]
+    rows = []
+    by_step = [{latents.step: latents for latents in each.latents} for each in comparison.distances]
+    for step in by_step[0]:
+        row = ["last" if step is None else str(step)]
+        for latents in (steps.get(step) for steps in by_step):
+            row += ["-", "-"] if latents is None else [f"{latents.cosine:.8f}", f"{latents.difference:.2e}"]
+        rows.append(row)
+    return _table([head[: 1 + 2 * len(by_step)], *rows])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded, strict=True)]
