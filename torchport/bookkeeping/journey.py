@@ -18,6 +18,7 @@ from torchport import compile, patch, save
 from torchport.bookkeeping import resume
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
+from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES
 from torchport.errors import ArtefactForeignError
@@ -174,7 +175,7 @@ class Journey:
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
-        compiling = call.seconds if isinstance(call, compile.Compiled) else 0.0
+        compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
 

@@ -100,6 +100,7 @@ class Network:
         how: How it is called.
         outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
+        free: Those of `keeps` that no rule places: the compiler chooses.
     """
 
     module: torch.nn.Module
@@ -115,6 +116,7 @@ class Network:
     how: How = plainly
     outputs: Sequence[str] = ()
     keeps: Sequence[str] = ()
+    free: Set[str] = frozenset()
 
 
 class _Bound(torch.nn.Module):
@@ -209,8 +211,7 @@ class Compiled:
         Raises:
             BadValueError: A cache that an earlier call has taken.
         """
-        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
-        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
+        arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
             program = self._program(arrays, static)
             output = program(*self._arguments(arrays))
@@ -218,6 +219,21 @@ class Compiled:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
             return tuple(value if name in self.network.keeps else _on_host(value) for name, value in named)
+
+    def prepare(self, **inputs: Any) -> Any:
+        """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
+
+        Args:
+            **inputs: As of a call; in place of arrays there may be `jax.ShapeDtypeStruct`s with shardings.
+        """
+        arrays, static = self._sorted(inputs)
+        with _memory(self.network.name):
+            return self._program(arrays, static).out_info
+
+    def _sorted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
+        """Returns the arrays among the inputs, where their rules put them, and the static arguments."""
+        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
+        return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
         """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
@@ -245,7 +261,7 @@ class Compiled:
             if not self.network.keeps:
                 return output
             named = dict(zip(self.network.outputs, output, strict=True))
-            for name in self.network.keeps:
+            for name in (name for name in self.network.keeps if name not in self.network.free):
                 names.extend(leaves({name: named[name]}))
                 named[name] = each(self._constrained, name, named[name])
             return tuple(named.values())
@@ -323,7 +339,7 @@ class Compiled:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"
                 raise BadValueError(self.network.name, fact, f"{remedy} to the stage's `parts`", name=path)
             return shard.to_jax(leaf, self._sharding(path, leaf))
-        if leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             fact, remedy = (
                 f"'{path}' was an input of an earlier call, which may write over it",
                 "Pass a cache once only",
