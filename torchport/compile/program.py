@@ -145,6 +145,7 @@ class Compiled:
     Attributes:
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
+        counts: How many blocks of each list are stacked.
         seconds: Spent tracing and compiling so far.
     """
 
@@ -163,7 +164,7 @@ class Compiled:
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
-        counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
+        counts = self.counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
         self.network = network
         self.bound = _Bound(module, network.how)
         self.blocks = tuple(stack.prefix(name, stacks[name]) for name in counts)
@@ -193,10 +194,11 @@ class Compiled:
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {
-            name: each(lambda path, leaf: shard.shape(leaf, self._sharding(path, leaf)), name, value)
-            for name, value in inputs.items()
-        }
+        return {name: each(self._shape, name, value) for name, value in inputs.items()}
+
+    def _shape(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
+        return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns the module's outputs, gathered on the host; those in `Network.keeps` stay on the devices.

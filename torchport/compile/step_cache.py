@@ -107,6 +107,7 @@ class StepCached:
         total: The number of steps.
 
     Attributes:
+        full: The steps that compute all blocks.
         steps: The loop's, for the stage.
         curve: By step, the norm of what was kept over that of the step before (`calibrate`).
     """
@@ -117,6 +118,7 @@ class StepCached:
     def __init__(self, compiled: Compiled, cache: StepCache, steps: family.Steps, total: int) -> None:
         self.compiled = compiled
         self.cache = cache
+        self.total = total
         self.full = frozenset(cache.computed(total))
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
@@ -170,7 +172,7 @@ class StepCached:
         Both programs are compiled here: none in the steps that follow.
         """
         kept = self.compiled.prepare(**inputs, **{MODE: "full"})[1]
-        if len(self.full) < self.steps_left():
+        if len(self.full) < self.total:
             self.compiled.prepare(**inputs, **{MODE: "reuse", KEPT: kept})
         places = {path: leaf.sharding for path, leaf in leaves({KEPT: kept}).items()}
         tree = jax.tree_util.tree_structure(kept)
@@ -184,10 +186,6 @@ class StepCached:
                 differences.append(jax.tree_util.tree_unflatten(tree, arrays))
         last = max((step for step in self.full if step < self.step), default=-1)
         return _Slot(differences, last)
-
-    def steps_left(self) -> int:
-        """Returns one more than the last step that computes all blocks, or that is cached."""
-        return max(self.full) + 2
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
         """Notes that a step is over; what the next one needs of it is saved with it."""
@@ -226,8 +224,7 @@ class _State(Mapping[str, torch.Tensor]):
         return len(self._all)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
-def _next_differences(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
+def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:
     rows = [kept]
     for old in before:
         rows.append(jax.tree.map(lambda new, one: ((new - one) / interval).astype(one.dtype), rows[-1], old))
@@ -236,12 +233,15 @@ def _next_differences(kept: Any, before: list[Any], interval: jax.Array) -> list
 
 def _differences(kept: Any, before: list[Any], interval: float) -> list[Any]:
     """Returns what a whole step kept, and its divided differences to what is known of those before."""
-    return [kept, *(_next_differences(kept, before, interval) if before else [])]
+    return [kept, *(_DIVIDED(kept, before, interval) if before else [])]
 
 
-@jax.jit
 def _extrapolated(differences: list[Any], distance: Any) -> Any:
     """Returns a Taylor series of what whole steps kept, as many steps after the last of them."""
+    return _SERIES(differences, distance)
+
+
+def _series(differences: list[Any], distance: Any) -> Any:
     factors = [distance**order / math.factorial(order) for order in range(len(differences))]
 
     def total(*terms: Any) -> Any:
@@ -251,8 +251,10 @@ def _extrapolated(differences: list[Any], distance: Any) -> Any:
     return jax.tree.map(total, *differences)
 
 
-@jax.jit
 def _ratio(kept: jax.Array, before: jax.Array) -> jax.Array:
     """Returns the mean over tokens of the norm of what is kept over that of what was."""
     new, old = (jnp.linalg.norm(one.astype(jnp.float32), axis=-1) for one in (kept, before))
     return (new / jnp.maximum(old, 1e-12)).mean()
+
+
+_DIVIDED, _SERIES = jax.jit(_divided, donate_argnums=1), jax.jit(_series)
