@@ -569,7 +569,7 @@ class Job(Frozen):
     """With `family: diffusers`, arguments of the pipeline: `{use_dynamic_cfg: true}`. They replace those of the card's
     `call.constants`."""
     cache: StepCache | None = None
-    """A step cache: steps that take what the blocks compute from earlier steps. It is lossy (docs/caches.md)."""
+    """A step cache: steps that take what the blocks compute from earlier steps. It is lossy (docs/step-caches.md)."""
     save_every: pydantic.PositiveInt = 5
     """The number of denoising steps between two savings of the unfinished latents."""
     overrides: bool = False

@@ -67,6 +67,7 @@ class DeepCache(_Periodic):
     """A cached step computes the last block alone, on what entered it in the last whole step."""
 
     kind: Literal["deepcache"]
+    """This kind."""
     keep: Literal["last"] = "last"
     """The blocks that a cached step computes."""
 
@@ -80,6 +81,7 @@ class TaylorSeer(_Periodic):
     """A cached step extrapolates what all blocks together added in the last whole steps."""
 
     kind: Literal["taylorseer"]
+    """This kind."""
     order: Annotated[int, pydantic.Field(ge=1, le=3)] = 1
     """The highest difference that the extrapolation takes. Each needs as much memory as the blocks' output."""
 
@@ -93,6 +95,7 @@ class Schedule(_Kind):
     """A cached step adds what all blocks together added in the last whole step."""
 
     kind: Literal["schedule"]
+    """This kind."""
     full: Annotated[list[pydantic.NonNegativeInt], pydantic.Field(min_length=1)]
     """The steps that compute all blocks, from 0. The first is among them."""
 
@@ -112,6 +115,7 @@ class MagCache(_Kind):
     """
 
     kind: Literal["magcache"]
+    """This kind."""
     curve: Annotated[list[Positive], pydantic.Field(min_length=2)]
     """By step, the norm of what all blocks added over that of the step before; 1 for the first."""
     threshold: Positive = 0.12
@@ -142,6 +146,7 @@ class Calibrate(_Kind):
     """Computes all steps, and writes the curve of `magcache` into the output folder, as `magcache.yaml`."""
 
     kind: Literal["calibrate"]
+    """This kind."""
 
     def computed(self, steps: int) -> tuple[int, ...]:
         """Returns all steps."""
