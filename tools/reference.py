@@ -80,6 +80,8 @@ def words(field: dict[str, Any]) -> str:
         if field["anyOf"][: len(SPEC)] == SPEC:
             return "[spec](sharding.md)" if field["anyOf"] == SPEC else "[spec](sharding.md) or `null`"
         return _or([words(part) for part in field["anyOf"] if not (nullable and part == {"type": "null"})])
+    if "oneOf" in field:
+        return _or([words(part) for part in field["oneOf"]])
     if "const" in field or "enum" in field:
         return _or([f"`{value}`" for value in field.get("enum", [field.get("const")])])
     return _plain(field)
@@ -117,8 +119,10 @@ def _limits(field: dict[str, Any]) -> str:
         least = 1 if field["type"] == "integer" else "more than 0"
     if least is None or field["type"] == "string":
         return ""
+    if isinstance(least, str):
+        return f", {least}" if most is None else f", {least}, at most {most:g}"
     if most is None:
-        return f", {least}" if isinstance(least, str) else f", at least {least}"
+        return f", at least {least}"
     return f", {least:g} to {most:g}" if most < 10_000 else f", {least} to {most:,}"
 
 

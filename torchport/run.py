@@ -16,7 +16,9 @@ from torchport import engine, load, patch, shard
 from torchport.bookkeeping.journey import Journey, log_patches
 from torchport.bookkeeping.output import output_folder
 from torchport.compile import failure, kept, network, preflight
+from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
+from torchport.config.step_cache import described
 from torchport.errors import BadValueError, OutputError
 from torchport.load import checkpoint
 from torchport.processes import hosts
@@ -128,7 +130,13 @@ def _outputs(
     with engine.operators({op.target: op.function for op in ledger.ops()}):
         call = _network(journey, stage, parts, ledger)  # shard, compile
         lap("shard")
-        outputs = stage.run(parts, call, task.settings, journey.steps_of(stage, ledger), **inputs)  # run
+        steps = journey.steps_of(stage, ledger)
+        cache = None if task.original else network.step_cache_of(task, stage)
+        if cache is not None:
+            log.info("%s: cache %s (lossy) computes %s", stage.name, cache.kind, described(cache, task.job.steps))
+            call = StepCached(call, cache, steps, task.job.steps)
+            steps = call.steps
+        outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
         family.check_outputs(stage, outputs)
         journey.note_run(stage, call, lap)
     if not journey.is_idle(stage, outputs):

@@ -7,7 +7,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
+from torchport.compile import network
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
+from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES
 from torchport.errors import ArtefactForeignError
@@ -32,6 +34,8 @@ from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
 
+CURVE = "magcache.yaml"
+"""What `cache: {kind: calibrate}` measures, as a config has it."""
 STATE = "state/"
 """Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
 
@@ -176,9 +180,11 @@ class Journey:
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
-        compiling = call.seconds if isinstance(call, compile.Compiled) else 0.0
+        compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
+        if isinstance(call, StepCached) and call.curve:
+            hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
         """Writes a stage's artefact, and what goes beside it.
@@ -214,6 +220,7 @@ class Journey:
             "config": task.job.model_dump(),
             "backend": task.request.backend,
             "patches": ledger.rows(),
+            "cache": _cache_row(task, stage),
             "code": task.code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),
             "programs": self.programs.rows.get(stage.name, []),
@@ -267,6 +274,13 @@ class Journey:
         return resume.going_on(self.task, list(self._manifests), self.unfinished)
 
 
+def _write_curve(file: Path, curve: Sequence[float]) -> None:
+    """Writes a measured curve as a job's `cache`."""
+    numbers = ", ".join(f"{value:.5f}" for value in curve)
+    atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
+    log.info("the curve of %d steps: %s", len(curve), file)
+
+
 def log_patches(ledger: patch.Ledger, when: str) -> None:
     """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
     rows = ledger.rows()
@@ -287,6 +301,14 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
         )
 
 
+def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
+    """Returns what a manifest says of a stage's step cache."""
+    cache = network.step_cache_of(task, stage)
+    if cache is None:
+        return None
+    return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
+
+
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
@@ -298,12 +320,21 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
     rows = [row for stage in stages.values() for row in stage["patches"]]
+    caches = [
+        {
+            "id": f"cache {row['kind']}",
+            "stage": name,
+            "equivalence": {"lossy": f"computes {len(row['computed'])} of {row['steps']} steps"},
+        }
+        for name, stage in stages.items()
+        if (row := stage["cache"]) is not None
+    ]
     manifest = {
         "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [row for row in rows if row["equivalence"] != "bitwise"],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)

@@ -28,7 +28,7 @@ PARTIAL = "{}.partial"
 """The artefact of a stage's unfinished latents: `denoise.partial`."""
 UNFINISHED = ".unfinished.json"
 """Names the run of all stages that has begun in a folder and has not ended; its artefacts carry the name, too."""
-ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked")
+ROUNDS = ("machine", "mesh", "strategy", "attention", "stacked", "cache")
 """Fields of a job that decide how compiled programs round, beside what stages use: a run keeps them to its end."""
 AFTER_REMOVAL = "the same command, after removing it"
 """The command that makes an artefact of a stopped run again."""
@@ -54,7 +54,7 @@ class Unfinished:
         Raises:
             OutputError: They cannot be written.
         """
-        name = PARTIAL.format(self.stage)
+        name, state = PARTIAL.format(self.stage), dict(state)  # what lies on devices, every process gathers
         hosts.from_first(lambda: save.write(self.task.folder, name, state, {**facts, "done": number}).sha256)
         self.step = number
 

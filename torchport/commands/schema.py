@@ -6,11 +6,11 @@ import ast
 import inspect
 import re
 import textwrap
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torchport import patch
-from torchport.config import Frozen, card
+from torchport.config import Frozen, card, step_cache
 from torchport.patch.declared import entry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -27,18 +27,18 @@ def schema(kind: Kind) -> dict[str, Any]:
         kind: What the file is: a model card, a config, or a list of patches.
     """
     if kind == "patch":
-        return _described(patch.schema(), entry)
+        return _described(patch.schema(), vars(entry))
     model: type[Frozen] = card.Card if kind == "card" else card.Job
     raw = model.model_json_schema(by_alias=True)
     definitions = {**raw.pop("$defs", {}), model.__name__: raw}
     top = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
-    return _described({**top, "$defs": definitions}, card)
+    return _described({**top, "$defs": definitions}, {**vars(step_cache), **vars(card)})
 
 
-def _described(schema: dict[str, Any], module: ModuleType) -> dict[str, Any]:
-    """Returns a schema whose definitions and fields say what they mean, as the docstrings of a module's models do."""
+def _described(schema: dict[str, Any], models: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose definitions and fields say what they mean, as the docstrings of the models do."""
     for name, definition in schema["$defs"].items():
-        model = vars(module)[name]
+        model = models[name]
         definition["description"] = summary(model)
         aliases = {field: info.alias or field for field, info in model.model_fields.items()}
         _describe(definition, {aliases[field]: text for field, text in meanings(model).items()})

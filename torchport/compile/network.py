@@ -19,8 +19,9 @@ import torch
 
 from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
-from torchport.compile import program
-from torchport.config.card import WeightRule
+from torchport.compile import program, step_cache
+from torchport.config.card import DENOISING, WeightRule
+from torchport.config.step_cache import StepCache
 from torchport.errors import (
     BadValueError,
     CheckpointBrokenError,
@@ -384,6 +385,12 @@ def compiled(
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     bounds = _score_bounds(task, name, weights)
+    cache = step_cache_of(task, stage)
+    stacks = task.card.stacks.get(name, {}) if task.job.stacked else {}
+    call = how(stage, task)
+    if cache is not None:
+        stacks = step_cache.stacks(cache, stacks)
+        call = step_cache.calling(call, cache, name, task.program_place(name, "stacks"))
     network = program.Network(
         module,
         strategy.inputs[name],
@@ -392,16 +399,33 @@ def compiled(
         places=task.rule_places("inputs", name),
         precision=task.card.components[name].precision,
         activations=strategy.activations.get(name, []),
-        stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
+        stacks=stacks,
         gathered=shard.gathered(weight_rules(task, stage, module)),
         place_of=functools.partial(task.program_place, name),
-        how=how(stage, task),
-        outputs=stage.outputs,
-        keeps=stage.keeps,
+        how=call,
+        outputs=stage.outputs if cache is None else ("output", step_cache.KEPT),
+        keeps=stage.keeps if cache is None else (step_cache.KEPT,),
+        free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
     programs = programs_of(module, bounds) if programs_of is not None else None
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs)
+
+
+def step_cache_of(task: Task, stage: Stage) -> StepCache | None:
+    """Returns the cache of a stage's loop; None where the job has none, or the stage takes no steps.
+
+    Raises:
+        BadValueError: The stage's network returns more than one output, or the loop is the original's.
+    """
+    if task.job.cache is None or stage.name not in DENOISING:
+        return None
+    if stage.outputs:
+        fact = (
+            f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache keeps what one output is made of"
+        )
+        raise BadValueError(task.job_document.place(["cache"]), fact, "Leave it out for this model")
+    return task.job.cache
 
 
 def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:

@@ -100,6 +100,7 @@ class Network:
         how: How it is called.
         outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
+        free: Those of `keeps` that no rule places: the compiler chooses.
     """
 
     module: torch.nn.Module
@@ -115,6 +116,7 @@ class Network:
     how: How = plainly
     outputs: Sequence[str] = ()
     keeps: Sequence[str] = ()
+    free: Set[str] = frozenset()
 
 
 class _Bound(torch.nn.Module):
@@ -143,6 +145,7 @@ class Compiled:
     Attributes:
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
+        counts: How many blocks of each list are stacked.
         seconds: Spent tracing and compiling so far.
     """
 
@@ -161,7 +164,7 @@ class Compiled:
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
-        counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
+        counts = self.counts = stack.stack(module, stacks, lambda name: network.place_of(f"stacks.{name}"))
         self.network = network
         self.bound = _Bound(module, network.how)
         self.blocks = tuple(stack.prefix(name, stacks[name]) for name in counts)
@@ -191,10 +194,11 @@ class Compiled:
 
     def shapes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the inputs as shapes alone, each where its rule puts it; see `place`."""
-        return {
-            name: each(lambda path, leaf: shard.shape(leaf, self._sharding(path, leaf)), name, value)
-            for name, value in inputs.items()
-        }
+        return {name: each(self._shape, name, value) for name, value in inputs.items()}
+
+    def _shape(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        is_placed = isinstance(leaf, jax.ShapeDtypeStruct)
+        return leaf if is_placed else shard.shape(leaf, self._sharding(path, leaf))
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns the module's outputs, gathered on the host; those in `Network.keeps` stay on the devices.
@@ -209,8 +213,7 @@ class Compiled:
         Raises:
             BadValueError: A cache that an earlier call has taken.
         """
-        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
-        static = tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
+        arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
             program = self._program(arrays, static)
             output = program(*self._arguments(arrays))
@@ -218,6 +221,21 @@ class Compiled:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
             return tuple(value if name in self.network.keeps else _on_host(value) for name, value in named)
+
+    def prepare(self, **inputs: Any) -> Any:
+        """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
+
+        Args:
+            **inputs: As of a call; in place of arrays there may be `jax.ShapeDtypeStruct`s with shardings.
+        """
+        arrays, static = self._sorted(inputs)
+        with _memory(self.network.name):
+            return self._program(arrays, static).out_info
+
+    def _sorted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Static]:
+        """Returns the arrays among the inputs, where their rules put them, and the static arguments."""
+        arrays = {name: self._placed(name, value) for name, value in inputs.items() if has_tensor(value)}
+        return arrays, tuple(sorted((name, value) for name, value in inputs.items() if name not in arrays))
 
     def lowered(self, arrays: Mapping[str, Any], static: Static) -> Any:
         """Returns the traced program before compilation; inputs may be arrays or `jax.ShapeDtypeStruct`s.
@@ -245,7 +263,7 @@ class Compiled:
             if not self.network.keeps:
                 return output
             named = dict(zip(self.network.outputs, output, strict=True))
-            for name in self.network.keeps:
+            for name in (name for name in self.network.keeps if name not in self.network.free):
                 names.extend(leaves({name: named[name]}))
                 named[name] = each(self._constrained, name, named[name])
             return tuple(named.values())
@@ -323,7 +341,7 @@ class Compiled:
                 fact, remedy = f"'{path}' has no values: it was computed with weights on meta", "Add what computes it"
                 raise BadValueError(self.network.name, fact, f"{remedy} to the stage's `parts`", name=path)
             return shard.to_jax(leaf, self._sharding(path, leaf))
-        if leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             fact, remedy = (
                 f"'{path}' was an input of an earlier call, which may write over it",
                 "Pass a cache once only",

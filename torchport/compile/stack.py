@@ -35,6 +35,14 @@ After = Callable[[Any, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 Gather = Callable[[str, torch.Tensor], torch.Tensor]
 
+Run = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
+"""Runs all blocks: what enters the first, by `carries`, becomes what leaves the last."""
+
+
+def through(carry: tuple[torch.Tensor, ...], run: Run) -> tuple[torch.Tensor, ...]:
+    """Returns what leaves stacked blocks."""
+    return run(carry)
+
 
 class Stacked(torch.nn.Module):
     """Several blocks as one: called like one of them, it returns what the last of them would.
@@ -51,6 +59,7 @@ class Stacked(torch.nn.Module):
     Attributes:
         gather: Called for each of a block's weights, by name, before the block is: what makes them whole, one block at
             a time.
+        around: What is called in place of the blocks, with what enters them and what runs them.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Stacked(torch.nn.Module):
         self.first = first
         self.after = after
         self.gather: Gather = lambda name, weight: weight
+        self.around: Callable[[tuple[torch.Tensor, ...], Run], tuple[torch.Tensor, ...]] = through
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the last block; weights are [count, ...] while this is called."""
@@ -107,8 +117,10 @@ class Stacked(torch.nn.Module):
 
             return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count)))[0]
 
-        carry = tuple(bound.arguments[name] for name in self.carries)
-        outputs = engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant))
+        def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return tuple(engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant)))
+
+        outputs = self.around(tuple(bound.arguments[name] for name in self.carries), run)
         self._check_state(before)
         return outputs if len(self.carries) > 1 else outputs[0]
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from torchport.config.document import Document, Frozen
+from torchport.config.step_cache import StepCache
 from torchport.errors import (
     BadValueError,
     MissingKeyError,
@@ -567,6 +568,8 @@ class Job(Frozen):
     call: dict[str, Any] = {}
     """With `family: diffusers`, arguments of the pipeline: `{use_dynamic_cfg: true}`. They replace those of the card's
     `call.constants`."""
+    cache: StepCache | None = None
+    """A step cache: steps that take what the blocks compute from earlier steps. It is lossy (docs/step-caches.md)."""
     save_every: pydantic.PositiveInt = 5
     """The number of denoising steps between two savings of the unfinished latents."""
     keep_steps: bool = False
@@ -598,7 +601,23 @@ def check_job(job: Job, card: Card, document: Document) -> None:
         raise together(mistakes)
 
 
+def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
+    """Yields what a step cache cannot do."""
+    if job.cache is None:
+        return
+    try:
+        job.cache.computed(job.steps)
+    except BadValueError as error:
+        yield BadValueError(document.place(error.place.split(".")), error.fact, error.remedy)
+    if not job.stacked:
+        remedy = "Leave one of the two out"
+        yield BadValueError(
+            document.place(["cache"]), "It reuses what stacked blocks compute, and 'stacked' is false", remedy
+        )
+
+
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    yield from _cache_mistakes(job, document)
     step, plus = card.frames.multiple_of, card.frames.plus
     if job.frames % step != plus % step or job.frames < plus:
         first = plus or step  # zero frames are no video

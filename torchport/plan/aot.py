@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -18,9 +19,10 @@ import jax
 
 from torchport import compile, engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import failure, network, preflight
+from torchport.compile import failure, network, preflight, step_cache
 from torchport.config import checkout
 from torchport.config.machine import Machine
+from torchport.config.step_cache import StepCache
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
 from torchport.plan.figures import Overflow
@@ -90,18 +92,19 @@ def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes of a program on one device, by the compiler's memory analysis."""
+    """Bytes of a program on one device, by the compiler's memory analysis; `held` is what lies there beside it."""
 
     argument: int
     temp: int
     output: int
     alias: int
     generated_code: int
+    held: int = 0
 
     @property
     def peak(self) -> int:
         """What the program takes at most; outputs that lie in an argument's memory count once."""
-        return self.argument + self.temp + self.output + self.generated_code - self.alias
+        return self.argument + self.temp + self.output + self.generated_code - self.alias + self.held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +137,12 @@ class CompiledProgram:
     trace_s: float
     compile_s: float
 
+    def holding(self, held: int) -> CompiledProgram:
+        """Returns the same, with so many bytes on each device beside it."""
+        if isinstance(self.memory, Overflow):
+            return self
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, held=held))
+
 
 def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
     """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side of `apart`.
@@ -145,26 +154,63 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
     """
     [stage] = task.stages
     devices = absent.describe(task.machine).devices
-    with outlined(task, stage, devices, bounded) as network:
-        return [_program(network, called, task.machine, dump) for called in network.called]
+    with outlined(task, stage, devices, bounded) as outline:
+        cache = network.step_cache_of(task, stage)
+        if cache is None:
+            return [_program(outline, called, task.machine, dump)[0] for called in outline.called]
+        return [one for called in outline.called for one in _with_cache(outline, called, task, dump, cache)]
 
 
-def _program(network: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path) -> CompiledProgram:
-    """Compiles for one set of shapes."""
+def _with_cache(
+    outline: StageNetwork, called: recorder.NetworkCall, task: Task, dump: Path, cache: StepCache
+) -> Iterator[CompiledProgram]:
+    """Yields the two programs of a step cache: what computes all blocks, and what takes them from before."""
+    steps, computed = task.job.steps, len(cache.computed(task.job.steps))
+    a_step = called.times // steps
+    whole = dataclasses.replace(called, static=(*called.static, (step_cache.MODE, "full")), times=a_step * computed)
+    full, outputs = _program(outline, whole, task.machine, dump)
+    kept = None if outputs is None else outputs[1]
+    # Beside what a program takes and returns, an extrapolation holds its differences.
+    held = cache.differences * sum(_bytes(leaf) for leaf in jax.tree.leaves(kept))
+    yield full.holding(held)
+    if kept is not None and computed < steps:
+        assert called.flops is not None
+        blocks = sum(count + cache.apart for count in outline.program.counts.values())
+        reused = dataclasses.replace(
+            called,
+            inputs={**called.inputs, step_cache.KEPT: kept},
+            static=(*called.static, (step_cache.MODE, "reuse")),
+            times=a_step * (steps - computed),
+            flops=called.flops * cache.apart // blocks,  # blocks are nearly all of it
+        )
+        yield _program(outline, reused, task.machine, dump)[0].holding(held)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of an array on each device."""
+    assert leaf.sharding is not None
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+
+def _program(
+    network: StageNetwork, called: recorder.NetworkCall, machine: Machine, dump: Path
+) -> tuple[CompiledProgram, Any]:
+    """Compiles for one set of shapes; returns the program's outputs as shapes, too, or None if it does not fit."""
     written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None
     memory: DeviceBytes | Overflow
+    outputs = None
     try:
         lowered = network.program.lowered(network.program.shapes(called.inputs), called.static)
         lowered_at = time.monotonic()
-        memory = _memory(lowered, machine)
+        memory, outputs = _memory(lowered, machine)
     except VmemError as error:
         memory = _overflow(error, network.kernels[traced:])
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
     lowered_at = lowered_at or end  # a tile may be refused while it is traced
     noted = network.kernels[traced:]
     assert called.flops is not None  # `outlined` has them counted
-    return CompiledProgram(
+    program = CompiledProgram(
         memory,
         {name: list(tensor.shape) for name, tensor in called.tensors.items()},
         called.times,
@@ -177,6 +223,7 @@ def _program(network: StageNetwork, called: recorder.NetworkCall, machine: Machi
         lowered_at - start,
         end - lowered_at,
     )
+    return program, outputs
 
 
 def _once(passes: Iterable[dispatch.Pass]) -> list[dispatch.Pass]:
@@ -201,15 +248,18 @@ def _name(call: dispatch.Traced | dispatch.Pass) -> str:
     return call.implementation if isinstance(call, dispatch.Traced) else call.kernel
 
 
-def _memory(lowered: Any, machine: Machine) -> DeviceBytes | Overflow:
-    """Compiles, and returns the bytes on each device; or those needed and at hand where it does not fit.
+def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any]:
+    """Compiles, and returns the bytes on each device, and the outputs as shapes with shardings.
+
+    Where it does not fit, it returns the bytes needed and at hand, and None.
 
     Raises:
         VmemError: A kernel's tile does not fit the chip's vector memory.
         TopologyError: The compiler refuses the program for another reason.
     """
     try:
-        memory = lowered.compile().memory_analysis()
+        program = lowered.compile()
+        memory = program.memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         exceeds = _EXCEEDS.search(str(error))
         if exceeds is None:
@@ -223,9 +273,9 @@ def _memory(lowered: Any, machine: Machine) -> DeviceBytes | Overflow:
             ) from error
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
         fact = "Too large for HBM"
-        return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact)
-    sizes = (field.name for field in dataclasses.fields(DeviceBytes))
-    return DeviceBytes(*(getattr(memory, f"{size}_size_in_bytes") for size in sizes))
+        return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact), None
+    sizes = (field.name for field in dataclasses.fields(DeviceBytes) if field.name != "held")
+    return DeviceBytes(*(getattr(memory, f"{size}_size_in_bytes") for size in sizes)), program.out_info
 
 
 _EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([KMG ])\)")

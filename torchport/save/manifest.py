@@ -63,6 +63,14 @@ class ProgramRow(Written):
     key: str | None
 
 
+class CacheRow(Written):
+    """A step cache as a manifest lists it; see `torchport.config.step_cache`."""
+
+    kind: str
+    steps: int
+    computed: list[int]
+
+
 class Manifest(Written):
     """What made an artefact.
 
@@ -73,6 +81,7 @@ class Manifest(Written):
         inputs: sha256 of the artefacts that this one was made from, by stage.
         patches: The ledger: every patch, what it promises, what became of it.
         code: A hash of the card, the family and the patches that the stage ran with.
+        cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
             run with the executable of an earlier one; or "cached", and not traced either.
@@ -93,6 +102,7 @@ class Manifest(Written):
     backend: str
     patches: list[PatchRow]
     code: str = ""
+    cache: CacheRow | None = None
     upstream: UpstreamRow | None = None
     programs: list[ProgramRow] = []
     versions: dict[str, str]

@@ -10,6 +10,9 @@ import torch
 
 from torchport.errors import BadValueError, nearest
 
+TENSORS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct)
+"""What may be a leaf of a tree; the last are shapes alone, for programs that are only compiled."""
+
 
 def of_call(output: Any, names: Sequence[str], network: str) -> Any:
     """Returns what a call returns of what its network returned.
@@ -66,7 +69,7 @@ def plain(name: str, value: Any, network: str) -> Any:
     """
 
     def checked(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor | jax.Array):
+        if not isinstance(leaf, TENSORS):
             fact = f"'{path}' is no tensor, but of the type {type(leaf).__name__}"
             remedy = "It must be tensors in tuples, lists and dicts: the function of `Stage.call` may arrange them"
             raise BadValueError(network, fact, remedy, name=path)
@@ -97,4 +100,4 @@ def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_tensor(value: Any) -> bool:
     """Returns whether a value is a tensor or a tree with one in it."""
-    return any(isinstance(leaf, torch.Tensor | jax.Array) for leaf in leaves({"": value}).values())
+    return any(isinstance(leaf, TENSORS) for leaf in leaves({"": value}).values())

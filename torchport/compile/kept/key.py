@@ -24,6 +24,7 @@ import jax
 import torch
 
 from torchport.compile.program import Arguments
+from torchport.config.card import DENOISING
 from torchport.files import cache
 from torchport.stages import family
 from torchport.stages.outputs import leaves
@@ -151,6 +152,7 @@ def of_stage(task: Task, stage: family.Stage, weights: Path, bounds: Mapping[str
         "precision": task.card.components[stage.network].precision,
         "strategy": task.job.strategy,
         "stacked": task.job.stacked,
+        "cache": None if task.job.cache is None or stage.name not in DENOISING else task.job.cache.kind,
         "attention": task.job.attention,
         "score bounds": dict(bounds),
         "settings": {name: str(value) for name, value in settings.items() if name not in FREE},

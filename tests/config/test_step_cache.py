@@ -1,0 +1,69 @@
+"""Which steps a cache computes, before the first of them."""
+
+import pytest
+
+from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, TaylorSeer, described
+from torchport.errors import BadValueError
+
+NAMED = "and the job has 8, from 0. Name steps from 0 to 7, and 0 among them."
+
+
+def test_deepcache_computes_the_published_25_of_50_steps():
+    cache = DeepCache(kind="deepcache")
+    assert cache.computed(50) == (*range(11), *range(11, 45, 4), *range(45, 50))
+    assert described(cache, 50) == "25 of 50 steps: 0-11, 15, 19, 23, 27, 31, 35, 39, 43, 45-49"
+
+
+def test_its_ends_move_with_the_number_of_steps():
+    cache = DeepCache(kind="deepcache")
+    assert described(cache, 30) == "15 of 30 steps: 0-7, 11, 15, 19, 23, 27-29"
+    assert described(cache, 8) == "5 of 8 steps: 0-2, 6-7"
+    assert cache.computed(1) == (0,)
+    for steps in range(1, 60):
+        computed = cache.computed(steps)
+        assert computed[0] == 0 and computed[-1] < steps
+
+
+def test_taylorseer_has_the_same_steps_and_its_order():
+    assert TaylorSeer(kind="taylorseer", order=2).computed(50) == DeepCache(kind="deepcache").computed(50)
+    assert TaylorSeer(kind="taylorseer", order=2).differences == 2 and DeepCache(kind="deepcache").differences == 0
+
+
+def test_magcache_skips_until_the_error_adds_up():
+    # After two of ten steps, each ratio is 0.95: errors 0.05 and 0.0975 add up to 0.1475, a third makes 0.29.
+    cache = MagCache(kind="magcache", curve=[1.0] + [0.95] * 9, threshold=0.15)
+    assert cache.computed(10) == (0, 1, 4, 7)
+    assert MagCache(kind="magcache", curve=[1.0] * 10, threshold=0.15, skips=3).computed(10) == (0, 1, 5, 9)
+    assert MagCache(kind="magcache", curve=[1.0] + [0.2] * 3, threshold=0.01).computed(4) == (0, 1, 2, 3)
+
+
+def test_a_curve_of_another_number_of_steps_is_read_at_the_nearest():
+    curve = [1.0] + [0.95] * 9
+    assert len(MagCache(kind="magcache", curve=curve, threshold=0.15).computed(20)) < 20
+
+
+def test_calibration_computes_all_steps():
+    assert Calibrate(kind="calibrate").computed(5) == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("cache", "text"),
+    [
+        (
+            Schedule(kind="schedule", full=[0, 8]),
+            f"cache.full: 'full' has the steps 0 to 8, {NAMED}",
+        ),
+        (
+            Schedule(kind="schedule", full=[1, 2]),
+            f"cache.full: 'full' has the steps 1 to 2, {NAMED}",
+        ),
+        (
+            DeepCache(kind="deepcache", start=45, end=11),
+            "cache: 'start' is 45, 'end' 11 and 'of' 50. Write them in this order: start < end <= of.",
+        ),
+    ],
+)
+def test_steps_that_the_job_has_not_are_refused(cache, text):
+    with pytest.raises(BadValueError) as caught:
+        cache.computed(8)
+    assert str(caught.value) == text

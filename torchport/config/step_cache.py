@@ -1,0 +1,169 @@
+"""Step caches: which denoising steps compute all blocks, and what the others take from before. Known before the first.
+
+A cached step is another result: every kind is lossy. `torchport compare` says by how much.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import pydantic
+
+from torchport.config.document import Frozen
+from torchport.errors import BadValueError
+
+Positive = Annotated[float, pydantic.Field(gt=0, le=100, allow_inf_nan=False)]
+
+
+class _Kind(Frozen, abc.ABC):
+    """A kind of cache."""
+
+    @property
+    def apart(self) -> int:
+        """The number of blocks at the end that every step computes."""
+        return 0
+
+    @property
+    def differences(self) -> int:
+        """The number of differences that what is reused is extrapolated with; 0: it is reused as it is."""
+        return 0
+
+    @abc.abstractmethod
+    def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks, from 0.
+
+        Args:
+            steps: The job's number of steps.
+
+        Raises:
+            BadValueError: The fields do not suit it.
+        """
+
+
+class _Periodic(_Kind):
+    """All steps before `start` and from `end` on compute all blocks, and between them every so many."""
+
+    start: pydantic.PositiveInt = 11
+    """The first step that may be cached, of `of`."""
+    end: pydantic.PositiveInt = 45
+    """The step from which on none is cached, of `of`."""
+    every: Annotated[int, pydantic.Field(ge=2, le=100)] = 4
+    """Between them, one step of so many computes all blocks."""
+    of: pydantic.PositiveInt = 50
+    """The number of steps that `start` and `end` are meant for. With another number both move in proportion."""
+
+    def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks, from 0."""
+        if not self.start < self.end <= self.of:
+            fact = f"'start' is {self.start}, 'end' {self.end} and 'of' {self.of}"
+            raise BadValueError("cache", fact, "Write them in this order: start < end <= of")
+        start, end = (max(1, round(step * steps / self.of)) for step in (self.start, self.end))
+        return tuple(n for n in range(steps) if n < start or n >= end or (n - start) % self.every == 0)
+
+
+class DeepCache(_Periodic):
+    """A cached step computes the last block alone, on what entered it in the last whole step."""
+
+    kind: Literal["deepcache"]
+    """This kind."""
+    keep: Literal["last"] = "last"
+    """The blocks that a cached step computes."""
+
+    @property
+    def apart(self) -> int:
+        """One: the last block."""
+        return 1
+
+
+class TaylorSeer(_Periodic):
+    """A cached step extrapolates what all blocks together added in the last whole steps."""
+
+    kind: Literal["taylorseer"]
+    """This kind."""
+    order: Annotated[int, pydantic.Field(ge=1, le=3)] = 1
+    """The highest difference that the extrapolation takes. Each needs as much memory as the blocks' output."""
+
+    @property
+    def differences(self) -> int:
+        """The highest difference that the extrapolation takes."""
+        return self.order
+
+
+class Schedule(_Kind):
+    """A cached step adds what all blocks together added in the last whole step."""
+
+    kind: Literal["schedule"]
+    """This kind."""
+    full: Annotated[list[pydantic.NonNegativeInt], pydantic.Field(min_length=1)]
+    """The steps that compute all blocks, from 0. The first is among them."""
+
+    def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks, from 0."""
+        numbers = sorted(set(self.full))
+        if numbers[0] != 0 or numbers[-1] >= steps:
+            fact = f"'full' has the steps {numbers[0]} to {numbers[-1]}, and the job has {steps}, from 0"
+            raise BadValueError("cache.full", fact, f"Name steps from 0 to {steps - 1}, and 0 among them")
+        return tuple(numbers)
+
+
+class MagCache(_Kind):
+    """As `schedule`; the steps follow from a curve: how much smaller the sum of all blocks gets from step to step.
+
+    Source: MagCache, Ma et al. 2025, arXiv:2506.09045. `kind: calibrate` measures the curve.
+    """
+
+    kind: Literal["magcache"]
+    """This kind."""
+    curve: Annotated[list[Positive], pydantic.Field(min_length=2)]
+    """By step, the norm of what all blocks added over that of the step before; 1 for the first."""
+    threshold: Positive = 0.12
+    """The error that cached steps in a row may add up to."""
+    skips: pydantic.PositiveInt = 4
+    """The number of cached steps in a row."""
+    retain: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.2
+    """The share of steps at the beginning that compute all blocks."""
+
+    def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps that compute all blocks, from 0."""
+        return tuple(self._computed(steps))
+
+    def _computed(self, steps: int) -> Iterator[int]:
+        ratio, error, skipped = 1.0, 0.0, 0
+        for step in range(steps):
+            # A curve of another number of steps: the nearest of its steps.
+            ratio *= self.curve[round(step * (len(self.curve) - 1) / max(steps - 1, 1))]
+            error += abs(1 - ratio)
+            if step >= max(1, self.retain * steps) and error <= self.threshold and skipped < self.skips:
+                skipped += 1
+            else:
+                ratio, error, skipped = 1.0, 0.0, 0
+                yield step
+
+
+class Calibrate(_Kind):
+    """Computes all steps, and writes the curve of `magcache` into the output folder, as `magcache.yaml`."""
+
+    kind: Literal["calibrate"]
+    """This kind."""
+
+    def computed(self, steps: int) -> tuple[int, ...]:
+        """Returns all steps."""
+        return tuple(range(steps))
+
+
+StepCache = Annotated[DeepCache | Schedule | MagCache | TaylorSeer | Calibrate, pydantic.Field(discriminator="kind")]
+
+
+def described(cache: _Kind, steps: int) -> str:
+    """Returns which steps compute all blocks, in words: `25 of 50 steps: 0-11, 15, 19`."""
+    numbers = cache.computed(steps)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{len(numbers)} of {steps} steps: {words}"
