@@ -567,6 +567,10 @@ class Job(Frozen):
     """The number of denoising steps."""
     guidance_scale: Annotated[float, pydantic.Field(ge=1.0, le=1_000.0, allow_inf_nan=False)]
     """The scale of classifier-free guidance. 1.0 is off."""
+    guider: dict[str, Any] | None = None
+    """What combines the predictions with and without the prompt, if the pipeline takes a guider: a class of
+    `diffusers.guiders` and its arguments, `{class: ClassifierFreeZeroStarGuidance, zero_init_steps: 1}`. Its scale is
+    `guidance_scale`. By default the checkpoint's."""
     machine: str
     """The devices: `v6e:2x4` is a TPU slice of v6e chips, `cpu:8` is 8 virtual CPU devices."""
     mesh: dict[Axis, pydantic.PositiveInt] = {}
@@ -575,13 +579,13 @@ class Job(Frozen):
     """One of the card's strategies."""
     checkpoint: Word | None = None
     """The weights: a folder, `owner/repo@revision`, or `tiny` for small random ones. By default the card's."""
+    lora: list[LoraFile] = []
+    """LoRA files that are added to the weights, in their order: `[{path: style.safetensors, scale: 0.8}]`. Compiled
+    programs stay the same."""
     variant: Word | None = None
     """Which of several networks in the checkpoint is used. By default the card's."""
     dtypes: dict[str, DType] = {}
     """By component, a dtype that replaces the card's."""
-    lora: list[LoraFile] = []
-    """LoRA files that are added to the weights, in their order: `[{path: style.safetensors, scale: 0.8}]`. Compiled
-    programs stay the same."""
     attention: Implementation | None = None
     """The implementation of attention in compiled programs. By default the platform's own (docs/attention.md)."""
     stacked: bool = True
@@ -659,6 +663,25 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     yield from _implementation_mistakes(job, card, document)
     yield from _dtype_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
+    yield from _guider_mistakes(job, card, document)
+
+
+def _guider_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    if job.guider is None:
+        return
+    place = document.place(["guider"])
+    if "guider" not in card.components:
+        fact = f"'{card.model}' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'"
+        yield UnknownKeyError(place, fact, "Remove 'guider'", key="guider")
+    elif not isinstance(job.guider.get("class"), str):
+        fact = f"'guider' has {'no' if job.guider.get('class') is None else 'a number for its'} 'class'"
+        yield MissingKeyError(place, fact, "Name a class of diffusers.guiders: docs/jobs.md", key="class")
+    elif "guidance_scale" in job.guider:
+        fact = "'guidance_scale' is there twice, in the job and in its guider"
+        yield BadValueError(document.place(["guider", "guidance_scale"]), fact, "Keep the job's", key="guidance_scale")
+    elif job.guidance_scale == 1.0:
+        fact = "'guidance_scale' is 1.0, and a guider needs two predictions"
+        yield BadValueError(place, fact, "Raise 'guidance_scale', or remove 'guider'", key="guidance_scale")
 
 
 def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:

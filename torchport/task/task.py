@@ -420,4 +420,5 @@ def _settings(request: Request, card: Card, job: Job) -> families.Settings:
         variant=job.variant or card.variant,
         image=request.image,
         call=job.call,
+        guider=job.guider,
     )
