@@ -116,11 +116,17 @@ def check_values(cls: Any, file: Path, config: Mapping[str, Any]) -> None:
     if config.get("_class_name", cls.__name__) != cls.__name__:
         fact, remedy = f"It is of a {str(config['_class_name'])[:80]!r}", f"It must be of a {cls.__name__}"
         raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model")
+    for key, value, default in unlike_defaults(cls, config):
+        fact, remedy = f"'{key}' is {str(value)[:80]!r}", f"It must be like its default, {default!r}"
+        raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model", key=key)
+
+
+def unlike_defaults(cls: Any, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the arguments of a class that are of another kind than their defaults: name, value, default."""
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        value, default = config.get(key), parameter.default
+        value, default = arguments.get(key), parameter.default
         if value is not None and default is not parameter.empty and not _is_like(value, default):
-            fact, remedy = f"'{key}' is {str(value)[:80]!r}", f"It must be like its default, {default!r}"
-            raise CheckpointForeignError(str(file), fact, f"{remedy}: name a checkpoint of this model", key=key)
+            yield key, value, default
 
 
 def _is_like(value: Any, default: Any) -> bool:

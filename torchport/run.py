@@ -92,7 +92,8 @@ def _carry(task: Task, stopping: Stopping) -> Summary:
     ):
         preflight.check(task)
         journey = Journey(task, _checkpoint(task), stopping, programs)
-        hosts.check_same({"checkpoint": journey.weights.digests, "upstream": str(journey.upstream)})
+        loras = task.loras if task.takes_steps else []
+        hosts.check_same({"checkpoint": journey.weights.digests, "upstream": str(journey.upstream), "lora": loras})
         preflight.check_checkpoint(task, journey.weights.folder)
         try:
             for stage in journey.stages():

@@ -18,7 +18,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError
 from torchport.foreign import tokenizing
-from torchport.stages import frames
+from torchport.stages import frames, guiding
 from torchport.stages.family import (
     Call,
     CallModule,
@@ -144,7 +144,7 @@ def denoise(
     Args:
         parts: Scheduler and guider, and the configurations of transformer and VAE.
         call: The transformer.
-        settings: Size, steps, guidance and seed.
+        settings: Size, steps, guidance, guider and seed.
         steps: Progress, saving and resuming.
         **embeddings: What `encode` returned; and `noise` [1, C, T, H, W], where it is not to be drawn.
 
@@ -152,7 +152,7 @@ def denoise(
         `latents` [1, C, T, H, W].
     """
     pipe, dtype, device = pipeline(parts), settings.dtypes["transformer"], torch.device("cpu")
-    scheduler, guider = pipe.scheduler, pipe.guider.new(guidance_scale=settings.guidance_scale)
+    scheduler, guider = pipe.scheduler, guiding.guider(pipe.guider, settings)
     # Upstream leaves out the last of steps + 1 evenly spaced values; float64 here, float32 in the scheduler.
     scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, settings.steps + 1)[:-1], device=device)
     latents = pipe.prepare_latents(
@@ -177,6 +177,7 @@ def denoise(
     if steps.resume is not None:
         done, latents = steps.resume[0], steps.resume[1]["latents"]
         scheduler.set_begin_index(done)
+        guiding.resume(guider, inputs, steps.resume[1])
     remaining = list(enumerate(scheduler.timesteps))[done:]
     for i, t in steps.track(remaining, done=done, total=settings.steps):
         with torch.no_grad():
@@ -187,7 +188,7 @@ def denoise(
             for state, noise in zip(states, conditions.predict(len(states), model_input, timestep), strict=True):
                 state.noise_pred = noise
             latents = scheduler.step(guider(states)[0], t, latents, return_dict=False)[0]
-        steps.finished(i + 1, {"latents": latents})
+        steps.finished(i + 1, {"latents": latents, **guiding.state(guider)})
     return {"latents": latents}
 
 
@@ -335,7 +336,7 @@ def _tiles(vae: Any, latents: torch.Tensor) -> int:
 
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
-DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "text_bucket")
+DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "guider", "dtypes", "text_bucket")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes")
 
 STAGES = (

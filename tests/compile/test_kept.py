@@ -541,7 +541,7 @@ def test_a_request_for_another_picture_has_the_same_key(of_stage):
 
 def test_settings_that_are_not_in_the_key_are_blank_for_what_is_traced(task, tmp_path):
     settings = task("steps=7", prompt="A dog", negative_prompt="red", seed=7).settings.traced()
-    assert [getattr(settings, name) for name in key.FREE] == ["", "", 0, 0]
+    assert [getattr(settings, name) for name in key.FREE] == ["", "", 0, 0, None]
     image = dataclasses.replace(settings, image=tmp_path / "cat.png")
     assert str(image.traced().image) == "image"
 

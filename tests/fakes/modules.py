@@ -39,3 +39,19 @@ class Plain(torch.nn.Module):
         self.factor = torch.full((1,), scale).item()
         self.table = torch.arange(dim)
         self.register_buffer("shift", torch.arange(float(dim)))
+
+
+class Layers(torch.nn.Module):
+    """A network's layers as LoRA files find them: a block with matrices and a norm, and a convolution before it."""
+
+    def __init__(self, dim=4) -> None:
+        super().__init__()
+        self.patch = torch.nn.Conv3d(2, dim, (1, 2, 2))
+        self.blocks = torch.nn.ModuleList([torch.nn.Module() for _ in range(2)])
+        for block in self.blocks:
+            block.to_q, block.norm, block.to_out = (
+                torch.nn.Linear(dim, 6),
+                torch.nn.LayerNorm(6),
+                torch.nn.Linear(6, dim),
+            )
+        self.table = torch.nn.Parameter(torch.zeros(2, dim))

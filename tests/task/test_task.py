@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from fakes.families import HUNYUAN, loaded
 
 from torchport.compile.network import check_heads
-from torchport.errors import BadValueError, MeshError, TorchportError, UnknownNameError, UpstreamError, WrongTypeError
+from torchport.errors import (
+    BadValueError,
+    CheckpointMissingError,
+    MeshError,
+    TorchportError,
+    UnknownNameError,
+    UpstreamError,
+    WrongTypeError,
+)
 from torchport.task import accept, task
 
 GIB = 2**30
@@ -266,3 +275,40 @@ def test_a_variant_made_for_another_task_is_refused_with_the_other(asked, monkey
 def test_a_model_without_variants_refuses_one(asked):
     text = refusal(UnknownNameError, lambda: asked(["variant=x"]))
     assert text == "--set variant=x: 'hunyuan' has no variant 'x'. None are known."
+
+
+def test_a_lora_must_be_there_where_steps_are_taken_and_be_of_a_network_that_takes_them(asked, tmp_path):
+    file = tmp_path / "style.safetensors"
+    sets = (f"lora=[{{path: {file}}}]",)
+    for stage in ("all", "denoise"):
+        text = refusal(CheckpointMissingError, lambda stage=stage: asked(sets, stage=stage))
+        assert text.endswith(f": There is no file '{file}'. Name a LoRA in safetensors.")
+        assert "lora" in text.partition(": There")[0]
+    assert refusal(CheckpointMissingError, lambda: asked(sets, stage="decode", prompt=None))  # a flag is compared
+    file.write_bytes(b"lora")
+    [lora] = asked(sets).job.lora
+    assert (lora.path, lora.scale, lora.component) == (str(file), 1.0, "transformer")
+    text = refusal(UnknownNameError, lambda: asked((f"lora=[{{path: {file}, component: vae}}]",)))
+    assert "'hunyuan' takes no steps with a network 'vae'." in text
+    for scale in (101, ".nan"):
+        refusal(WrongTypeError, lambda scale=scale: asked((f"lora=[{{path: {file}, scale: {scale}}}]",)))
+
+
+def test_a_lora_of_a_config_need_not_be_there_for_a_plan_or_a_stage_without_steps(request_for, root, tmp_path):
+    config = tmp_path / "job.yaml"
+    config.write_text((root / "configs" / "demo.yaml").read_text() + "lora: [{path: absent.safetensors}]\n")
+    assert accept(request_for(config=str(config), prompt=None), dry=True).job.lora
+    decode = accept(request_for(config=str(config), stage="decode", prompt=None, inputs=tmp_path))
+    assert decode.job.lora and not decode.takes_steps
+    text = refusal(CheckpointMissingError, lambda: accept(request_for(config=str(config))))
+    assert text.startswith(f"{config}:") and "There is no file 'absent.safetensors'" in text
+
+
+def test_the_settings_of_a_stage_that_takes_steps_name_loras_by_their_bytes(asked, tmp_path):
+    file = tmp_path / "style.safetensors"
+    file.write_bytes(b"lora")
+    task = asked((f"lora=[{{path: {file}, scale: 0.5}}]",))
+    row = {"file": "style.safetensors", "sha256": sha256(b"lora").hexdigest(), "scale": 0.5, "component": "transformer"}
+    encode, denoise, decode = (task.manifest_settings(stage) for stage in task.stages)
+    assert denoise["lora"] == [row] and "lora" not in encode and "lora" not in decode
+    assert asked().manifest_settings(task.stages[1])["lora"] == []

@@ -30,6 +30,7 @@ from torchport.errors import (
     nearest,
     together,
 )
+from torchport.files.folder import expand_home
 from torchport.foreign import reading
 from torchport.load import checkpoint, tiny
 from torchport.progress import log
@@ -128,7 +129,15 @@ def layout(task: Task, component: str, variant: str | None = None) -> load.Layou
     """Returns how a component's tensors lie in its folder, of the task's variant or of another."""
     entry, variant = task.card.components[component], variant or task.settings.variant
     places = [task.card_document.place(["components", component, "rename", n]) for n in range(len(entry.rename))]
-    return load.layout_of(entry, task.card.file(component, variant), places)
+    as_stored = load.layout_of(entry, task.card.file(component, variant), places)
+    return dataclasses.replace(as_stored, loras=_loras(task, component))
+
+
+def _loras(task: Task, component: str) -> load.Loras:
+    """Returns the job's LoRA files of a component."""
+    files = [load.Lora(expand_home(each.path), each.scale) for each in task.job.lora if each.component == component]
+    names, path = task.card.components[component].lora_names, ["components", task.card.written(component), "lora_names"]
+    return load.Loras(component, files, names, [task.card_document.place([*path, n]) for n in range(len(names))])
 
 
 def _layout_of_stage(task: Task, stage: Stage) -> load.Layout:

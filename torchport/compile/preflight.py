@@ -28,7 +28,7 @@ from torchport.config.machine import HOST
 from torchport.errors import AttentionError, BadValueError, MeshError
 from torchport.load import checkpoint
 from torchport.shard import activations
-from torchport.stages import family, outputs, recorder
+from torchport.stages import family, guiding, outputs, recorder
 from torchport.task import Task, devices
 
 LARGE = 2**24
@@ -62,12 +62,15 @@ def check(task: Task) -> None:
     """Refuses a task whose networks cannot run on its mesh and machine; patches must be in place.
 
     Raises:
-        UnknownNameError, BadValueError: A class of the card that does not exist, or is none of a network.
+        UnknownNameError, BadValueError: A class of the card that does not exist, or is none of a network; a guider that
+            does not exist, or does more than to combine predictions.
+        MeshError: A guider with fewer conditions, in some steps, than the mesh splits.
         ShardError: A rule that matches nothing, a tensor without one, or a dim that its axes do not divide.
         AttentionError, VmemError: Attention that the named implementation, or the chip, does not compute.
         MachineError: Too little memory for the activations that every compiler must hold.
     """
     network.check_classes(task)
+    _check_guider(task)
     memory = _memory(task)
     _require(task, memory, {})
     if task.original:
@@ -83,6 +86,18 @@ def check(task: Task) -> None:
             check_attention(task, rehearsal)
             activation_bytes[stage.network] = rehearsal.activations
     _require(task, memory, activation_bytes)
+
+
+def _check_guider(task: Task) -> None:
+    """Refuses a job's guider that does more than to combine predictions, before the prompts are encoded."""
+    if task.settings.guider is None or not any("guider" in stage.uses for stage in task.stages):
+        return
+    place, ways = task.job_document.place(["guider"]), task.job.mesh.get("dp", 1)
+    guider = guiding.guider(None, task.settings, place)
+    few = [count for count in guiding.counts(guider, task.settings.steps, place) if count % ways]
+    if few and not task.original:
+        fact = f"dp={ways} splits the conditions, and '{task.settings.guider['class']}' has {few[0]} in some steps"
+        raise MeshError(task.job_document.place(["mesh", "dp"]), fact, "Choose a mesh without dp, or no start and stop")
 
 
 def check_checkpoint(task: Task, folder: Path) -> None:

@@ -189,6 +189,15 @@ class RenameRule(Frozen):
         return self
 
 
+class LoraName(RenameRule):
+    """One rule for names in LoRA files: the layers whose whole name matches, and what such files call them."""
+
+    match: Regex
+    """A regular expression for the whole name of a layer: `blocks\\.(\\d+)\\.attn1\\.to_q`, without `.weight`."""
+    to: str
+    """What LoRA files call the layer, with the groups of `match`: `blocks.\\1.self_attn.q`."""
+
+
 class Component(Frozen):
     """One component of a model: its class, and where its files lie in the checkpoint.
 
@@ -217,6 +226,9 @@ class Component(Frozen):
     """Rules for tensors that the module calls otherwise than the file. The first rule that matches a whole name counts;
     a name that no rule matches stays. A rule that is no tensor's first match is refused, as are two tensors that get
     one name."""
+    lora_names: list[LoraName] = []
+    """Rules for layers that published LoRA files call otherwise than the module and the checkpoint do. The first rule
+    that matches a whole name counts; one that is no layer's first match is refused, when a job has a LoRA."""
     dtype: DType | None = None
     """The dtype of its weights. A component for which torchport loads no weights (tokenizer, scheduler) has none."""
     precision: Literal["default", "high", "highest"] = "default"
@@ -230,8 +242,8 @@ class Component(Frozen):
     parameters: pydantic.PositiveInt | None = None
     """The number of parameters in the published checkpoint, so that the memory is known before any download."""
     like: Word | None = None
-    """Another component of the same shapes: what the card says of that one under `published`, `tiny`, `stacks` and
-    `strategies` also goes for this one, where it does not say otherwise."""
+    """Another component of the same shapes: what the card says of that one under `published`, `lora_names`, `tiny`,
+    `stacks` and `strategies` also goes for this one, where it does not say otherwise."""
 
     @pydantic.model_validator(mode="after")
     def _computes(self) -> Component:
@@ -475,6 +487,8 @@ class Card(Frozen):
                     group.setdefault(name, group[component.like])
             if component.like in self.components and not component.published:
                 component.published.update(self.components[component.like].published)
+            if component.like in self.components and not component.lora_names:
+                component.lora_names.extend(self.components[component.like].lora_names)
         return self
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
@@ -526,6 +540,18 @@ class Choice(Frozen):
     """One of the card's `implementations`. By default the card's own default."""
 
 
+class LoraFile(Frozen):
+    """A LoRA file, which is merged into the weights of a network before they are split over the mesh."""
+
+    path: Word
+    """The file, in safetensors, with pairs `lora_A` and `lora_B`, as diffusers and PEFT write it, or `lora_down` and
+    `lora_up`."""
+    scale: Annotated[float, pydantic.Field(ge=-100.0, le=100.0, allow_inf_nan=False)] = 1.0
+    """How much of it is added. A pair of matrices is also multiplied by alpha / rank."""
+    component: Word = "transformer"
+    """The network that it is for. Of a model with two, the second has a file of its own: `transformer_2`."""
+
+
 class Job(Frozen):
     """A config, `configs/<job>.yaml`: what to make of a model, and on which machine."""
 
@@ -542,6 +568,10 @@ class Job(Frozen):
     """The number of denoising steps."""
     guidance_scale: Annotated[float, pydantic.Field(ge=1.0, le=1_000.0, allow_inf_nan=False)]
     """The scale of classifier-free guidance. 1.0 is off."""
+    guider: dict[str, Any] | None = None
+    """What combines the predictions with and without the prompt, if the pipeline takes a guider: a class of
+    `diffusers.guiders` and its arguments, `{class: ClassifierFreeZeroStarGuidance, zero_init_steps: 1}`. Its scale is
+    `guidance_scale`. By default the checkpoint's."""
     machine: str
     """The devices: `v6e:2x4` is a TPU slice of v6e chips, `cpu:8` is 8 virtual CPU devices."""
     mesh: dict[Axis, pydantic.PositiveInt] = {}
@@ -550,6 +580,9 @@ class Job(Frozen):
     """One of the card's strategies."""
     checkpoint: Word | None = None
     """The weights: a folder, `owner/repo@revision`, or `tiny` for small random ones. By default the card's."""
+    lora: list[LoraFile] = []
+    """LoRA files that are added to the weights, in their order: `[{path: style.safetensors, scale: 0.8}]`. Compiled
+    programs stay the same."""
     variant: Word | None = None
     """Which of several networks in the checkpoint is used. By default the card's."""
     dtypes: dict[str, DType] = {}
@@ -651,6 +684,25 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     yield from _implementation_mistakes(job, card, document)
     yield from _dtype_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
+    yield from _guider_mistakes(job, card, document)
+
+
+def _guider_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+    if job.guider is None:
+        return
+    place = document.place(["guider"])
+    if "guider" not in card.components:
+        fact = f"'{card.model}' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'"
+        yield UnknownKeyError(place, fact, "Remove 'guider'", key="guider")
+    elif not isinstance(job.guider.get("class"), str):
+        fact = f"'guider' has {'no' if job.guider.get('class') is None else 'a number for its'} 'class'"
+        yield MissingKeyError(place, fact, "Name a class of diffusers.guiders: docs/jobs.md", key="class")
+    elif "guidance_scale" in job.guider:
+        fact = "'guidance_scale' is there twice, in the job and in its guider"
+        yield BadValueError(document.place(["guider", "guidance_scale"]), fact, "Keep the job's", key="guidance_scale")
+    elif job.guidance_scale == 1.0:
+        fact = "'guidance_scale' is 1.0, and a guider needs two predictions"
+        yield BadValueError(place, fact, "Raise 'guidance_scale', or remove 'guider'", key="guidance_scale")
 
 
 def _implementation_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:

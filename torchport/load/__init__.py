@@ -2,6 +2,7 @@
 
 from torchport.load.component import account_component, check_init, is_built_here, reads_config
 from torchport.load.layout import Layout, layout_of
+from torchport.load.lora import Lora, Loras
 from torchport.load.module import (
     Builder,
     Maker,
@@ -19,6 +20,8 @@ from torchport.load.pretrained import part, text_encoder
 __all__ = [
     "Builder",
     "Layout",
+    "Lora",
+    "Loras",
     "Maker",
     "Recipe",
     "account_component",

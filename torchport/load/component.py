@@ -42,13 +42,14 @@ def account_component(
 
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that are missing, or cannot be read.
-        CheckpointForeignError: Keys, shapes or dtypes that are not the model's.
+        CheckpointForeignError: Keys, shapes or dtypes that are not the model's, in its files or in a LoRA's.
         ConfigError: Arguments that the class cannot be built from, or a field that nothing would read.
         DeadRuleError: A rule that renames nothing.
     """
     layout = layout or layout_of(component, component.file, [])
     if is_built_here(component):
-        account(published(*(recipe or _recorded(component, folder))), folder, layout)
+        module = published(*(recipe or _recorded(component, folder)))
+        layout.additions(module.state_dict(), account(module, folder, layout)).check()
     elif component.rename:
         fact = f"'rename' is for modules that torchport fills, and upstream loads {component.class_}"
         raise BadValueError(layout.places[0] if layout.places else str(folder), fact, "Remove it, or add 'build'")

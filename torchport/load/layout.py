@@ -13,6 +13,7 @@ import torch
 
 from torchport.config.card import Component, RenameRule
 from torchport.load import checkpoint, pickled, renaming
+from torchport.load.lora import Additions, Loras, additions
 
 
 class Stored(NamedTuple):
@@ -37,6 +38,7 @@ class Layout:
         unread: Regular expressions of the file's names that the module does not use.
         places: Where each rule is written, `file:line`.
         without: Modules whose tensors are not wanted, though they lie there.
+        loras: LoRA files that are merged into them.
     """
 
     file: str | None = None
@@ -45,6 +47,7 @@ class Layout:
     unread: Sequence[str] = ()
     places: Sequence[str] = ()
     without: Sequence[str] = dataclasses.field(default=(), compare=False)
+    loras: Loras | None = dataclasses.field(default=None, compare=False)
 
     @property
     def is_pickled(self) -> bool:
@@ -92,6 +95,16 @@ class Layout:
             for name, entry in entries.items()
             if not self.is_unread(name)
         }
+
+    def additions(self, state: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Additions:
+        """Returns what the LoRA files add to a module's tensors, every key accounted for; see `lora.additions`.
+
+        Args:
+            state: The module's tensors, by name.
+            stored: Where each of them is.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        return additions(self.loras, shapes, {name: entry.name for name, entry in stored.items()})
 
     def parameters(self, folder: Path) -> int:
         """Returns how many elements a component's tensors have, from its files' headers."""

@@ -285,7 +285,7 @@ def building(
 def tensors(
     module: torch.nn.Module, folder: Path, what: str, layout: Layout = DIFFUSERS
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every parameter and buffer of a module, filled from a component's files.
+    """Yields every parameter and buffer of a module, filled from a component's files, LoRA files merged in.
 
     Args:
         module: Built without storage; its dtypes are those that the tensors are cast to.
@@ -301,11 +301,12 @@ def tensors(
     """
     state = module.state_dict()
     stored = account(module, folder, layout)
+    added = layout.additions(state, stored)
     for name, buffer in module.named_buffers():
         if name not in state:
             yield name, check_filled(name, buffer, folder)
     for name, tensor in track(layout.tensors(stored), f"load {what}", "tensor", total=len(stored)):
-        yield name, tensor.to(state[name].dtype)
+        yield name, added.merged(name, tensor).to(state[name].dtype)
 
 
 def account(module: torch.nn.Module, folder: Path, layout: Layout = DIFFUSERS) -> dict[str, Stored]:

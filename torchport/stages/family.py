@@ -62,6 +62,7 @@ class Settings:
         image: A file with the first frame, for image-to-video.
         text_bucket: Text tokens are cut to the longest prompt's, rounded up to a multiple of this; None: none are cut.
         call: Arguments of the pipeline that the config sets.
+        guider: The class of the guider that the config sets, under `class`, and its arguments; None: the checkpoint's.
     """
 
     prompt: str
@@ -78,6 +79,7 @@ class Settings:
     image: Path | None = None
     text_bucket: int | None = None
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    guider: Mapping[str, Any] | None = None
 
     def traced(self) -> Settings:
         """Returns the settings that a network is called with while it is traced: those its program may depend on.
@@ -85,7 +87,7 @@ class Settings:
         The others are blank, so that no program can depend on them unseen.
         """
         image = None if self.image is None else Path("image")
-        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, image=image)
+        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, guider=None, image=image)
 
 
 ALWAYS = "always"

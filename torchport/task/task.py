@@ -1,9 +1,13 @@
-"""A request and its task: everything is read and checked before anything is loaded or downloaded."""
+"""A request and its task: everything is read and checked before anything is loaded or downloaded.
+
+Over 400 lines: what a request names is checked where its task is made of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import shlex
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
+from torchport.task import lora
 from torchport.task.family import family as load_family
 
 Backend = Literal["torchax", "original"]
@@ -142,6 +147,11 @@ class Task:
         """The family's stages that take denoising steps, in order; the first one begins with the noise."""
         return [stage for stage in self.family.STAGES if stage.name in DENOISING]
 
+    @property
+    def takes_steps(self) -> bool:
+        """Whether any of the stages to run takes denoising steps."""
+        return any(stage.name in DENOISING for stage in self.stages)
+
     def noise(self, stage: families.Stage) -> dict[str, torch.Tensor]:
         """Returns the noise that the caller has for a stage, by its name among the stage's inputs."""
         noise = self.request.noise
@@ -179,8 +189,15 @@ class Task:
             return identity | {"guidance": self.settings.guidance_scale != 1.0}
         if self.card.call is not None and stage != "encode_image":  # latents are replayed in the call that made them
             identity["call"] = {**self.card.call.constants, **self.settings.call}
-        loop = ("steps", "guidance_scale") if stage == "denoise_first" else ()  # the same loop goes on
-        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames", *loop)}
+        if stage == "denoise_first":  # the same loop goes on
+            identity |= {"steps": self.settings.steps, "guidance_scale": self.settings.guidance_scale}
+            identity["lora"] = self.loras
+        return identity | {key: getattr(self.settings, key) for key in ("height", "width", "frames")}
+
+    @functools.cached_property
+    def loras(self) -> list[dict[str, Any]]:
+        """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
+        return lora.rows(self.job)
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
@@ -194,6 +211,8 @@ class Task:
             }
         if "image" in manifest_settings and self.settings.image is not None:
             manifest_settings["image_digest"] = hashlib.sha256(self.settings.image.read_bytes()).hexdigest()[:16]
+        if stage.name in DENOISING:
+            manifest_settings["lora"] = self.loras
         if "seed" in manifest_settings:
             manifest_settings["noise"] = _digest(self.request.noise)
         return manifest_settings
@@ -211,6 +230,7 @@ class Task:
         flag_settings = {key: getattr(self.settings, key) for key in keys - {"dtypes"} if hasattr(self.settings, key)}
         flags = {key: getattr(self.request, key) for key in ("prompt", "negative_prompt", "seed")}
         flags["image"] = None if self.request.image is None else str(self.request.image)
+        flags["lora"] = self.loras if "lora" in keys else None
         return flag_settings | {key: value for key, value in flags.items() if value is not None}
 
     def command(self, stage: StageName, folder: Path) -> str:
@@ -269,6 +289,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
+    lora.check_components(card, job, family, job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
@@ -282,6 +303,8 @@ def accept(request: Request, dry: bool = False) -> Task:
         )
         networks = [s.network for s in family.STAGES if s.network and request.stage in (s.name, "all")]
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
+    if not dry:
+        lora.check_files(job, request.stage, request.overrides, job_document)
     checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
@@ -397,4 +420,5 @@ def _settings(request: Request, card: Card, job: Job) -> families.Settings:
         variant=job.variant or card.variant,
         image=request.image,
         call=job.call,
+        guider=job.guider,
     )

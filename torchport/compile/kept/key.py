@@ -34,7 +34,7 @@ from torchport.task import Task
 SCHEMA = 2
 """Version of the key's parts and of the entry on disk."""
 
-FREE = ("prompt", "negative_prompt", "seed", "steps")
+FREE = ("prompt", "negative_prompt", "seed", "steps", "guider")
 """Settings that no program may depend on; see `fixed`."""
 
 PREFIXES = ("XLA_", "LIBTPU_", "TORCH_", "TORCHAX_", "PYTORCH_")

@@ -1,0 +1,318 @@
+"""LoRA files: what they add to which weight, under whatever names, and what is refused of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchport import load
+from torchport.config.card import LoraName, RenameRule
+from torchport.errors import (
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    DeadRuleError,
+    TorchportError,
+)
+from torchport.load import Layout, lora
+
+LAYERS = "fakes.modules:Layers"
+RANK = 2
+
+
+def refusal(kind, call):
+    with pytest.raises(TorchportError) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+SHAPES = {name: tensor.shape for name, tensor in load.published(LAYERS, {}).state_dict().items()}
+STATE = {name: drawn(*shape, seed=number) for number, (name, shape) in enumerate(SHAPES.items())}
+DOWN, UP = drawn(RANK, 4), drawn(6, RANK)
+"""A pair for `blocks.1.to_q`."""
+TO_Q = "blocks.1.to_q"
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """Fills the module, with the tensors of LoRA files merged in."""
+
+    def fill(*files, names=(), rename=(), state=STATE, dtype="float32", scales=None, metadata=None):
+        base = tmp_path / "base"
+        base.mkdir(exist_ok=True)
+        save_file(state, base / "weights.safetensors")
+        loras = []
+        for number, tensors in enumerate(files):
+            file = tmp_path / f"lora{number}.safetensors"
+            save_file({key: tensor.clone() for key, tensor in tensors.items()}, file, metadata)
+            loras.append(load.Lora(file, (scales or [1.0] * len(files))[number]))
+        places = [f"card:{number}" for number in range(len(names))]
+        layout = Layout(rename=rename, places=["card"] * len(rename), loras=load.Loras("network", loras, names, places))
+        return load.fill(load.build(LAYERS, {}, dtype, "card:1"), base, "network", layout).state_dict()
+
+    return fill
+
+
+def assert_added(state, **differences):
+    """Checks that these tensors alone have changed, by these differences; a name has `__` for a dot."""
+    expected = {name.replace("__", "."): difference for name, difference in differences.items()}
+    for name, tensor in STATE.items():
+        torch.testing.assert_close(state[name], tensor + expected.get(name, 0), rtol=0, atol=1e-6, msg=name)
+        assert name in expected or torch.equal(state[name], tensor)
+
+
+SPELLINGS = {
+    "peft": ("blocks.1.to_q.lora_A.weight", "blocks.1.to_q.lora_B.weight"),
+    "diffusers": ("transformer.blocks.1.to_q.lora_A.weight", "transformer.blocks.1.to_q.lora_B.weight"),
+    "adapter": tuple(f"base_model.model.blocks.1.to_q.lora_{half}.default.weight" for half in "AB"),
+    "old diffusers": ("transformer.blocks.1.to_q.lora.down.weight", "transformer.blocks.1.to_q.lora.up.weight"),
+    "common": ("diffusion_model.blocks.1.to_q.lora_down.weight", "diffusion_model.blocks.1.to_q.lora_up.weight"),
+    "underscores": ("lora_unet_blocks_1_to_q.lora_down.weight", "lora_unet_blocks_1_to_q.lora_up.weight"),
+    "component": ("network.blocks.1.to_q.lora_A.weight", "network.blocks.1.to_q.lora_B.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_pair_adds_its_product_under_every_spelling(filled, spelling):
+    down, up = SPELLINGS[spelling]
+    state = filled({down: DOWN, up: UP}, scales=[0.5])
+    assert_added(state, blocks__1__to_q__weight=0.5 * UP @ DOWN)
+
+
+def test_alpha_over_the_rank_scales_a_pair(filled):
+    pair = {"lora_unet_blocks_1_to_q.lora_down.weight": DOWN, "lora_unet_blocks_1_to_q.lora_up.weight": UP}
+    state = filled({**pair, "lora_unet_blocks_1_to_q.alpha": torch.tensor(3.0)})
+    assert_added(state, blocks__1__to_q__weight=3 / RANK * UP @ DOWN)
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        ({"transformer.lora_alpha": 8, "transformer.r": 2}, 4.0),
+        ({"lora_alpha": 8, "alpha_pattern": {"to_out": 1, "to_q": 3}}, 1.5),
+        ({"network.lora_alpha": 8, "network.use_rslora": True}, 8 / 2**0.5),
+        ({"text_encoder.lora_alpha": 8}, 1.0),
+    ],
+)
+def test_pefts_configuration_in_the_metadata_scales_a_pair(filled, config, factor):
+    tensors = dict(zip(SPELLINGS["diffusers"], (DOWN, UP), strict=True))
+    state = filled(tensors, metadata={"lora_adapter_metadata": json.dumps(config)})
+    assert_added(state, blocks__1__to_q__weight=factor * UP @ DOWN)
+
+
+def test_a_convolution_takes_a_pair_of_convolutions(filled):
+    down, up = drawn(RANK, 2, 1, 2, 2), drawn(4, RANK, 1, 1, 1)
+    state = filled({"patch.lora_A.weight": down, "patch.lora_B.weight": up})
+    added = torch.einsum("or,rithw->oithw", up[:, :, 0, 0, 0], down)
+    assert_added(state, patch__weight=added)
+    inputs, zero = drawn(1, 2, 3, 4, 4), torch.zeros(4)
+    conv = torch.nn.functional.conv3d
+    both = conv(conv(inputs, down, stride=(1, 2, 2)), up) + conv(inputs, STATE["patch.weight"], zero, stride=(1, 2, 2))
+    torch.testing.assert_close(conv(inputs, state["patch.weight"], zero, stride=(1, 2, 2)), both)
+
+
+def test_whole_differences_are_added_to_weights_and_biases(filled):
+    differences = {"blocks.0.norm.diff": drawn(6), "blocks.0.norm.diff_b": drawn(6, seed=1), "patch.diff_b": drawn(4)}
+    state = filled({f"diffusion_model.{name}": tensor for name, tensor in differences.items()}, scales=[2.0])
+    norm, norm_bias, patch = (2 * tensor for tensor in differences.values())
+    assert_added(state, blocks__0__norm__weight=norm, blocks__0__norm__bias=norm_bias, patch__bias=patch)
+
+
+def test_the_bias_of_a_pair_is_scaled_as_the_pair_is(filled):
+    tensors = {**dict(zip(SPELLINGS["peft"], (DOWN, UP), strict=True)), "blocks.1.to_q.lora_B.bias": drawn(6)}
+    state = filled({**tensors, "blocks.1.to_q.alpha": torch.tensor(1.0)})
+    assert_added(state, blocks__1__to_q__weight=0.5 * UP @ DOWN, blocks__1__to_q__bias=0.5 * drawn(6))
+
+
+def test_several_files_add_up_each_with_its_scale(filled):
+    pair = dict(zip(SPELLINGS["peft"], (DOWN, UP), strict=True))
+    state = filled(pair, pair, {"blocks.0.norm.diff": drawn(6)}, scales=[0.5, -0.25, 1.0])
+    assert_added(state, blocks__1__to_q__weight=0.25 * UP @ DOWN, blocks__0__norm__weight=drawn(6))
+
+
+def test_the_sum_is_rounded_once_to_the_modules_dtype(filled):
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in STATE.items()}
+    state = filled(dict(zip(SPELLINGS["peft"], (DOWN, UP), strict=True)), state=half, dtype="bfloat16")
+    name = f"{TO_Q}.weight"
+    assert torch.equal(state[name], (half[name].float() + UP @ DOWN).to(torch.bfloat16))
+    assert not torch.equal(state[name], half[name] + (UP @ DOWN).to(torch.bfloat16))  # as rounding twice would have it
+    assert all(torch.equal(state[other], half[other]) for other in STATE if other != name)
+
+
+NAMES = (LoraName(match=r"blocks\.(\d+)\.to_q", to=r"blocks.\1.self_attn.q"),)
+
+
+@pytest.mark.parametrize("name", ["diffusion_model.blocks.1.self_attn.q", "lora_unet_blocks_1_self_attn_q", TO_Q])
+def test_the_cards_rules_say_what_files_call_a_layer(filled, name):
+    state = filled({f"{name}.lora_down.weight": DOWN, f"{name}.lora_up.weight": UP}, names=NAMES)
+    assert_added(state, blocks__1__to_q__weight=UP @ DOWN)
+
+
+@pytest.mark.parametrize("name", ["layers.1.query", "lora_unet_layers_1_query", TO_Q])
+def test_the_checkpoints_names_are_known_where_the_card_renames_them(filled, name):
+    published = {key.replace("blocks.", "layers.").replace("to_q", "query"): tensor for key, tensor in STATE.items()}
+    rename = (
+        RenameRule(match=r"layers\.(\d+)\.query\.(.*)", to=r"blocks.\1.to_q.\2"),
+        RenameRule(match=r"layers\.(.*)", to=r"blocks.\1"),
+    )
+    state = filled({f"{name}.lora_A.weight": DOWN, f"{name}.lora_B.weight": UP}, rename=rename, state=published)
+    assert_added(state, blocks__1__to_q__weight=UP @ DOWN)
+
+
+def pair(name=TO_Q, down=DOWN, up=UP, **more):
+    return {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up, **more}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "text"),
+    [
+        (
+            pair("blocks.7.to_q"),
+            CheckpointForeignError,
+            "'blocks.7.to_q.lora_A.weight' is no layer of 'network'. The nearest are 'blocks.1.to_q', 'blocks.0.to_q', "
+            "'blocks.1.to_out'. Name a LoRA that was made for this model, or add a rule to the card's 'lora_names'.",
+        ),
+        (
+            pair("lora_unet_blocks_7_to_q"),
+            CheckpointForeignError,
+            "'lora_unet_blocks_7_to_q.lora_A.weight' is no layer of 'network'. The nearest are 'blocks_1_to_q', "
+            "'blocks_0_to_q', 'blocks_1_to_out'. Name a LoRA that was made for this model, or add a rule to the card's "
+            "'lora_names'.",
+        ),
+        (
+            {"blocks.1.to_q.lora_A.weight": DOWN},
+            CheckpointBrokenError,
+            "'blocks.1.to_q.lora_A.weight' is there, and 'blocks.1.to_q' lacks the other half. A LoRA has pairs, "
+            "lora_A and lora_B or lora_down and lora_up: download the file again.",
+        ),
+        (
+            {"blocks.1.to_q.alpha": torch.tensor(1.0)},
+            CheckpointBrokenError,
+            "'blocks.1.to_q.alpha' is there, and 'blocks.1.to_q' lacks both halves. A LoRA has pairs, lora_A and "
+            "lora_B or lora_down and lora_up: download the file again.",
+        ),
+        (
+            pair(up=drawn(6, 3)),
+            CheckpointForeignError,
+            "'blocks.1.to_q.lora_A.weight' has rank 2, and 'blocks.1.to_q.lora_B.weight' has shape [6, 3]. The rank "
+            "must be the same: download the file again.",
+        ),
+        (
+            pair(down=drawn(RANK, 5)),
+            CheckpointForeignError,
+            "'blocks.1.to_q.lora_A.weight' has shape [2, 5]. For 'blocks.1.to_q.weight', of shape [6, 4], it must be "
+            "[2, 4]. Name a LoRA that was made for this model.",
+        ),
+        (
+            pair(up=drawn(5, RANK)),
+            CheckpointForeignError,
+            "'blocks.1.to_q.lora_B.weight' has shape [5, 2]. For 'blocks.1.to_q.weight', of shape [6, 4], it must be "
+            "[6, 2]. Name a LoRA that was made for this model.",
+        ),
+        (
+            {"blocks.0.norm.diff": drawn(4)},
+            CheckpointForeignError,
+            "'blocks.0.norm.diff' has shape [4]. For 'blocks.0.norm.weight', of shape [6], it must be [6]. Name a LoRA "
+            "that was made for this model.",
+        ),
+        (
+            pair(down=DOWN / 0),
+            CheckpointBrokenError,
+            "'blocks.1.to_q.lora_A.weight' holds NaN or infinity. Download the file again.",
+        ),
+        (
+            pair(**{"blocks.1.to_q.alpha": torch.tensor(float("nan"))}),
+            CheckpointBrokenError,
+            "'blocks.1.to_q.alpha' holds NaN or infinity. Download the file again.",
+        ),
+        (
+            pair(**{"blocks.1.to_q.alpha": torch.ones(2)}),
+            CheckpointBrokenError,
+            "'blocks.1.to_q.alpha' has shape [2]. It must be one number.",
+        ),
+        (
+            pair() | pair(f"transformer.{TO_Q}"),
+            CheckpointForeignError,
+            "'blocks.1.to_q' and 'transformer.blocks.1.to_q' are both 'blocks.1.to_q' of 'network'. Remove "
+            "one of them.",
+        ),
+        (
+            pair(**{"blocks.1.to_q.lora_down.weight": DOWN.clone()}),
+            CheckpointForeignError,
+            "'blocks.1.to_q.lora_A.weight' and 'blocks.1.to_q.lora_down.weight' are one thing. Remove one of them.",
+        ),
+        (
+            pair(down=DOWN.to(torch.float8_e4m3fn)),
+            CheckpointForeignError,
+            "'blocks.1.to_q.lora_A.weight' is of dtype F8_E4M3. It must be F64, F32, F16, BF16.",
+        ),
+        (
+            pair(**{"blocks.1.to_q.dora_scale": drawn(6)}),
+            CheckpointForeignError,
+            "'blocks.1.to_q.dora_scale' is of DoRA. torchport merges pairs of matrices and whole differences: "
+            "lora_A.weight, lora_A.default.weight, lora_down.weight, lora.down.weight, lora_B.weight, "
+            "lora_B.default.weight, lora_up.weight, lora.up.weight, lora_B.bias, lora_B.default.bias, alpha, diff, "
+            "diff_b.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_file_and_key(filled, tmp_path, tensors, kind, text):
+    assert refusal(kind, lambda: filled(tensors)) == f"{tmp_path / 'lora0.safetensors'}: {text}"
+
+
+def test_keys_of_no_lora_are_refused(filled):
+    text = refusal(CheckpointForeignError, lambda: filled({"blocks.1.to_q.weight": drawn(6, 4)}))
+    assert "'blocks.1.to_q.weight' ends as no key of a LoRA does. torchport merges pairs" in text
+    assert "'blocks.0.hada_w1_a' is of LoHa" in refusal(
+        CheckpointForeignError, lambda: filled({"blocks.0.hada_w1_a": drawn(6, 4)})
+    )
+
+
+def test_a_name_that_can_be_two_layers_is_refused(filled):
+    names = (LoraName(match=r"blocks\.0\.to_q", to="blocks.1.to_q"),)
+    text = refusal(CheckpointForeignError, lambda: filled(pair(), names=names))
+    assert "'blocks.1.to_q.lora_A.weight' can be 'blocks.0.to_q' and 'blocks.1.to_q' of 'network'" in text
+
+
+def test_a_rule_that_names_no_layer_is_refused(filled):
+    names = (*NAMES, LoraName(match=r"blocks\.0\.to_q", to="never"))
+    assert refusal(DeadRuleError, lambda: filled(pair(), names=names)) == (
+        "card:1: Rule 2, 'blocks\\.0\\.to_q', is the first match of no layer of 'network'. Remove it, or mend it."
+    )
+
+
+def test_metadata_that_cannot_be_used_is_refused(filled):
+    for text, kind, fact in (
+        ("no json", CheckpointBrokenError, "'lora_adapter_metadata' in its metadata is no JSON object"),
+        ("[1]", CheckpointBrokenError, "'lora_adapter_metadata' in its metadata is no JSON object"),
+        ('{"use_dora": true}', CheckpointForeignError, "'lora_adapter_metadata' has 'use_dora'"),
+        ('{"alpha_pattern": {"(": 1}}', CheckpointBrokenError, "has an alpha that is none"),
+        ('{"lora_alpha": "much"}', CheckpointBrokenError, "has an alpha that is none"),
+    ):
+        assert fact in refusal(kind, lambda text=text: filled(pair(), metadata={"lora_adapter_metadata": text}))
+
+
+def test_a_file_that_is_cut_or_missing_is_refused(filled, tmp_path):
+    filled(pair())
+    file = tmp_path / "lora0.safetensors"
+    whole = file.read_bytes()
+    loras = load.Loras("network", [load.Lora(file, 1.0)])
+    module = load.build(LAYERS, {}, "float32", "card:1")
+    file.write_bytes(whole[:-1])
+    fact = refusal(CheckpointBrokenError, lambda: load.fill(module, tmp_path / "base", "network", Layout(loras=loras)))
+    assert "its header promises" in fact
+    file.unlink()
+    refusal(CheckpointMissingError, lambda: load.fill(module, tmp_path / "base", "network", Layout(loras=loras)))
+
+
+def test_a_pair_is_read_once_when_its_tensor_is_filled(filled, monkeypatch):
+    reads, honest = [], lora.Additions._read
+    monkeypatch.setattr(lora.Additions, "_read", lambda self, file, key: reads.append(key) or honest(self, file, key))
+    filled(pair())
+    assert reads == ["blocks.1.to_q.lora_B.weight", "blocks.1.to_q.lora_A.weight"]

@@ -1,0 +1,136 @@
+"""Guiders of diffusers: what combines the predictions under each condition, where a pipeline takes one.
+
+A guider that only combines predictions runs on the host, after the network's call. One that changes the network's
+layers between two calls of a step is refused: a compiled program has its layers from its trace.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchport.errors import BadValueError, UnknownKeyError, UnknownNameError, nearest
+from torchport.foreign import reading, unlike_defaults
+from torchport.stages.family import Settings
+
+SCALE = "guidance_scale"
+"""The argument that a job has as a field of its own."""
+
+NO_VIDEO = "cannot combine predictions of a video"
+
+MOMENTUM = "momentum"
+"""The name, among what a loop saves, of the running average that some guiders keep."""
+
+
+def guider(checkpoints: Any, settings: Settings, place: str = "guider") -> Any:
+    """Returns the guider of a run: the job's, or else the checkpoint's, with the job's scale.
+
+    Args:
+        checkpoints: The one that the checkpoint has.
+        settings: The job's guider and guidance scale.
+        place: Where the job has it, for errors.
+
+    Raises:
+        UnknownNameError: There is no such guider.
+        BadValueError: One that does not only combine predictions, or an argument of a wrong kind.
+        UnknownKeyError: An argument that it does not take.
+    """
+    if settings.guider is None:
+        return checkpoints.new(**{SCALE: settings.guidance_scale})
+    name, arguments = _parts(settings.guider)
+    cls = _class_of(name, place)
+    known = [key for key in inspect.signature(cls.__init__).parameters if key not in ("self", "enabled", SCALE)]
+    for key in arguments:
+        if key not in known:
+            raise UnknownKeyError(place, f"'{name}' takes no argument '{key}' here", nearest(key, known), key=key)
+    for key, value, default in unlike_defaults(cls, arguments):
+        raise BadValueError(place, f"'{key}' is {value!r}", f"It must be like its default, {default!r}", key=key)
+    with reading(BadValueError, place, f"'{name}' cannot be made of its arguments", "Mend them"):
+        return cls(**arguments, **{SCALE: settings.guidance_scale})
+
+
+def _parts(guider: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the class's name and the arguments of a job's guider."""
+    return str(guider["class"]), {key: value for key, value in guider.items() if key != "class"}
+
+
+def _class_of(name: str, place: str) -> Any:
+    """Returns a class of diffusers that combines two predictions and does no more."""
+    from diffusers import guiders
+    from diffusers.guiders.guider_utils import BaseGuidance
+
+    classes = {
+        key: value
+        for key, value in vars(guiders).items()
+        if isinstance(value, type) and issubclass(value, BaseGuidance) and value is not BaseGuidance
+    }
+    reasons = {key: _reason(cls, BaseGuidance) for key, cls in classes.items()}
+    taken = [key for key, reason in reasons.items() if reason is None]
+    if name not in classes:
+        raise UnknownNameError(place, f"diffusers has no guider '{name}'", nearest(name, taken), name=name)
+    if reasons[name] is not None:
+        raise BadValueError(place, f"'{name}' {reasons[name]}", f"Take one of {', '.join(sorted(taken))}", name=name)
+    return classes[name]
+
+
+def _reason(cls: Any, base: Any) -> str | None:
+    """Returns why a guider is not taken; None for one that is."""
+    count = len(cls._input_predictions)
+    if cls.prepare_models is not base.prepare_models:
+        return "changes the network's layers between two calls of a step, and a compiled program cannot be changed"
+    if count > 2:
+        return f"combines {count} predictions, and there are two: with the prompt and with the negative prompt"
+    if SCALE not in inspect.signature(cls.__init__).parameters:
+        return f"takes no '{SCALE}', which a job has"
+    try:
+        counts(cls(**{SCALE: 2.0}), 1)
+    except BadValueError:
+        return NO_VIDEO
+    return None
+
+
+def counts(guider: Any, steps: int, place: str = "guider") -> set[int]:
+    """Returns how many conditions a guider asks for, in one step or another; it takes all steps of a tiny video.
+
+    Args:
+        guider: It has taken no step.
+        steps: How many steps the loop takes.
+        place: Where the job has it, for errors.
+
+    Raises:
+        BadValueError: It cannot combine predictions of a video, which have five dims, or not with its arguments.
+    """
+    numbers, generator = set(), torch.Generator().manual_seed(0)
+    fact = f"'{type(guider).__name__}' {NO_VIDEO}"
+    with reading(BadValueError, place, fact, "Mend its arguments, or take another"):
+        for step in range(steps):
+            guider.set_state(step=step, num_inference_steps=steps, timestep=torch.zeros(()))
+            states = guider.prepare_inputs({"text": (torch.zeros(1), torch.ones(1))})
+            for state in states:
+                state.noise_pred = torch.randn(1, 2, 1, 2, 2, generator=generator)
+            guider(states)
+            numbers.add(len(states))
+    return numbers
+
+
+def state(guider: Any) -> dict[str, torch.Tensor]:
+    """Returns what a guider carries from step to step, by name: the running average of one that has momentum."""
+    average = getattr(getattr(guider, "momentum_buffer", None), "running_average", None)
+    return {MOMENTUM: average} if isinstance(average, torch.Tensor) else {}
+
+
+def resume(guider: Any, inputs: Mapping[str, Any], saved: Mapping[str, torch.Tensor]) -> None:
+    """Gives a new guider what another one carried, so that a loop goes on to the same bits.
+
+    Args:
+        guider: It has taken no step.
+        inputs: The conditions, as `prepare_inputs` takes them.
+        saved: What `state` returned.
+    """
+    guider.set_state(step=0, num_inference_steps=1, timestep=torch.zeros(()))
+    guider.prepare_inputs(dict(inputs))  # at the first step it makes its buffer
+    if MOMENTUM in saved:
+        guider.momentum_buffer.running_average = saved[MOMENTUM]
