@@ -230,7 +230,7 @@ def test_an_override_puts_a_value_in_and_is_the_place_of_its_mistakes(pack):
         "--set frames=five: 'frames' is 'five' (text). It must be a whole number."
     )
     assert refused(UnknownKeyError, lambda: pack.job("demo", ["frame=5"])).startswith(
-        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, call, checkpoint, dtypes, fps"
+        "--set frame=5: Unknown key 'frame'. Did you mean 'frames'? Known: attention, cache, call, checkpoint"
     )
     assert refused(WrongTypeError, lambda: pack.job("demo", ["frames.x=5"])).startswith("--set frames.x=5: 'frames' is")
 
