@@ -185,6 +185,19 @@ def test_what_the_next_step_does_not_need_is_not_saved():
     assert [number for number in names if len(names[number]) > 1] == [1, 2, 5, 6, 7, 8]
 
 
+def test_what_was_kept_of_another_batch_is_not_used():
+    cache = CACHES["schedule"]
+    cached = StepCached(compiled(cache), cache, Steps(), STEPS)
+    alone = StepCached(compiled(cache), Schedule(kind="schedule", full=list(range(STEPS))), Steps(), STEPS)
+    for step in range(3):  # 0 is computed, 1 is not; 2 would not be, and has half of the batch
+        given = inputs(torch.ones(2, 5, 6) * step, step)
+        given = {name: tensor[: 1 + (step < 2)] for name, tensor in given.items()}
+        ours, theirs = cached(**given), alone(**given)
+        assert torch.equal(ours, theirs) == (step != 1)
+        cached.steps.finished(step + 1, {})
+        alone.steps.finished(step + 1, {})
+
+
 def test_calibration_measures_the_curve_and_computes_every_step():
     cache = Calibrate(kind="calibrate")
     reference = Reference(Schedule(kind="schedule", full=list(range(STEPS))))

@@ -24,7 +24,7 @@ from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, StepCache
 from torchport.errors import StackError
 from torchport.stages import family
-from torchport.stages.outputs import leaves, of_call
+from torchport.stages.outputs import TENSORS, leaves, of_call
 
 MODE, KEPT = "step_cache", "step_cache_kept"
 """Inputs of a network beside its own: `full` or `reuse`, and what an earlier step kept."""
@@ -91,8 +91,10 @@ class _Slot:
     Attributes:
         differences: What was kept in the last whole step, and its differences to those before, one for each order.
         step: The last whole step.
+        shapes: Of the call's inputs, by path.
     """
 
+    shapes: dict[str, tuple[int, ...]]
     differences: list[Any] = dataclasses.field(default_factory=list)
     step: int = -1
 
@@ -143,8 +145,11 @@ class StepCached:
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns the network's first output."""
+        shapes = {path: tuple(leaf.shape) for path, leaf in leaves(inputs).items() if isinstance(leaf, TENSORS)}
         if self.calls == len(self.slots):
-            self.slots.append(self._slot(inputs))
+            self.slots.append(self._slot(inputs, shapes))
+        if self.slots[self.calls].shapes != shapes:  # guidance that ends: what was kept is of another batch
+            self.slots[self.calls] = self._slot(inputs, shapes)
         slot = self.slots[self.calls]
         self.calls += 1
         if self.step in self.full or not slot.differences:
@@ -166,8 +171,8 @@ class StepCached:
         slot.step = self.step
         return output
 
-    def _slot(self, inputs: Mapping[str, Any]) -> _Slot:
-        """Returns the slot of a call that is made for the first time, with what a stopped run kept.
+    def _slot(self, inputs: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]) -> _Slot:
+        """Returns the slot of a call that is made for the first time, with what a stopped run kept for these shapes.
 
         Both programs are compiled here: none in the steps that follow.
         """
@@ -175,17 +180,19 @@ class StepCached:
         if len(self.full) < self.total:
             self.compiled.prepare(**inputs, **{MODE: "reuse", KEPT: kept})
         places = {path: leaf.sharding for path, leaf in leaves({KEPT: kept}).items()}
+        sizes = {path: leaf.shape for path, leaf in leaves({KEPT: kept}).items()}
         tree = jax.tree_util.tree_structure(kept)
-        prefix = f"{len(self.slots)}."
+        prefix = f"{self.calls}."
         mine = {key.removeprefix(prefix): t for key, t in self.saved.items() if key.startswith(prefix)}
         differences = []
         for order in range(self.cache.differences + 1):
             names = [f"{order}.{path}" for path in places]
-            if all(name in mine for name in names):
+            if all(name in mine and mine[name].shape == sizes[path] for name, path in zip(names, places, strict=True)):
                 arrays = [shard.to_jax(mine[name], where) for name, where in zip(names, places.values(), strict=True)]
                 differences.append(jax.tree_util.tree_unflatten(tree, arrays))
+        self.saved = {key: tensor for key, tensor in self.saved.items() if not key.startswith(prefix)}
         last = max((step for step in self.full if step < self.step), default=-1)
-        return _Slot(differences, last)
+        return _Slot(shapes, differences, last)
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
         """Notes that a step is over; what the next one needs of it is saved with it."""
