@@ -16,7 +16,7 @@ WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
 _WHOLE = ("mesh",)
-_APART = ("settings", "config", "identity", "patches")
+_APART = ("settings", "config", "identity", "patches", "cache")
 _OF_ONE_RUN = (
     "schema_version",
     "run",
