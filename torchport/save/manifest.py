@@ -75,7 +75,8 @@ class Manifest(Written):
         code: A hash of the card, the family and the patches that the stage ran with.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
-            run with the executable of an earlier one; or "cached", and not traced either.
+            run with the executable of an earlier one; or "cached", and not traced either; or "held" by the process,
+            which made another video with it.
         done: Of unfinished latents: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """
