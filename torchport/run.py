@@ -107,6 +107,38 @@ def summary(journey: Journey) -> Summary:
     return Summary(journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
 
 
+@contextlib.contextmanager
+def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
+    """Loads one stage, and gives a function that carries requests through it, for a pipeline that is not ours.
+
+    Args:
+        request: Names the stage. It may lack a prompt and an image.
+
+    Yields:
+        `carry(request)`: a request of the same shape, with prompt, seed, image and folders of its own.
+
+    Raises:
+        TorchportError: Whatever is refused.
+    """
+    task = accept(request, dry=True)
+    if request.stage == "all":
+        raise BadValueError("--stage all", "One stage is loaded here", "Name it")
+    with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
+
+        def carry(one: Request) -> Summary:
+            own = accept(one)
+            if (own.job, own.settings.shared(), one.stage) != (task.job, task.settings.shared(), request.stage):
+                fact = f"It is no request for '{request.stage}' of the shape that the stage is loaded for"
+                raise BadValueError(str(own.folder), fact, "Let it differ in prompt, seed, image and folders alone")
+            with output_folder(own.folder):
+                journey = common.journey(own, Stopping())
+                for _ in journey.stages():
+                    stage_at_hand.carry(journey)
+                return summary(journey)
+
+        yield carry
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone.
