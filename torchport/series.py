@@ -241,7 +241,7 @@ class _Series:
                 work()
         except OF_ONE_VIDEO as error:
             is_loading = at_hand is not None and at_hand.is_loading
-            if hosts.from_first(lambda: is_loading) or not _is_everywhere(error):
+            if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
                 raise
             _fail(one, error)
 
