@@ -44,6 +44,18 @@ def cli(verbose: bool) -> None:
 @click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
 @click.option("--config", required=True, metavar="FILE", help="The job, such as configs/demo.yaml: sizes, machine.")
 @click.option("--prompt", metavar="TEXT", help="What the video shows. Required for the stage encode.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Many videos: a line of JSON for each, with its prompt. Each gets a folder in --out.",
+)
+@click.option(
+    "--together",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --prompts: videos that go through a stage before the next stage is loaded [4].",
+)
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for random ones [the card's].")
@@ -80,16 +92,25 @@ def run(
     verbose: bool,
     strategy: str | None,
     overrides: tuple[str, ...],
+    prompts: Path | None,
+    together: int | None,
     **options: Any,
 ) -> None:
-    """Makes a video, or runs one stage of it."""
+    """Makes a video, or runs one stage of it; with --prompts, makes many."""
     terminal.log_to_stderr(quiet, verbose)
     from torchport.processes import hosts
     from torchport.run import run as carry
     from torchport.task import Request
 
     request = Request(**options, overrides=(*overrides, f"strategy={strategy}") if strategy else overrides)
-    summary = carry(request, hosts.cluster_of(distributed, coordinator, processes, process))
+    cluster = hosts.cluster_of(distributed, coordinator, processes, process)
+    if prompts is not None:
+        from torchport.commands.prompts import make
+
+        sys.exit(make(prompts, request, together, cluster, quiet))
+    if together is not None:
+        raise errors.BadValueError(f"--together {together}", "There is no --prompts", "Add it, or leave this out")
+    summary = carry(request, cluster)
     if hosts.first():
         _print_summary(summary, quiet)
 

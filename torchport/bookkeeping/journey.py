@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
 
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
 from torchport.compile import network
 from torchport.compile.kept import Programs
-from torchport.compile.network import ProgramsOf
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES
@@ -48,7 +46,7 @@ class Journey:
     Attributes:
         task: The task.
         weights: The checkpoint.
-        upstream: The upstream, if it is a checkout.
+        upstream: The upstream, if it is a checkout; see `checkout.upstream`.
         stopping: Whether a stop is requested.
         programs: The kept programs.
         run: The run's name, which its artefacts carry.
@@ -57,10 +55,17 @@ class Journey:
         steps: Denoising steps that this run took.
     """
 
-    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, programs: Programs) -> None:
+    def __init__(
+        self,
+        task: Task,
+        weights: checkpoint.Checkpoint,
+        upstream: checkout.Upstream | None,
+        stopping: Stopping,
+        programs: Programs,
+    ) -> None:
         self.task = task
         self.weights = weights
-        self.upstream = checkout.upstream(task.card.checkout, task.upstream)
+        self.upstream = upstream
         self.stopping = stopping
         self.programs = programs
         self.run = ""
@@ -169,10 +174,6 @@ class Journey:
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
-
-    def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
-        """Returns where a stage's programs come from; see `network.compiled`."""
-        return functools.partial(self.programs.of, stage, self.weights.folder, mesh, ledger)
 
     def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
         """Notes the seconds that a stage ran, and those of them in which its programs were compiled.

@@ -250,6 +250,33 @@ def finished_manifests(
     return manifests
 
 
+def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
+    """Returns whether a run of this very job has finished in the folder, with every artefact verified.
+
+    Args:
+        task: The run, of all stages.
+        weights: The checkpoint in use.
+        upstream: The upstream, if it is a checkout.
+
+    Raises:
+        ArtefactForeignError: The finished video there is another job's.
+        ArtefactBrokenError: An artefact is damaged.
+    """
+    last = save.file_of(task.folder, task.stages[-1].name)
+    is_whole = (task.folder / "manifest.json").is_file() and (task.folder / save.VIDEO).is_file() and last.is_file()
+    if not is_whole or unfinished_run(task) is not None:
+        return False
+    for stage in task.stages:
+        file = save.file_of(task.folder, stage.name)
+        differs = _difference(task, stage, save.read_manifest(file), upstream) if file.is_file() else None
+        if differs is not None:
+            key, theirs, ours = differs
+            fact = f"A finished video with {key} {theirs!r} lies here, and this one has {ours!r}"
+            remedy = "Remove the folder to make it anew, or choose another --out"
+            raise ArtefactForeignError(str(task.folder), fact, remedy, key=key)
+    return len(finished_manifests(task, save.read_manifest(last).run, weights, upstream)) == len(task.stages)
+
+
 def going_on(task: Task, names: Sequence[str], unfinished: Unfinished) -> str:
     """Returns what the same command does next time, as a clause.
 

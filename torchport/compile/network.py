@@ -59,7 +59,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         PatchError: An `instance` patch that cannot be applied to one of them.
     """
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
-        parts = stage.load(folder, task.settings) if stage.load is not None else {}
+        parts = stage.load(folder, task.settings.shared()) if stage.load is not None else {}
     for name in stage.parts:
         component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
@@ -75,8 +75,29 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         _prune(parts[stage.network], stage)
     patch.exchange(parts, all_parts=True)
     if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
+        stage.prepare(parts, task.settings.shared())
     return parts
+
+
+def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a stage's parts for another run of it: weights are shared, and the state of the run before is gone.
+
+    A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
+
+    Args:
+        task: The run.
+        stage: The stage.
+        parts: From `loaded`.
+        folder: The checkpoint's.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+        PatchError: An `instance` patch that cannot be applied to one of them.
+    """
+    light = [name for name in stage.parts if task.card.components[name].dtype is None]
+    new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
+    patch.exchange(new)
+    return {**parts, **new}
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
@@ -185,7 +206,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     _prune(parts[network], stage)
     patch.exchange(parts, all_parts=stage.load is None)
     if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
+        stage.prepare(parts, task.settings.shared())
     return parts
 
 
@@ -318,7 +339,8 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     """
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
-    call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
+    settings = task.settings.shared()
+    call = program.plainly if stage.call is None else functools.partial(stage.call, settings=settings)
     return program.Eager(module_of(stage, parts), call, stage.outputs, name)
 
 

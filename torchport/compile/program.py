@@ -19,7 +19,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport import engine, shard
+from torchport import engine, patch, shard
 from torchport.attention import dispatch
 from torchport.compile import stack
 from torchport.config.card import ActivationRule, Rule, Stack
@@ -43,6 +43,12 @@ class ProgramSource(Protocol):
 
     def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
         """Returns the program of these arguments, and whether it was loaded; `lower` traces it."""
+
+    def begin(self, ledger: patch.Ledger) -> None:
+        """Begins another run, whose ledger this is, with the same network."""
+
+    def again(self, program: Any) -> None:
+        """Notes that this run takes a program which an earlier run of the same network got from here."""
 
 
 Arguments = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
@@ -146,7 +152,7 @@ class Compiled:
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
         counts: How many blocks of each list are stacked.
-        seconds: Spent tracing and compiling so far.
+        seconds: Spent tracing and compiling in this run so far.
     """
 
     batches = True
@@ -182,6 +188,18 @@ class Compiled:
         self.source = source
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
+        self._taken: set[Any] = set()  # the keys of those that this run has called
+
+    def begin(self, ledger: patch.Ledger) -> None:
+        """Begins another run with the same weights and programs.
+
+        Args:
+            ledger: The run's. It is credited with the traces of the programs that the run takes.
+        """
+        self.seconds = 0.0
+        self._taken.clear()
+        if self.source is not None:
+            self.source.begin(ledger)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
@@ -317,6 +335,9 @@ class Compiled:
             spent = time.perf_counter() - start
             self.seconds += spent
             log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
+        elif key not in self._taken and self.source is not None:
+            self.source.again(self.programs[key])
+        self._taken.add(key)
         return self.programs[key]
 
     def _load_or_compile(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, bool]:

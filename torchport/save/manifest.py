@@ -84,7 +84,8 @@ class Manifest(Written):
         cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
-            run with the executable of an earlier one; or "cached", and not traced either.
+            run with the executable of an earlier one; or "cached", and not traced either; or "held" by the process,
+            which made another video with it.
         done: Of unfinished latents, and of those that are kept after a step: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """

@@ -86,8 +86,15 @@ class Settings:
 
         The others are blank, so that no program can depend on them unseen.
         """
+        return dataclasses.replace(self.shared(), steps=0, guider=None)
+
+    def shared(self) -> Settings:
+        """Returns the settings that a stage is loaded with: those in which all videos of one shape agree.
+
+        The others are blank, so that a stage that is loaded once can serve several videos.
+        """
         image = None if self.image is None else Path("image")
-        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, guider=None, image=image)
+        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, image=image)
 
 
 ALWAYS = "always"
@@ -157,11 +164,12 @@ class Stage:
             weights are placed, and their tensors in the checkpoint are not read. Names that it lacks are skipped.
         meta: The components of which it needs only the configuration. They are built without weights.
         prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
-            constants that depend on the settings become buffers here.
+            constants that depend on the settings become buffers here. The network serves several videos: prompts, the
+            seed and the image's name are blank.
         like: Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a
             run, `shard show` and `plan` call the stage with them.
         load: Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint,
-            settings)`.
+            settings)`, with the settings of `prepare`.
         loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
         call: How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords.
             It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the
