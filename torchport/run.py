@@ -24,7 +24,7 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.save.manifest import versions
 from torchport.stages import family
-from torchport.task import Request, Task, accept
+from torchport.task import Request, Task, accept, execution
 from torchport.task.devices import devices
 
 
@@ -62,6 +62,9 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
         if task.original and cluster is not None:
             remedy = "Leave the cluster out, and run it on one host"
             raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+        if not request.execution.jit and cluster is not None:
+            raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
+        execution.pass_flags(request.execution, task.machine)
         with hosts.joined(cluster) as watch:
             task = _alike(task)
             watch.folder = task.folder
@@ -71,7 +74,8 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
 def _alike(task: Task) -> Task:
     """Returns the task with the first process's folder, if all processes of the run have the same task."""
     settings = dataclasses.asdict(task.settings)
-    hosts.check_same({**task.job.model_dump(), **settings, "stage": task.request.stage, "versions": versions()})
+    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
+    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
     return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
 
 
@@ -128,7 +132,8 @@ def _outputs(
     with engine.operators({op.target: op.function for op in ledger.ops()}):
         call = _network(journey, stage, parts, ledger)  # shard, compile
         lap("shard")
-        outputs = stage.run(parts, call, task.settings, journey.steps_of(stage, ledger), **inputs)  # run
+        with network.explained(call):
+            outputs = stage.run(parts, call, task.settings, journey.steps_of(stage, ledger), **inputs)  # run
         family.check_outputs(stage, outputs)
         journey.note_run(stage, call, lap)
     if not journey.is_idle(stage, outputs):

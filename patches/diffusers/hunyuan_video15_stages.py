@@ -187,7 +187,7 @@ def denoise(
             for state, noise in zip(states, conditions.predict(len(states), model_input, timestep), strict=True):
                 state.noise_pred = noise
             latents = scheduler.step(guider(states)[0], t, latents, return_dict=False)[0]
-        steps.finished(i + 1, {"latents": latents})
+        steps.finished(i + 1, {"latents": latents}, t)
     return {"latents": latents}
 
 

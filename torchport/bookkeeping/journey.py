@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import logging
@@ -16,6 +17,8 @@ import torch
 
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
+from torchport.bookkeeping.profile import Profile
+from torchport.compile import memory
 from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
 from torchport.config import checkout
@@ -29,7 +32,8 @@ from torchport.progress import log, track
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
-from torchport.task import Task
+from torchport.task import Execution, Task
+from torchport.task.devices import devices
 
 STATE = "state/"
 """Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
@@ -158,7 +162,16 @@ class Journey:
             self.steps += self.task.settings.steps - start[0]
             self._start = start
         facts = functools.partial(self._facts, stage, ledger)
-        return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        count = self._execution.profile
+        if count is None or stage.name not in DENOISING or not hosts.first():
+            return steps
+        profile = Profile(self.task.folder, stage.name, count)
+        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+
+    @property
+    def _execution(self) -> Execution:
+        return self.task.request.execution
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
@@ -174,6 +187,8 @@ class Journey:
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
+        for line in memory.lines(call, devices(self.task.machine)) if self._execution.memory else ():
+            log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
@@ -211,6 +226,7 @@ class Journey:
             "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
+            **self._execution.row(task.machine),
             "patches": ledger.rows(),
             "code": task.code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),

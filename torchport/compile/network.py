@@ -8,6 +8,7 @@ Over 400 lines: what loads, outlines, places and compiles a network must agree o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +21,12 @@ import torch
 from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program
+from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import WeightRule
 from torchport.errors import (
     BadValueError,
     CheckpointBrokenError,
+    NotFiniteError,
     TorchportError,
     UnknownNameError,
     nearest,
@@ -309,7 +312,10 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
-    return program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    network = program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    if not task.request.execution.jit:
+        network.first = FirstNotFinite(network.module, name)
+    return network
 
 
 def placed(
@@ -383,7 +389,7 @@ def compiled(
         CardError: Blocks that cannot be stacked.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    bounds = _score_bounds(task, name, weights)
+    bounds, jit = _score_bounds(task, name, weights), task.request.execution.jit
     network = program.Network(
         module,
         strategy.inputs[name],
@@ -392,7 +398,8 @@ def compiled(
         places=task.rule_places("inputs", name),
         precision=task.card.components[name].precision,
         activations=strategy.activations.get(name, []),
-        stacks=task.card.stacks.get(name, {}) if task.job.stacked else {},
+        # Op by op a stack would be traced whole, and no value of a block could be seen.
+        stacks=task.card.stacks.get(name, {}) if task.job.stacked and jit else {},
         gathered=shard.gathered(weight_rules(task, stage, module)),
         place_of=functools.partial(task.program_place, name),
         how=how(stage, task),
@@ -400,8 +407,8 @@ def compiled(
         keeps=stage.keeps,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
-    programs = programs_of(module, bounds) if programs_of is not None else None
-    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs)
+    programs = programs_of(module, bounds) if programs_of is not None and jit else None
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs, jit=jit)
 
 
 def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
@@ -423,3 +430,19 @@ def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str
             bounds[what] = limit
             log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
     return bounds
+
+
+@contextlib.contextmanager
+def explained(call: Any) -> Iterator[None]:
+    """Adds to an error about NaN the module that computes it, where the network runs op by op.
+
+    Args:
+        call: The network, or None.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        first = getattr(call, "first", None)
+        if first is not None and first.text:
+            error.details = (*error.details, first.text)
+        raise
