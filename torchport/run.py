@@ -27,7 +27,7 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.save.manifest import versions
 from torchport.stages import family
-from torchport.task import Request, Task, accept
+from torchport.task import Request, Task, accept, execution
 from torchport.task.devices import devices
 
 
@@ -63,6 +63,7 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     with Stopping().listening() as stopping:
         task = accept(request)
         check_cluster(task, cluster)
+        execution.pass_flags(request.execution, task.machine)
         with hosts.joined(cluster) as watch:
             task = _alike(task)
             watch.folder = task.folder
@@ -70,7 +71,7 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
 
 
 def check_cluster(task: Task, cluster: hosts.Cluster | None) -> None:
-    """Refuses the original on several hosts.
+    """Refuses on several hosts what looks at one alone.
 
     Raises:
         BadValueError: There is a cluster.
@@ -78,12 +79,15 @@ def check_cluster(task: Task, cluster: hosts.Cluster | None) -> None:
     if task.original and cluster is not None:
         remedy = "Leave the cluster out, and run it on one host"
         raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+    if not task.request.execution.jit and cluster is not None:
+        raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
 
 
 def _alike(task: Task) -> Task:
     """Returns the task with the first process's folder, if all processes of the run have the same task."""
     settings = dataclasses.asdict(task.settings)
-    hosts.check_same({**task.job.model_dump(), **settings, "stage": task.request.stage, "versions": versions()})
+    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
+    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
     return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
 
 
@@ -245,8 +249,9 @@ class StageAtHand:
             with self._loading():
                 call = self._network(parts, ledger)  # shard, compile
             lap("shard")
-            call, steps = self._cached(call, task, journey.steps_of(stage, ledger))
-            outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
+            with network.explained(call):
+                call, steps = self._cached(call, task, journey.steps_of(stage, ledger))
+                outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
             family.check_outputs(stage, outputs)
             journey.note_run(stage, call, lap)
         if not journey.is_idle(stage, outputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import logging
@@ -15,7 +16,8 @@ import torch
 
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
-from torchport.compile import network
+from torchport.bookkeeping.profile import Profile
+from torchport.compile import memory, network
 from torchport.compile.kept import Programs
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
@@ -30,7 +32,8 @@ from torchport.save import step_files
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
-from torchport.task import Task
+from torchport.task import Execution, Task
+from torchport.task.devices import devices
 
 CURVE = "magcache.yaml"
 """What `cache: {kind: calibrate}` measures, as a config has it."""
@@ -169,7 +172,16 @@ class Journey:
             self._start = start
             hosts.from_first(functools.partial(step_files.remove_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
-        return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        count = self._execution.profile
+        if count is None or stage.name not in DENOISING or not hosts.first():
+            return steps
+        profile = Profile(self.task.folder, stage.name, count)
+        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+
+    @property
+    def _execution(self) -> Execution:
+        return self.task.request.execution
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
@@ -181,6 +193,9 @@ class Journey:
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
+        compiled = call.compiled if isinstance(call, StepCached) else call
+        for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
+            log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
@@ -220,6 +235,7 @@ class Journey:
             "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
+            **self._execution.row(task.machine),
             "patches": ledger.rows(),
             "cache": _cache_row(task, stage),
             "code": task.code(stage),

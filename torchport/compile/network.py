@@ -8,6 +8,7 @@ Over 400 lines: what loads, outlines, places and compiles a network must agree o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,13 @@ import torch
 from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
+from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import DENOISING, WeightRule
 from torchport.config.step_cache import StepCache
 from torchport.errors import (
     BadValueError,
     CheckpointBrokenError,
+    NotFiniteError,
     TorchportError,
     UnknownNameError,
     nearest,
@@ -341,7 +344,10 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     settings = task.settings.shared()
     call = program.plainly if stage.call is None else functools.partial(stage.call, settings=settings)
-    return program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    network = program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    if not task.request.execution.jit:
+        network.first = FirstNotFinite(network.module, name)
+    return network
 
 
 def placed(
@@ -415,9 +421,10 @@ def compiled(
         CardError: Blocks that cannot be stacked.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    bounds = _score_bounds(task, name, weights)
+    bounds, jit = _score_bounds(task, name, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
-    stacks = task.card.stacks.get(name, {}) if task.job.stacked else {}
+    # Op by op a stack would be traced whole, and no value of a block could be seen.
+    stacks = task.card.stacks.get(name, {}) if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
@@ -439,8 +446,8 @@ def compiled(
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
-    programs = programs_of(module, bounds) if programs_of is not None else None
-    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs)
+    programs = programs_of(module, bounds) if programs_of is not None and jit else None
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs, jit=jit)
 
 
 def step_cache_of(task: Task, stage: Stage) -> StepCache | None:
@@ -478,3 +485,19 @@ def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str
             bounds[what] = limit
             log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
     return bounds
+
+
+@contextlib.contextmanager
+def explained(call: Any) -> Iterator[None]:
+    """Adds to an error about NaN the module that computes it, where the network runs op by op.
+
+    Args:
+        call: The network, or None.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        first = getattr(call, "first", None)
+        if first is not None and first.text:
+            error.details = (*error.details, first.text)
+        raise

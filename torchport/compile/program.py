@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import stack
+from torchport.compile import scopes, stack
+from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
 from torchport.errors import BadValueError, MachineError, VmemError
 from torchport.progress import log, waiting
@@ -65,7 +66,11 @@ def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
 
 
 class Eager:
-    """A module called as it is, in PyTorch, on the host: the original."""
+    """A module called as it is, in PyTorch, on the host: the original.
+
+    Attributes:
+        first: The first of its modules that returned NaN or infinity, where that is looked for.
+    """
 
     batches = False
     drops = False
@@ -77,6 +82,7 @@ class Eager:
         self.how = how
         self.outputs = outputs
         self.name = name
+        self.first: FirstNotFinite | None = None
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as they are: an eager module runs on the host."""
@@ -147,8 +153,11 @@ class Compiled:
         trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
         source: Where programs come from, if not from the compiler alone.
+        jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
+            is looked for in what each module returns; the network must have no stacks.
 
     Attributes:
+        first: The first of its modules that returned NaN or infinity, where that is looked for.
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
         counts: How many blocks of each list are stacked.
@@ -167,6 +176,7 @@ class Compiled:
         trace: TraceGuard | None = None,
         attention: dispatch.Context = dispatch.NONE,
         source: ProgramSource | None = None,
+        jit: bool = True,
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
@@ -186,6 +196,8 @@ class Compiled:
         self.trace = trace
         self.attention = attention
         self.source = source
+        self.jit = jit
+        self.first = None if jit else FirstNotFinite(module, network.name)
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
         self._taken: set[Any] = set()  # the keys of those that this run has called
@@ -233,7 +245,7 @@ class Compiled:
         """
         arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
-            program = self._program(arrays, static)
+            program = self._program(arrays, static) if self.jit else self._one_by_one(static)
             output = program(*self._arguments(arrays))
             if not self.network.outputs:
                 return shard.to_torch(output)
@@ -266,8 +278,45 @@ class Compiled:
         names = list(leaves(arrays))
         if not self.network.keeps:
             self._check_alive(names)
+        with self._tracing():
+            lowered = jax.jit(self._function(static, names), donate_argnums=2).lower(*self._arguments(arrays))
+        self._check_alive(names)
+        return lowered
+
+    def _one_by_one(self, static: Static) -> Callable[..., Any]:
+        """Returns the network as a function that calls its operators one by one."""
+        return self._tracing()(self._function(static, []))
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Sets what the network's operators read while they are called: the mesh, the precision, the patches.
+
+        Raises:
+            StaleTraceError: The patches are not in place.
+        """
         if self.trace is not None:
             self.trace.check()
+        engine.begin_trace()
+        with (
+            warnings.catch_warnings(),
+            jax.set_mesh(self.mesh),
+            jax.default_matmul_precision(self.precision),
+            dispatch.context(self.attention),
+            scopes.named(self.network.module, self.network.name),
+        ):
+            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+            # A cache that grows has no output of its size.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
+            yield
+
+    def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
+        """Returns the network as a function of arrays: weights, inputs, and caches whose memory may be used again.
+
+        Args:
+            static: Arguments that are no tensors.
+            names: Gets the paths of the outputs that become inputs of a later call.
+        """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
             parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
@@ -286,20 +335,7 @@ class Compiled:
                 named[name] = each(self._constrained, name, named[name])
             return tuple(named.values())
 
-        engine.begin_trace()
-        with (
-            warnings.catch_warnings(),
-            jax.set_mesh(self.mesh),
-            jax.default_matmul_precision(self.precision),
-            dispatch.context(self.attention),
-        ):
-            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
-            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
-            # A cache that grows has no output of its size.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
-            lowered = jax.jit(program, donate_argnums=2).lower(*self._arguments(arrays))
-        self._check_alive(names)
-        return lowered
+        return program
 
     def _check_alive(self, names: list[str]) -> None:
         """Refuses a rule for inputs that matches none of these: the inputs, and the outputs that become inputs."""

@@ -129,20 +129,37 @@ def fit_text(
     return fitted
 
 
+class AfterStep(Protocol):
+    """What a loop calls after each step; see `Steps`."""
+
+    def __call__(
+        self,
+        number: int,
+        state: Mapping[str, torch.Tensor],
+        timestep: Any = None,
+        kept: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Saves the state if it is time, and stops the run if that is requested.
+
+        Only if it saves, it also saves what `kept` returns: what lies on the devices, which a loop knows nothing of.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The loop's progress bar, its callback after each step, and the state from which it resumes.
 
     Attributes:
         track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
-        finished: To be called after each step, `finished(number, state)`: its number, from 1, and all tensors that the
-            loop needs to continue after it, by names of the family's own. A scheduler's history is among them.
+        finished: To be called after each step, `finished(number, state, timestep)`: its number, from 1; all tensors
+            that the loop needs to continue after it, by names of the family's own, a scheduler's history among them;
+            and its timestep, for errors, which may be left out. NaN or infinity in the state is refused.
         resume: The number of finished steps and the state that a stopped run passed to `finished` after them; None for
             a loop that starts at its beginning.
     """
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
-    finished: Callable[[int, Mapping[str, torch.Tensor]], None] = lambda number, state: None
+    finished: AfterStep = lambda number, state, timestep=None, kept=None: None
     resume: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
 
