@@ -121,7 +121,7 @@ def steps(
         number: int,
         state: Mapping[str, torch.Tensor],
         timestep: Any = None,
-        kept: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        kept: family.Kept | None = None,
     ) -> None:
         _check_finite(task, stage, number, state, timestep)
         if task.job.keep_steps:

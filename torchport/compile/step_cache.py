@@ -194,11 +194,13 @@ class StepCached:
         last = max((step for step in self.full if step < self.step), default=-1)
         return _Slot(shapes, differences, last)
 
-    def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None) -> None:
+    def _finished(
+        self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: family.Kept | None = None
+    ) -> None:
         """Notes that a step is over; what the next one needs of it is saved with it."""
         self.step, self.calls = number, 0
         is_needed = number not in self.full or self.cache.differences > 0 or isinstance(self.cache, Calibrate)
-        self.finished(number, state, timestep, self._kept if is_needed else None)
+        self.finished(number, state, timestep, self._kept if is_needed else kept)
 
     def _kept(self) -> dict[str, torch.Tensor]:
         """Returns what is kept, on the host, by the names in a saved step."""

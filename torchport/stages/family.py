@@ -129,6 +129,10 @@ def fit_text(
     return fitted
 
 
+Kept = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns what is saved beside a loop's state, on the host."""
+
+
 class AfterStep(Protocol):
     """What a loop calls after each step; see `Steps`."""
 
@@ -137,7 +141,7 @@ class AfterStep(Protocol):
         number: int,
         state: Mapping[str, torch.Tensor],
         timestep: Any = None,
-        kept: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """Saves the state if it is time, and stops the run if that is requested.
 
