@@ -159,7 +159,8 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
     called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None)
-    result = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    assert outputs is None
     overflow = result.memory
     assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
     monkeypatch.setattr(aot, "apart", lambda *_: [compiled_program(overflow)])
@@ -220,7 +221,8 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
 def test_the_compilers_words_for_too_little_memory_become_bytes():
     said = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)."
     v5e = parse_machine("v5e:2x4", "a.yaml:1")
-    overflow = aot._memory(Lowered(said), v5e)
+    overflow, outputs = aot._memory(Lowered(said), v5e)
+    assert outputs is None
     assert (overflow.what, overflow.asked_bytes, overflow.limit_bytes) == ("hbm", 17.5 * 2**30, 15.75 * 2**30)
     with pytest.raises(TopologyError) as caught:
         aot._memory(Lowered("INTERNAL: broken"), v5e)
