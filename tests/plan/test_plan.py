@@ -499,3 +499,15 @@ def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatc
     monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     plan.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
     assert checked[-1] == ["transformer", "vae"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_cache_is_planned_as_two_programs_and_their_average():
+    found = plan.plan(request(*SMALL, "cache={kind: taylorseer, order: 1}"), "v6e:2x4").stage("denoise")
+    whole, reused = found.programs
+    assert (whole.times, reused.times, found.steps) == (5, 3, 8)
+    assert reused.step.flops == 0 < whole.step.flops and "step_cache_kept.0.0" in reused.inputs
+    assert found.step.flops == whole.step.flops * 5 / 8
+    alone = plan.plan(request(*SMALL), "v6e:2x4").stage("denoise")
+    assert found.per_device.peak_bytes > alone.per_device.peak_bytes, "what is kept lies there, too"
