@@ -235,7 +235,7 @@ def test_a_card_with_its_family_and_its_demo_is_clean(cards):
         ("decode: [up/p]", "decode: [up/p/q]", 14, "TP107 'up/p/q' is no name of patches. Write upstream or"),
         ("decode: [up/p]", "decode: [up/p]\noriginal: [up/q]", 15, "TP106 No patches 'up/q'. Known: p."),
         ("family: up/stages", "family: up/verbs", 4, "TP106 'family' is 'up/verbs', and there is no patches/up/verbs"),
-        ("  scheduler: {class:", "  scheduler: {clas:", 26, "TP103 Unknown key 'components.scheduler.clas'. Did you"),
+        ("  scheduler: {class:", "  scheduler: {clas:", 56, "TP103 Unknown key 'components.scheduler.clas'. Did you"),
         ("model: some", "model: other", 2, "TP107 'model' is 'other'. It must be 'some'."),
         ("title: H", "demo: configs/no.yaml\ntitle: H", 3, "TP106 There is no file 'configs/no.yaml', here or in"),
     ],

@@ -159,7 +159,8 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
     called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None)
-    result = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    assert outputs is None
     overflow = result.memory
     assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
     monkeypatch.setattr(aot, "apart", lambda *_: [compiled_program(overflow)])
@@ -220,7 +221,8 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
 def test_the_compilers_words_for_too_little_memory_become_bytes():
     said = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.50G) exceeds available HBM (15.75G)."
     v5e = parse_machine("v5e:2x4", "a.yaml:1")
-    overflow = aot._memory(Lowered(said), v5e)
+    overflow, outputs = aot._memory(Lowered(said), v5e)
+    assert outputs is None
     assert (overflow.what, overflow.asked_bytes, overflow.limit_bytes) == ("hbm", 17.5 * 2**30, 15.75 * 2**30)
     with pytest.raises(TopologyError) as caught:
         aot._memory(Lowered("INTERNAL: broken"), v5e)
@@ -497,3 +499,15 @@ def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatc
     monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     plan.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
     assert checked[-1] == ["transformer", "vae"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_cache_is_planned_as_two_programs_and_their_average():
+    found = plan.plan(request(*SMALL, "cache={kind: taylorseer, order: 1}"), "v6e:2x4").stage("denoise")
+    whole, reused = found.programs
+    assert (whole.times, reused.times, found.steps) == (5, 3, 8)
+    assert reused.step.flops == 0 < whole.step.flops and "step_cache_kept.0.0" in reused.inputs
+    assert found.step.flops == whole.step.flops * 5 / 8
+    alone = plan.plan(request(*SMALL), "v6e:2x4").stage("denoise")
+    assert found.per_device.peak_bytes > alone.per_device.peak_bytes, "what is kept lies there, too"
