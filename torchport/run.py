@@ -62,25 +62,26 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     """
     with Stopping().listening() as stopping:
         task = accept(request)
-        check_cluster(task, cluster)
-        execution.pass_flags(request.execution, task.machine)
+        prepare(task, cluster)
         with hosts.joined(cluster) as watch:
             task = _alike(task)
             watch.folder = task.folder
             return _carry(task, stopping)
 
 
-def check_cluster(task: Task, cluster: hosts.Cluster | None) -> None:
-    """Refuses on several hosts what looks at one alone.
+def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
+    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags.
 
     Raises:
-        BadValueError: There is a cluster.
+        BadValueError: There is a cluster, and the task looks at one host alone; or a flag contradicts the environment.
+        MachineError: JAX was started in this process without the flags.
     """
     if task.original and cluster is not None:
         remedy = "Leave the cluster out, and run it on one host"
         raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
     if not task.request.execution.jit and cluster is not None:
         raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
+    execution.pass_flags(task.request.execution, task.machine)
 
 
 def _alike(task: Task) -> Task:
@@ -129,6 +130,7 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
     task = accept(request, dry=True)
     if request.stage == "all":
         raise BadValueError("--stage all", "One stage is loaded here", "Name it")
+    prepare(task)
     with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
 
         def carry(one: Request) -> Summary:

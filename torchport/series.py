@@ -116,11 +116,13 @@ def make(videos: Sequence[Video], out: Path, together: int = TOGETHER, cluster: 
         StoppedError: Ctrl-C or a signal, after the step in progress.
         TorchportError: An error that is no single video's, in a run of several processes.
     """
-    run.check_cluster(videos[0].task, cluster)
+    task = videos[0].task
+    run.prepare(task, cluster)
     with Stopping().listening() as stopping, hosts.joined(cluster) as watch:
         watch.folder = out
         settings = [[video.name, dataclasses.asdict(video.task.settings)] for video in videos]
-        hosts.check_same({**videos[0].task.job.model_dump(), "prompts": settings, "versions": versions()})
+        execution = task.request.execution.row(task.machine)
+        hosts.check_same({**task.job.model_dump(), **execution, "prompts": settings, "versions": versions()})
         hosts.from_first(lambda: atomic.make_folder(out))
         try:
             _Series(videos, together, stopping).make()
