@@ -14,7 +14,7 @@ from fakes.plants import plant
 from safetensors.torch import load_file
 
 from torchport import load
-from torchport.compile.program import Compiled, Eager
+from torchport.compile import Compiled, Eager
 from torchport.config.checkout import hushed
 from torchport.errors import (
     ArtefactForeignError,

@@ -180,7 +180,7 @@ def test_a_stop_between_two_tiles_comes_before_the_next(request_for, monkeypatch
         with torch.no_grad():
             return self.module(**inputs)
 
-    monkeypatch.setattr("torchport.compile.program.Eager.__call__", once)
+    monkeypatch.setattr("torchport.compile.eager.Eager.__call__", once)
     with pytest.raises(StoppedError, match="Stopped in 'decode'"):
         run(request_for(stage="decode", prompt=None, overrides=tiled))
     assert len(called) == 1 and "decode.json" not in names(tmp_path / "out")

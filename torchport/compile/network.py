@@ -21,6 +21,7 @@ import torch
 from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
+from torchport.compile.eager import Eager, How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import DENOISING, WeightRule
 from torchport.config.step_cache import StepCache
@@ -302,9 +303,9 @@ def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
     return module
 
 
-def how(stage: Stage, task: Task) -> program.How:
+def how(stage: Stage, task: Task) -> How:
     """Returns how the stage's network is called while it is traced."""
-    return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
+    return plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
@@ -334,7 +335,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     )
 
 
-def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> program.Eager:
+def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
     """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch.
 
     Raises:
@@ -343,8 +344,8 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
     settings = task.settings.shared()
-    call = program.plainly if stage.call is None else functools.partial(stage.call, settings=settings)
-    network = program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    call = plainly if stage.call is None else functools.partial(stage.call, settings=settings)
+    network = Eager(module_of(stage, parts), call, stage.outputs, name)
     if not task.request.execution.jit:
         network.first = FirstNotFinite(network.module, name)
     return network

@@ -1,4 +1,4 @@
-"""Turns a module and its placed weights into a program on the mesh, through torchax; or leaves it eager.
+"""Turns a module and its placed weights into a program on the mesh, through torchax.
 
 The module itself keeps no storage. Its weights are arguments of the program, so every weight is placed, and none
 becomes a constant.
@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import engine, patch, shard
 from torchport.attention import dispatch
 from torchport.compile import scopes, stack
+from torchport.compile.eager import How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
 from torchport.errors import BadValueError, MachineError, VmemError
@@ -54,44 +55,6 @@ class ProgramSource(Protocol):
 
 Arguments = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 """Of a program: the weights, the inputs, and the inputs whose memory it may use for its outputs, by name."""
-
-
-How = Callable[..., Any]
-"""How a network is called, `how(module, **inputs)`."""
-
-
-def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
-    """Calls a network with its inputs as keywords."""
-    return module(**inputs)
-
-
-class Eager:
-    """A module called as it is, in PyTorch, on the host: the original.
-
-    Attributes:
-        first: The first of its modules that returned NaN or infinity, where that is looked for.
-    """
-
-    batches = False
-    drops = False
-
-    def __init__(
-        self, module: torch.nn.Module, how: How = plainly, outputs: Sequence[str] = (), name: str = "the network"
-    ) -> None:
-        self.module = module
-        self.how = how
-        self.outputs = outputs
-        self.name = name
-        self.first: FirstNotFinite | None = None
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are: an eager module runs on the host."""
-        return inputs
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Returns the module's first output, or all of them if they have names."""
-        with torch.no_grad():
-            return of_call(self.how(self.module, **inputs), self.outputs, self.name)
 
 
 @dataclasses.dataclass(frozen=True)

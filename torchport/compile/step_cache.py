@@ -19,7 +19,8 @@ import torch
 
 from torchport import shard
 from torchport.compile import stack
-from torchport.compile.program import Compiled, How
+from torchport.compile.eager import How
+from torchport.compile.program import Compiled
 from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, StepCache
 from torchport.errors import StackError
