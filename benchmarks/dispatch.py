@@ -1,12 +1,13 @@
-"""What the host spends on one call of a network with 54 blocks, beside the devices' work: torchport and torchax.compile.
+"""What the host spends on a call of a network with 54 blocks, beside the devices' work: torchport and torchax.compile.
 
     python benchmarks/dispatch.py [--json] [--calls 100] [--devices 1 8] [--blocks 54]
 
 The network is HunyuanVideo-1.5's transformer: the real class with the published number of blocks, and so with as many
-weights, by the same names, placed by the card's rules. Its widths are those of the card's tiny checkpoint. The host's
-work depends on how many tensors there are, and on neither their sizes nor what is computed. So the devices are given next
-to nothing to do: in place of the blocks the program reads one number of every weight and every input, and adds their sum
-to the latents. Three callers of the same weights take turns in one process:
+weights, by the same names, placed by the card's rules. Its widths are those of the card's tiny checkpoint, and the
+latents are small: they are copied in each call, and the time of that copy is not meant here. Else the host's work
+depends on how many tensors there are, and not on what is computed. So the devices are given next to nothing to do: in
+place of the blocks the program reads one number of every weight and every input, and adds their sum to the latents.
+Three callers of the same weights take turns in one process:
 
 - `torchport`: what `torchport run` calls in each denoising step (`torchport.compile.Compiled`), blocks stacked.
 - `torchport, unstacked`: the same with `stacked: false`: each block's weights are arguments of their own.
@@ -15,9 +16,9 @@ to the latents. Three callers of the same weights take turns in one process:
 A call takes latents and a timestep in host memory, and returns the velocity in host memory. All other inputs are on the
 devices. `before` is what passes from the call to that of the executable; `dispatch` is until the executable has
 returned, whether or not its outputs are ready; `after` is from the moment when they are ready until the call returns.
-While it waits for them the host has nothing to do. The sum of the three is its overhead. `least` is the least sum of all
-calls, and `processor` the median of the processor time that the calling thread takes in all of a call: on a machine that
-is shared, these two say most.
+While it waits for them the host has nothing to do. The sum of the three is its overhead. `least` is the least sum of
+all calls, and `processor` the median of the processor time that the calling thread takes in all of a call: on a machine
+that is shared, these two say most. Virtual devices take the cores that the host needs, so `dispatch` is an upper bound.
 """
 
 import argparse

@@ -182,6 +182,7 @@ class Compiled:
         self.source = source
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
+        self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
@@ -306,10 +307,10 @@ class Compiled:
         return whole
 
     def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        by_path = leaves(arrays)
-        shapes = sorted((path, a.shape, str(a.dtype), str(a.sharding)) for path, a in by_path.items())
-        key = (static, tuple(shapes), jax.tree_util.tree_structure(arrays))
+        flat, tree = jax.tree_util.tree_flatten(arrays)
+        key = (static, tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
         if key not in self.programs:
+            by_path = leaves(arrays)
             text = ", ".join(f"{path} {list(array.shape)}" for path, array in by_path.items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, text)
             start = time.perf_counter()
@@ -350,10 +351,13 @@ class Compiled:
         return leaf
 
     def _sharding(self, path: str, tensor: torch.Tensor | jax.Array) -> jax.sharding.NamedSharding:
-        """Returns where the input's rule puts it."""
-        shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
-        rule = shard.input_rule(self.network.inputs, path, shape, mesh, self.network.place, self.network.name)
-        return shard.sharding(rule, self.mesh)
+        """Returns where the input's rule puts it; the rule is looked up once for each shape."""
+        key = path, tuple(tensor.shape)
+        if key not in self.shardings:
+            mesh, place = dict(self.mesh.shape), self.network.place
+            rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
+            self.shardings[key] = shard.sharding(rule, self.mesh)
+        return self.shardings[key]
 
 
 def _on_host(value: Any) -> Any:
