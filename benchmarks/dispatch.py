@@ -211,9 +211,8 @@ def torchax_caller(task: Task, weights: dict[str, jax.Array], inputs: dict[str, 
         rule = shard.input_rule(rules, name, tuple(value.shape), mesh, "the card", "the transformer")
         where[name] = shard.sharding(rule, reading.mesh)
 
-    def placed(name: str) -> torch.Tensor:
-        tensor: torch.Tensor = interop.torch_view(jax.device_put(inputs[name].numpy(), where[name]))
-        return tensor
+    def placed(name: str) -> Any:
+        return interop.torch_view(jax.device_put(inputs[name].numpy(), where[name]))
 
     fixed = {name: placed(name) for name in inputs if name not in CHANGING}
     reading.arrays = {**weights, **{name: placed(name).jax() for name in inputs}}
