@@ -232,8 +232,8 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
-    overrides, terminal = {"strategy", "save_every"}, {"quiet", "verbose"}
-    flags = {option.name for option in cli.commands["run"].params} - overrides - terminal
+    overrides, terminal, series = {"strategy", "save_every"}, {"quiet", "verbose"}, {"prompts", "together"}
+    flags = {option.name for option in cli.commands["run"].params} - overrides - terminal - series
     fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__}
     assert flags <= {*fields, *inspect.signature(hosts.cluster_of).parameters}
 

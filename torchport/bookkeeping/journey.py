@@ -255,8 +255,8 @@ class Journey:
         """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
         task = self.task
         save.write_copy(task.folder, stage.name, manifest)
-        later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
-        save.discard_stale(task.folder, stage.name, manifest.sha256, later)
+        names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
+        save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
         if "frames" in outputs:
             frames_FCHW = outputs["frames"][0]
             every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))

@@ -163,6 +163,7 @@ class Compiled:
         self.first = None if jit else FirstNotFinite(module, network.name)
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
+        self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
         self._taken: set[Any] = set()  # the keys of those that this run has called
 
     def begin(self, ledger: patch.Ledger) -> None:
@@ -323,11 +324,10 @@ class Compiled:
         return whole
 
     def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        by_path = leaves(arrays)
-        shapes = sorted((path, a.shape, str(a.dtype), str(a.sharding)) for path, a in by_path.items())
-        key = (static, tuple(shapes), jax.tree_util.tree_structure(arrays))
+        flat, tree = jax.tree_util.tree_flatten(arrays)
+        key = (static, tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
         if key not in self.programs:
-            text = ", ".join(f"{path} {list(array.shape)}" for path, array in by_path.items() if array.size > 1)
+            text = ", ".join(f"{path} {list(array.shape)}" for path, array in leaves(arrays).items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, text)
             start = time.perf_counter()
             self.programs[key], loaded = self._load_or_compile(arrays, static)
@@ -362,18 +362,19 @@ class Compiled:
                 raise BadValueError(self.network.name, fact, f"{remedy} to the stage's `parts`", name=path)
             return shard.to_jax(leaf, self._sharding(path, leaf))
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            fact, remedy = (
-                f"'{path}' was an input of an earlier call, which may write over it",
-                "Pass a cache once only",
-            )
-            raise BadValueError(self.network.name, fact, f"{remedy}, and then the one that the call returned")
+            fact = f"'{path}' was an input of an earlier call, which may write over it"
+            remedy = "Pass a cache once only, and then the one that the call returned"
+            raise BadValueError(self.network.name, fact, remedy)
         return leaf
 
     def _sharding(self, path: str, tensor: torch.Tensor | jax.Array) -> jax.sharding.NamedSharding:
-        """Returns where the input's rule puts it."""
-        shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
-        rule = shard.input_rule(self.network.inputs, path, shape, mesh, self.network.place, self.network.name)
-        return shard.sharding(rule, self.mesh)
+        """Returns where the input's rule puts it; the rule is looked up once for each shape."""
+        key = path, tuple(tensor.shape)
+        if key not in self.shardings:
+            mesh, place = dict(self.mesh.shape), self.network.place
+            rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
+            self.shardings[key] = shard.sharding(rule, self.mesh)
+        return self.shardings[key]
 
 
 def _on_host(value: Any) -> Any:
