@@ -214,7 +214,8 @@ class Compiled:
             if not self.network.outputs:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
-            return tuple(value if name in self.network.keeps else _on_host(value) for name, value in named)
+            keeps, to_host = self.network.keeps, lambda _, array: shard.to_torch(array)
+            return tuple(value if name in keeps else each(to_host, "", value) for name, value in named)
 
     def prepare(self, **inputs: Any) -> Any:
         """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
@@ -375,10 +376,6 @@ class Compiled:
             rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
             self.shardings[key] = shard.sharding(rule, self.mesh)
         return self.shardings[key]
-
-
-def _on_host(value: Any) -> Any:
-    return each(lambda _, array: shard.to_torch(array), "", value)
 
 
 @contextlib.contextmanager
