@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from torchport import engine, load, patch, shard
-from torchport.bookkeeping.journey import Journey, log_patches
+from torchport.bookkeeping.journey import LOSSY_INT8, Journey, log_patches
 from torchport.bookkeeping.output import output_folder
 from torchport.compile import failure, kept, network, preflight
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
+from torchport.config.card import DENOISING
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError, OutputError
 from torchport.load import checkpoint
@@ -137,6 +138,8 @@ def _outputs(
             log.info("%s: cache %s (lossy) computes %s", stage.name, cache.kind, described(cache, task.job.steps))
             call = StepCached(call, cache, steps, task.job.steps)
             steps = call.steps
+        if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
+            log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
         outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
         family.check_outputs(stage, outputs)
         journey.note_run(stage, call, lap)

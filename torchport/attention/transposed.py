@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torchport.attention.bound import LOG2E
+from torchport.attention.int8 import Exponent, Int8Softmax, quantised
 from torchport.attention.tiles import LANES, TAIL, Tile, up
-from torchport.attention.transposed_kernel import kernel
-from torchport.attention.transposed_memory import Plan, scratch
+from torchport.attention.transposed_kernel import attend, kernel
+from torchport.attention.transposed_memory import Plan, Refs, scratch
 
 
 def attention(
@@ -33,6 +34,7 @@ def attention(
     bounded: bool,
     tile: Tile,
     vmem_bytes: int,
+    int8: Exponent | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
@@ -46,6 +48,8 @@ def attention(
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
         interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
@@ -62,7 +66,7 @@ def attention(
         for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
     )
     arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
-    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
+    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes, "int8": int8}
     options |= {"heads": heads, "head_size": head_size, "interpret": interpret}
     out = side_by_side(q, [arrays], **options).reshape(batch, queries, all_heads, head_size)
     return jnp.swapaxes(out[..., :size], 1, 2)
@@ -93,6 +97,7 @@ def side_by_side(
     bounded: bool,
     tile: Tile,
     vmem_bytes: int,
+    int8: Exponent | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
@@ -106,6 +111,8 @@ def side_by_side(
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT`.
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
         interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
@@ -114,18 +121,29 @@ def side_by_side(
     batch, queries, features = q_BSF.shape
     precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
     fitted, groups = tile.fitted(queries, arrays[0].keys.shape[1]), features // (heads * head_size)
-    plan = Plan(fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays))
+    scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
+    plan = Plan(
+        fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
+    )
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     block = pl.BlockSpec(
         (None, fitted.block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups))
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
+    q, keys, rows = q_BSF, [array.keys for array in arrays], list[jax.Array]()
+    if int8 is not None:
+        q, row, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
+        rows = [row]
     call = pl.pallas_call(
-        functools.partial(kernel, plan),
+        functools.partial(_int8_kernel if rows else kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch * groups, -(-queries // fitted.block_q)),
-            in_specs=[block, *[hbm] * (2 * len(arrays))],
+            in_specs=[
+                *[pl.BlockSpec((None, 1, fitted.block_q), lambda r, i, _: (r, 0, i))] * len(rows),
+                block,
+                *[hbm] * (2 * len(arrays)),
+            ],
             out_specs=block,
             scratch_shapes=scratch(plan, q_BSF.dtype),
         ),
@@ -137,11 +155,17 @@ def side_by_side(
             # Every copy lies within its array, and a check takes bundles of the steady loop.
             disable_bounds_checks=True,
         ),
-        name="splash_transposed",
+        name="splash_int8" if rows else "splash_transposed",
         interpret=interpret,
     )
-    output: jax.Array = call(lengths, q_BSF, *(a.keys for a in arrays), *(a.values for a in arrays))
+    output: jax.Array = call(lengths, *rows, q, *keys, *(a.values for a in arrays))
     return output
+
+
+def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
+    """One tile of queries in eight bits, whose scores `rows` scales, against all keys of its sample."""
+    refs = Refs.of(plan, lengths, q, others)
+    attend(plan, refs, Int8Softmax(plan, refs, rows))
 
 
 def grouping(heads: int, size: int) -> tuple[int, int]:

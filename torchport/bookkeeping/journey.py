@@ -34,6 +34,8 @@ from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Task
 
+LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
+"""What a manifest and a run say of `attention: splash_int8`."""
 CURVE = "magcache.yaml"
 """What `cache: {kind: calibrate}` measures, as a config has it."""
 STATE = "state/"
@@ -329,12 +331,17 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
         for name, stage in stages.items()
         if (row := stage["cache"]) is not None
     ]
+    eight_bits = [
+        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
+        for name, stage in stages.items()
+        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
+    ]
     manifest = {
         "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *eight_bits],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)
