@@ -114,8 +114,6 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
         TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
         BadValueError: `splash_int8` for a chip or a head size for which it is none.
     """
-    if implementation == "splash_int8":
-        job = _of_int8(job)
     count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"
@@ -161,7 +159,14 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
 
 
 def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
-    """Returns a candidate with its figures, or with the reason why it is none."""
+    """Returns a candidate with its figures, or with the reason why it is none.
+
+    Raises:
+        TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
+        BadValueError: `splash_int8` for a chip or a head size for which it is none.
+    """
+    if implementation == "splash_int8":
+        job = _of_int8(job)
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
     try:
         if isinstance(tile, Tile):
