@@ -128,6 +128,13 @@ def test_a_written_row_takes_the_place_of_its_key_and_leaves_the_others(tmp_path
     assert found == Table(splash_transposed=[old.splash_transposed[1], new], splash=[tiles.table().splash[0]])
 
 
+def test_rows_of_eight_bits_are_a_list_of_their_own(tmp_path):
+    write_table(tmp_path / "new.yaml", [*tiles.table().splash_int8, *tiles.table().splash_transposed])
+    found = read_table(tmp_path / "new.yaml")
+    assert found.splash_int8 == tiles.table().splash_int8 and found.splash_transposed == tiles.table().splash_transposed
+    assert best("v6e", "splash_int8", 128, True).columns == 256
+
+
 def test_a_file_that_is_no_table_is_not_overwritten(tmp_path):
     file = tmp_path / "notes.yaml"
     file.write_text("a: 1\n")

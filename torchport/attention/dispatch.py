@@ -351,8 +351,7 @@ def transposed_options(
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
     options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
-    options["int8"] = EXPONENT[chip] if int8 else None
-    return {**options, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+    return {**options, "int8": EXPONENT[chip] if int8 else None, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
 def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:

@@ -311,6 +311,15 @@ def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
     return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
 
 
+def _eight_bits(stages: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
+    return [
+        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
+        for name, stage in stages.items()
+        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
+    ]
+
+
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
@@ -331,17 +340,12 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
         for name, stage in stages.items()
         if (row := stage["cache"]) is not None
     ]
-    eight_bits = [
-        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
-        for name, stage in stages.items()
-        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
-    ]
     manifest = {
         "schema_version": SCHEMA,
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *eight_bits],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)
