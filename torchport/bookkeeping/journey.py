@@ -21,7 +21,7 @@ from torchport.compile.kept import Programs
 from torchport.compile.network import ProgramsOf
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
-from torchport.config.card import DENOISING, STAGES
+from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -311,7 +311,7 @@ def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
     return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
 
 
-def _eight_bits(stages: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
     return [
         {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
