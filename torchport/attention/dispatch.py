@@ -12,6 +12,8 @@ If the caller names an implementation, that one runs, or it is an error. Otherwi
 `splash_int8` is only ever named. Calls that it does not compute faster, or whose scores have no bound
 (`Problem.int8`), are then `splash_transposed`'s.
 
+The choice, its refusals and the split over devices stand together, in over 400 lines: each reads the same call.
+
 Shapes: B batch, H heads, S queries, T keys, D features of a head.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -118,32 +118,34 @@ def side_by_side(
     Returns:
         [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
     """
-    batch, queries, features = q_BSF.shape
+    features = q_BSF.shape[2]
     precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
-    fitted, groups = tile.fitted(queries, arrays[0].keys.shape[1]), features // (heads * head_size)
+    fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
     scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
     plan = Plan(
         fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
     )
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    block = pl.BlockSpec(
-        (None, fitted.block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups))
-    )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
-    q, keys, rows = q_BSF, [array.keys for array in arrays], list[jax.Array]()
-    if int8 is not None:
-        q, row, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
-        rows = [row]
-    call = pl.pallas_call(
-        functools.partial(_int8_kernel if rows else kernel, plan),
+    call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)
+    values = [array.values for array in arrays]
+    if int8 is None:
+        return call(lengths, q_BSF, *(array.keys for array in arrays), *values)
+    q, rows, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
+    return call(lengths, rows, q, *keys, *values)
+
+
+def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool) -> Callable[..., jax.Array]:
+    """Returns the kernel as a function of lengths, the scales of scores in eight bits, q, all keys and all values."""
+    (batch, queries, _), groups, block_q = q_BSF.shape, plan.groups, plan.tile.block_q
+    hbm, is_int8 = pl.BlockSpec(memory_space=pl.ANY), plan.scores is not None
+    block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
+    scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
+    call: Callable[..., jax.Array] = pl.pallas_call(
+        functools.partial(_int8_kernel if is_int8 else kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch * groups, -(-queries // fitted.block_q)),
-            in_specs=[
-                *[pl.BlockSpec((None, 1, fitted.block_q), lambda r, i, _: (r, 0, i))] * len(rows),
-                block,
-                *[hbm] * (2 * len(arrays)),
-            ],
+            grid=(batch * groups, -(-queries // block_q)),
+            in_specs=[*scales, block, *[hbm] * (2 * plan.arrays)],
             out_specs=block,
             scratch_shapes=scratch(plan, q_BSF.dtype),
         ),
@@ -155,11 +157,10 @@ def side_by_side(
             # Every copy lies within its array, and a check takes bundles of the steady loop.
             disable_bounds_checks=True,
         ),
-        name="splash_int8" if rows else "splash_transposed",
+        name="splash_int8" if is_int8 else "splash_transposed",
         interpret=interpret,
     )
-    output: jax.Array = call(lengths, *rows, q, *keys, *(a.values for a in arrays))
-    return output
+    return call
 
 
 def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
