@@ -384,17 +384,17 @@ def compare(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 @click.option("--topology", required=True, metavar="NAME", help="The TPU slice, such as v6e:2x4. It may be absent.")
 @click.option(
     "--implementation",
-    type=click.Choice(["splash_transposed", "splash"]),
+    type=click.Choice(["splash_transposed", "splash_int8", "splash"]),
     default="splash_transposed",
     show_default=True,
-    help="The kernel: torchport's own, or JAX's Splash Attention.",
+    help="The kernel: torchport's own, the same in eight bits, or JAX's Splash Attention.",
 )
 @click.option(
     "--scores",
     type=click.Choice(["bounded", "any", "both"]),
     default="both",
     show_default=True,
-    help="Scores with a known bound, any scores, or both. JAX's kernel ignores it.",
+    help="Scores with a known bound, any scores, or both; for splash_transposed alone.",
 )
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="The number of queries, and of keys.")
 @click.option("--heads", type=click.IntRange(1), metavar="N", help="Heads on one device, if there is no --model.")

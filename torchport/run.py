@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from torchport import compile, engine, load, patch, shard
-from torchport.bookkeeping.journey import Journey, log_patches
+from torchport.bookkeeping.journey import LOSSY_INT8, Journey, log_patches
 from torchport.bookkeeping.output import output_folder
 from torchport.compile import failure, kept, network, preflight
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
+from torchport.config.card import DENOISING
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError, OutputError
 from torchport.load import checkpoint
@@ -252,6 +253,8 @@ class StageAtHand:
                 call = self._network(parts, ledger)  # shard, compile
             lap("shard")
             with network.explained(call):
+                if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
+                    log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
                 call, steps = self._cached(call, task, journey.steps_of(stage, ledger))
                 outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
             family.check_outputs(stage, outputs)

@@ -21,7 +21,7 @@ from torchport.compile import memory, network
 from torchport.compile.kept import Programs
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
-from torchport.config.card import DENOISING, STAGES
+from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -35,6 +35,8 @@ from torchport.stages import family
 from torchport.task import Execution, Task
 from torchport.task.devices import devices
 
+LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
+"""What a manifest and a run say of `attention: splash_int8`."""
 CURVE = "magcache.yaml"
 """What `cache: {kind: calibrate}` measures, as a config has it."""
 STATE = "state/"
@@ -326,6 +328,15 @@ def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
     return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
 
 
+def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
+    return [
+        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
+        for name, stage in stages.items()
+        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
+    ]
+
+
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
@@ -351,7 +362,7 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)
