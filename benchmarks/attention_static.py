@@ -31,7 +31,10 @@ KERNELS = {
     "splash": ("splash", False),
     "splash_transposed online": ("splash_transposed", False),
     "splash_transposed bounded": ("splash_transposed", True),
+    "splash_int8": ("splash_int8", True),
 }
+INT8_JOBS = (("v6e", 128),)
+"""Chips and head sizes that `splash_int8` is for. Its percent, too, is of the bfloat16 peak."""
 PUBLIC = {
     128: {"splash": 39.1, "splash_transposed online": 45.9, "splash_transposed bounded": 64.3},
     64: {"splash": 19.5, "splash_transposed online": 23.0, "splash_transposed bounded": 33.0},
@@ -64,7 +67,7 @@ def line(kernel: dict) -> str:
     row += (
         f"{kernel['peak_percent']:7.1f}{kernel['matrix_unit_share']:8.2f}{kernel['dma_share']:6.2f}{kernel['spills']:8}"
     )
-    if kernel["chip"] != "v6e":
+    if kernel["chip"] != "v6e" or kernel["name"] == "splash_int8":
         return row
     return f"{row}{PUBLIC[size][kernel['name']]:8.1f}{CAPS[size][kernel['name']]:7.1f}"
 
@@ -76,6 +79,8 @@ def main() -> None:
     arguments = parser.parse_args()
     kernels = []
     for name, chip, head_size in ((n, c, d) for c in MACHINES for d in JOBS for n in KERNELS):
+        if name == "splash_int8" and (chip, head_size) not in INT8_JOBS:
+            continue
         print(f"{name} {chip} {head_size} ...", file=sys.stderr)
         kernels.append(measure(name, chip, head_size))
     if arguments.json:
@@ -89,7 +94,8 @@ def main() -> None:
     for kernel in kernels:
         print(line(kernel))
     for size in JOBS:
-        best = max(k["steady_percent"] for k in kernels if k["chip"] == "v6e" and k["head_size"] == size)
+        here = [k for k in kernels if k["chip"] == "v6e" and k["head_size"] == size and k["name"] in PUBLIC[size]]
+        best = max(k["steady_percent"] for k in here)
         target = max(PUBLIC[size].values())
         verdict = "met" if best > target else "MISSED"
         print(f"target, head size {size} on v6e: above {target} in the steady loop. It is {best:.1f}: {verdict}")

@@ -11,11 +11,12 @@ import torch
 import yaml
 from diffusers import CogVideoXPipeline
 from fakes.artefacts import bits, difference, frames_of, latents_of, levels, same_frames, video_of
+from fakes.plants import plant
 from safetensors.torch import load_file, save_file
 
 from torchport import save
 from torchport.config.checkout import hushed
-from torchport.errors import ArtefactForeignError, BadValueError, MeshError, StoppedError
+from torchport.errors import ArtefactForeignError, BadValueError, MeshError, NotFiniteError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping
 from torchport.run import run
@@ -146,6 +147,17 @@ def test_a_stopped_run_goes_on_to_the_same_bits(small, runs, tmp_path, monkeypat
         run(request)
     assert run(request).steps == 2
     assert bits(tmp_path, "denoise") == bits(runs["torchax"], "denoise")
+
+
+def test_infinity_in_the_third_of_five_steps_is_refused_there(small, tmp_path, monkeypatch):
+    request = dataclasses.replace(small, backend="original", out=tmp_path / "in", overrides=(*SMALL, "steps=5"))
+    run(dataclasses.replace(request, stage="encode"))
+    request = dataclasses.replace(request, prompt=None, negative_prompt=None, stage="denoise", inputs=tmp_path / "in")
+    request = dataclasses.replace(request, out=tmp_path / "out")
+    plant(monkeypatch, "transformer", 3, float("inf"))
+    with pytest.raises(NotFiniteError, match=r"^'denoise', step 3 of 5 \(timestep \d+\): 'returned\.0' has 1 of 1536 "):
+        run(request)
+    assert not (tmp_path / "out").exists()
 
 
 SCHEDULERS = {

@@ -10,13 +10,13 @@ import click
 import pytest
 
 from torchport import __version__, errors
-from torchport.__main__ import _print_summary, cli
-from torchport.commands import explain
+from torchport.__main__ import cli
+from torchport.commands import explain, summary
 from torchport.config.checkout import Upstream
 from torchport.processes import hosts
 from torchport.processes.git import Revision
 from torchport.run import Summary
-from torchport.task import Request, devices
+from torchport.task import Execution, Request, devices
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")
 RUN = ("run", "--model", "hunyuan", "--config", "configs/demo.yaml", "--prompt", "A cat", "--backend", "original")
@@ -55,6 +55,21 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
         ),
         (errors.WrongTypeError, ("--set", "steps"), "--set steps: This is not path.to.field=value."),
         (errors.UnknownNameError, ("--strategy", "tpp"), "--set strategy=tpp: 'hunyuan' has no strategy 'tpp'. Did"),
+        (
+            errors.WrongTypeError,
+            ("--set", "save_every=0"),
+            "--set save_every=0: 'save_every' is 0 (a number).",
+        ),
+        (errors.BadValueError, ("--profile", "2"), "--profile 2: It is no number of steps. Write --profile steps=2."),
+        (errors.BadValueError, ("--profile", "steps=0"), "--profile steps=0: It is no number of steps."),
+        (errors.BadValueError, ("--profile", "steps=1"), "--profile steps=1: JAX's profiler does not see --backend"),
+        (errors.BadValueError, ("--xla-flags", "less-memory"), "--backend original compiles nothing. Leave one of the"),
+        (
+            errors.UnknownNameError,
+            ("--backend", "torchax", "--xla-flags", "less-memry"),
+            "--xla-flags less-memry: There is no such set of flags. Did you mean 'less-memory'?",
+        ),
+        (errors.BadValueError, ("--stage", "encode", "--no-jit"), "--no-jit: 'encode' has no network that is compiled"),
         (errors.SyntaxYamlError, ("--set", "steps=[1"), "--set steps=[1: Not YAML: "),
         (errors.DuplicateKeyError, ("--set", "mesh={dp: 1, dp: 2}"), "--set mesh={dp: 1, dp: 2}:1: 'dp' stands here"),
         (errors.BadValueError, ("--set", "frames=16"), "'frames' is 16. It must be 4n+1: the nearest are 13 and 17."),
@@ -89,6 +104,23 @@ def refused(torchport, capsys, root, tmp_path, unchanged):
 def test_bad_input_is_refused_in_one_line(refused, kind, changed, text, monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: 2**50)
     assert text in refused(kind, *RUN, *SMALL, *changed)
+
+
+def test_flags_of_a_run_become_a_request(torchport, capsys, monkeypatch, tmp_path):
+    requests = []
+
+    def note(request, cluster):
+        requests.append(request)
+        return Summary(tmp_path, None, {}, 0)
+
+    monkeypatch.setattr("torchport.run.run", note)
+    flags = ("--save-every", "2", "--no-jit", "--xla-flags", "quick-compile", "--profile", "steps=3", "--memory")
+    assert torchport(*RUN, "--strategy", "tp", *flags, capsys=capsys)[0] == 0
+    [request] = requests
+    assert request.overrides == ("strategy=tp", "save_every=2")
+    assert request.execution == Execution(jit=False, xla_flags="quick-compile", profile=3, memory=True)
+    assert torchport(*RUN, capsys=capsys)[0] == 0
+    assert (requests[1].overrides, requests[1].execution) == ((), Execution())
 
 
 def test_a_missing_prompt_is_refused(refused):
@@ -200,12 +232,10 @@ def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
-    flags = {option.name for option in cli.commands["run"].params} - {
-        "quiet",
-        "verbose",
-        "strategy",
-    }  # it is an override
-    assert flags <= {*Request.__dataclass_fields__, *inspect.signature(hosts.cluster_of).parameters}
+    overrides, terminal, series = {"strategy", "save_every"}, {"quiet", "verbose"}, {"prompts", "together"}
+    flags = {option.name for option in cli.commands["run"].params} - overrides - terminal - series
+    fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__}
+    assert flags <= {*fields, *inspect.signature(hosts.cluster_of).parameters}
 
 
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tmp_path):
@@ -216,11 +246,10 @@ def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tm
     assert done.stderr.startswith("error[TP108] --path nowhere: ") and done.stderr.count("\n") == 1
 
 
-def test_the_summary_names_the_commit_of_a_checkout(capsys, tmp_path):
-    upstream = Upstream("up", Revision("1" * 40, dirty=True))
-    for quiet, text in ((True, f"{tmp_path}\n"), (False, f"\nup at commit 111111111111 with changes\n\n{tmp_path}\n")):
-        _print_summary(Summary(tmp_path, None, {}, 0, upstream), quiet)
-        assert capsys.readouterr().out == text
+def test_the_summary_names_the_commit_of_a_checkout(tmp_path):
+    made = Summary(tmp_path, None, {}, 0, Upstream("up", Revision("1" * 40, dirty=True)))
+    assert summary.lines(made, quiet=True) == [f"{tmp_path}"]
+    assert summary.lines(made) == ["", "up at commit 111111111111 with changes", "", f"{tmp_path}"]
 
 
 def test_a_whole_run_prints_where_the_video_is_and_where_the_time_went(torchport, capsys, root, tmp_path):

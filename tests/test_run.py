@@ -15,15 +15,15 @@ import torch
 from diffusers import HunyuanVideo15Pipeline
 from fakes.artefacts import difference, frames_of, latents_of, levels, same_frames, video_of
 from fakes.families import HUNYUAN, loaded
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from torchport.compile import network
 from torchport.config.checkout import hushed
 from torchport.config.pack import find_pack
-from torchport.errors import AttentionError
+from torchport.errors import AttentionError, NotFiniteError
 from torchport.load import tiny
 from torchport.run import run
-from torchport.task import Request
+from torchport.task import Execution, Request
 
 FAMILY = loaded(HUNYUAN)
 PROMPT, NEGATIVE = 'A cat walks past a red sign with the word "torchport" on it', "blurry"
@@ -396,3 +396,45 @@ def test_a_run_tells_of_its_patches_in_one_line_and_of_each_that_is_not_exact(ca
     caplog.clear()
     log_patches(SimpleNamespace(rows=list), "")
     assert caplog.records == []
+
+
+def test_op_by_op_a_step_agrees_and_a_module_with_nan_in_its_weight_is_named(
+    request_small, runs, tmp_path, tiny_folder
+):
+    """Blocks are not stacked then, so that a module has upstream's own name."""
+    request = dataclasses.replace(request_small, prompt=None, negative_prompt=None, stage="denoise")
+    request = dataclasses.replace(request, overrides=(*SMALL, "steps=1"), inputs=runs["original"])
+    run(dataclasses.replace(request, out=tmp_path / "compiled"))
+    op_by_op = dataclasses.replace(request, execution=Execution(jit=False))
+    run(dataclasses.replace(op_by_op, out=tmp_path / "op_by_op"))
+    assert difference(latents_of(tmp_path / "op_by_op"), latents_of(tmp_path / "compiled")) < 1e-5
+    manifest = json.loads((tmp_path / "op_by_op" / "denoise.json").read_text())
+    assert manifest["jit"] is False and manifest["programs"] == []
+
+    folder, name = shutil.copytree(tiny_folder, tmp_path / "weights"), "transformer_blocks.1.ff.net.2"
+    [file] = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[f"{name}.weight"][0, 0] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    run(dataclasses.replace(request_small, noise=None, checkpoint=str(folder), stage="encode", out=tmp_path / "nan"))
+    broken = dataclasses.replace(op_by_op, checkpoint=str(folder), inputs=tmp_path / "nan", out=tmp_path / "nan")
+    with pytest.raises(NotFiniteError) as caught:
+        run(broken)
+    assert caught.value.place.startswith("'denoise', step 1 of 1 (timestep ")
+    [detail] = caught.value.details
+    assert detail.startswith(f"'{name}' of 'transformer', a Linear, is the first module to return them: ")
+    assert detail.endswith("; its 'weight' has them already")
+
+
+def test_a_profile_has_the_steps_and_the_names_of_the_modules(request_small, runs, tmp_path, caplog):
+    request = dataclasses.replace(request_small, prompt=None, negative_prompt=None, stage="denoise", out=tmp_path)
+    request = dataclasses.replace(request, inputs=runs["original"], execution=Execution(profile=1, memory=True))
+    with caplog.at_level("INFO", "torchport"):
+        run(request)
+    [trace] = (tmp_path / "profile" / "denoise").rglob("*.xplane.pb")
+    assert b"transformer/transformer_blocks.0-1/" in trace.read_bytes()
+    assert list(trace.parent.glob("perfetto_trace.json.gz"))
+    text = caplog.text
+    assert f"profile: steps 3 to 3 of 'denoise' are in {tmp_path}/profile/denoise" in text
+    assert "memory of 'denoise': 'transformer', as compiled, on each device: " in text
+    assert "memory of 'denoise': the backend 'cpu' does not count what its devices hold" in text

@@ -10,10 +10,11 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from fakes.artefacts import bits, difference, frames_of, latents_of, levels, same_frames, tensor_of, video_of
+from fakes.plants import plant
 from safetensors.torch import load_file
 
 from torchport import load
-from torchport.compile.program import Compiled, Eager
+from torchport.compile import Compiled, Eager
 from torchport.config.checkout import hushed
 from torchport.errors import (
     ArtefactForeignError,
@@ -21,6 +22,7 @@ from torchport.errors import (
     BadValueError,
     CheckpointForeignError,
     MeshError,
+    NotFiniteError,
     StoppedError,
 )
 from torchport.load import checkpoint, tiny
@@ -166,6 +168,23 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(
     for name in ("denoise_first", "denoise", "decode"):
         assert bits(tmp_path, name) == bits(whole, name), name
     assert int(tensor_of(tmp_path, "denoise_first", "done")) == FIRST_STEPS[steps]
+
+
+@pytest.mark.parametrize(
+    ("network", "call", "place"),
+    [("transformer", 1, "'denoise_first', step 1 of 3"), ("transformer_2", 3, "'denoise', step 3 of 3")],
+)
+def test_infinity_of_either_network_is_refused_in_its_step(
+    request_of, runs, tmp_path, monkeypatch, network, call, place
+):
+    """Each is called twice a step: for the prompt, and for the negative one."""
+    request = request_of("wan", out=tmp_path, backend="original", prompt=None, negative_prompt=None)
+    request = dataclasses.replace(request, stage=place.split("'")[1], inputs=runs("wan", "original"))
+    plant(monkeypatch, network, call, float("inf"))
+    with pytest.raises(NotFiniteError) as caught:
+        run(request)
+    assert str(caught.value).startswith(f"{place} (timestep ") and "'returned.0' has " in str(caught.value)
+    assert not list(tmp_path.glob("denoise*"))
 
 
 def test_the_noise_of_the_caller_is_the_first_networks(request_of, runs, upstream, tmp_path):

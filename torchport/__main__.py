@@ -14,15 +14,12 @@ if (entries := importable.trusted(sys.path, started=__name__ == "__main__")) != 
 import functools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from torchport import __version__, errors
 from torchport.commands import terminal
-
-if TYPE_CHECKING:
-    from torchport.run import Summary
 
 path_option = click.option(
     "--path",
@@ -44,6 +41,18 @@ def cli(verbose: bool) -> None:
 @click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
 @click.option("--config", required=True, metavar="FILE", help="The job, such as configs/demo.yaml: sizes, machine.")
 @click.option("--prompt", metavar="TEXT", help="What the video shows. Required for the stage encode.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Many videos: a line of JSON for each, with its prompt. Each gets a folder in --out.",
+)
+@click.option(
+    "--together",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --prompts: videos that go through a stage before the next stage is loaded [4].",
+)
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for random ones [the card's].")
@@ -63,6 +72,13 @@ def cli(verbose: bool) -> None:
 )
 @click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option("--save-every", type=click.IntRange(1), metavar="N", help="Steps between two savings [the config's].")
+@click.option("--jit/--no-jit", default=True, help="Compile networks, or run op by op and name what makes NaN [yes].")
+@click.option("--xla-flags", metavar="NAME", help="A named set of compiler flags: docs/profiling.md.")
+@click.option(
+    "--profile", callback=terminal.count("steps"), metavar="steps=N", help="Trace N steps after the first two."
+)
+@click.option("--memory", is_flag=True, help="Print the devices' memory after each stage.")
 @click.option("--cache/--no-cache", default=True, help="Keep compiled programs on disk, and load them again [yes].")
 @path_option
 @click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
@@ -79,19 +95,33 @@ def run(
     quiet: bool,
     verbose: bool,
     strategy: str | None,
+    save_every: int | None,
     overrides: tuple[str, ...],
+    prompts: Path | None,
+    together: int | None,
     **options: Any,
 ) -> None:
-    """Makes a video, or runs one stage of it."""
+    """Makes a video, or runs one stage of it; with --prompts, makes many."""
     terminal.log_to_stderr(quiet, verbose)
+    from torchport.commands.summary import lines
     from torchport.processes import hosts
     from torchport.run import run as carry
-    from torchport.task import Request
+    from torchport.task import Execution, Request
 
-    request = Request(**options, overrides=(*overrides, f"strategy={strategy}") if strategy else overrides)
-    summary = carry(request, hosts.cluster_of(distributed, coordinator, processes, process))
+    flags = {"strategy": strategy, "save_every": save_every}
+    overrides += tuple(f"{key}={value}" for key, value in flags.items() if value is not None)
+    execution = Execution(**{name: options.pop(name) for name in ("jit", "xla_flags", "profile", "memory")})
+    request = Request(**options, overrides=overrides, execution=execution)
+    cluster = hosts.cluster_of(distributed, coordinator, processes, process)
+    if prompts is not None:
+        from torchport.commands.prompts import make
+
+        sys.exit(make(prompts, request, together, cluster, quiet))
+    if together is not None:
+        raise errors.BadValueError(f"--together {together}", "There is no --prompts", "Add it, or leave this out")
+    summary = carry(request, cluster)
     if hosts.first():
-        _print_summary(summary, quiet)
+        terminal.say("\n".join(lines(summary, quiet)))
 
 
 @cli.command()
@@ -354,17 +384,17 @@ def compare(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 @click.option("--topology", required=True, metavar="NAME", help="The TPU slice, such as v6e:2x4. It may be absent.")
 @click.option(
     "--implementation",
-    type=click.Choice(["splash_transposed", "splash"]),
+    type=click.Choice(["splash_transposed", "splash_int8", "splash"]),
     default="splash_transposed",
     show_default=True,
-    help="The kernel: torchport's own, or JAX's Splash Attention.",
+    help="The kernel: torchport's own, the same in eight bits, or JAX's Splash Attention.",
 )
 @click.option(
     "--scores",
     type=click.Choice(["bounded", "any", "both"]),
     default="both",
     show_default=True,
-    help="Scores with a known bound, any scores, or both. JAX's kernel ignores it.",
+    help="Scores with a known bound, any scores, or both; for splash_transposed alone.",
 )
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="The number of queries, and of keys.")
 @click.option("--heads", type=click.IntRange(1), metavar="N", help="Heads on one device, if there is no --model.")
@@ -392,28 +422,6 @@ def tune(implementation: str, scores: str, as_json: bool, file: Path | None, **o
         terminal.say("\n\n".join("\n".join(command.lines(result)) for result in results))
     if file is not None:
         command.write(file, results)
-
-
-def _print_summary(summary: "Summary", quiet: bool) -> None:
-    made = summary.video or summary.folder
-    if quiet:
-        terminal.say(str(made))
-        return
-    from torchport.config.card import DENOISING
-
-    terminal.say("")
-    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
-    width = max([8, *map(len, stages)])
-    for stage in stages:
-        parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
-        shown = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
-        terminal.say(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shown})")
-    if summary.steps:
-        running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
-        terminal.say(f"{'':{width}} {running / summary.steps:7.2f} s/step")
-    if summary.upstream is not None:
-        terminal.say(f"{summary.upstream}")
-    terminal.say(f"\n{made}")
 
 
 def main() -> None:

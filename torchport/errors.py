@@ -153,7 +153,10 @@ class ConfigError(TorchportError):
 
 
 class SyntaxYamlError(ConfigError):
-    """The file cannot be read, is not YAML, or uses tags, anchors or several documents, which are not allowed."""
+    """The file cannot be read, is not YAML, or uses tags, anchors or several documents, which are not allowed.
+
+    Of a file of prompts: a line is not JSON.
+    """
 
     id = "TP101"
 
@@ -430,6 +433,8 @@ class OutputError(SaveError):
     """The output folder or file cannot be written, or the disk is full."""
 
     id = "TP604"
+    held: bool = False
+    """Whether another run has the folder locked."""
 
 
 class NotFiniteError(SaveError):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchport import engine, load, patch, shard
-from torchport.bookkeeping.journey import Journey, log_patches
+from torchport import compile, engine, load, patch, shard
+from torchport.bookkeeping.journey import LOSSY_INT8, Journey, log_patches
 from torchport.bookkeeping.output import output_folder
 from torchport.compile import failure, kept, network, preflight
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
+from torchport.config.card import DENOISING
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError, OutputError
 from torchport.load import checkpoint
@@ -26,7 +28,7 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.save.manifest import versions
 from torchport.stages import family
-from torchport.task import Request, Task, accept
+from torchport.task import Request, Task, accept, execution
 from torchport.task.devices import devices
 
 
@@ -61,103 +63,251 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     """
     with Stopping().listening() as stopping:
         task = accept(request)
-        if task.original and cluster is not None:
-            remedy = "Leave the cluster out, and run it on one host"
-            raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+        prepare(task, cluster)
         with hosts.joined(cluster) as watch:
             task = _alike(task)
             watch.folder = task.folder
             return _carry(task, stopping)
 
 
+def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
+    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags.
+
+    Raises:
+        BadValueError: There is a cluster, and the task looks at one host alone; or a flag contradicts the environment.
+        MachineError: JAX was started in this process without the flags.
+    """
+    if task.original and cluster is not None:
+        remedy = "Leave the cluster out, and run it on one host"
+        raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+    if not task.request.execution.jit and cluster is not None:
+        raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
+    execution.pass_flags(task.request.execution, task.machine)
+
+
 def _alike(task: Task) -> Task:
     """Returns the task with the first process's folder, if all processes of the run have the same task."""
     settings = dataclasses.asdict(task.settings)
-    hosts.check_same({**task.job.model_dump(), **settings, "stage": task.request.stage, "versions": versions()})
+    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
+    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
     return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
 
 
 def _carry(task: Task, stopping: Stopping) -> Summary:
     """Carries a task down the path."""
-    entries = task.patches(task.stages)
-    hush = not log.isEnabledFor(logging.DEBUG)
-    with (
-        failure.explained(task),
-        checkout.on_path(task.upstream),
-        patch.applied(entries),
-        checkout.hushed(hush),
-        load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
-        output_folder(task.folder),
-        kept.Programs.of_task(task) as programs,
-    ):
-        preflight.check(task)
-        journey = Journey(task, _checkpoint(task), stopping, programs)
-        loras = task.loras if task.takes_steps else []
-        hosts.check_same({"checkpoint": journey.weights.digests, "upstream": str(journey.upstream), "lora": loras})
-        preflight.check_checkpoint(task, journey.weights.folder)
+    with output_folder(task.folder), shared(task) as common:
+        journey = common.journey(task, stopping)
         try:
             for stage in journey.stages():
-                _travel(journey, stage)
-                gc.collect()  # the network's weights are in circles of references; the next one needs their room
-            return Summary(task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
+                with at_stage(common, stage) as stage_at_hand:
+                    stage_at_hand.carry(journey)
+            return summary(journey)
         except OutputError as error:
             raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.going_on()}") from error
 
 
-def _travel(journey: Journey, stage: family.Stage) -> None:
-    """Carries one stage down the path."""
-    task, lap = journey.task, journey.clock(stage)
-    inputs = journey.read(stage)
-    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:  # patch
+def summary(journey: Journey) -> Summary:
+    """Ends a run, and returns where its outputs are.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    return Summary(journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
+
+
+@contextlib.contextmanager
+def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
+    """Loads one stage, and gives a function that carries requests through it, for a pipeline that is not ours.
+
+    Args:
+        request: Names the stage. It may lack a prompt and an image.
+
+    Yields:
+        `carry(request)`: a request of the same shape, with prompt, seed, image and folders of its own.
+
+    Raises:
+        TorchportError: Whatever is refused.
+    """
+    task = accept(request, dry=True)
+    if request.stage == "all":
+        raise BadValueError("--stage all", "One stage is loaded here", "Name it")
+    prepare(task)
+    with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
+
+        def carry(one: Request) -> Summary:
+            own = accept(one)
+            if (own.job, own.settings.shared(), one.stage) != (task.job, task.settings.shared(), request.stage):
+                fact = f"It is no request for '{request.stage}' of the shape that the stage is loaded for"
+                raise BadValueError(str(own.folder), fact, "Let it differ in prompt, seed, image and folders alone")
+            with output_folder(own.folder):
+                journey = common.journey(own, Stopping())
+                for _ in journey.stages():
+                    stage_at_hand.carry(journey)
+                return summary(journey)
+
+        yield carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone.
+
+    Attributes:
+        task: One of them.
+        weights: The checkpoint.
+        upstream: The upstream, if it is a checkout.
+        programs: The kept programs.
+    """
+
+    task: Task
+    weights: checkpoint.Checkpoint
+    upstream: checkout.Upstream | None
+    programs: kept.Programs
+
+    def journey(self, task: Task, stopping: Stopping) -> Journey:
+        """Returns one of the tasks on its way."""
+        return Journey(task, self.weights, self.upstream, stopping, self.programs)
+
+
+@contextlib.contextmanager
+def shared(task: Task) -> Iterator[Shared]:
+    """Puts patches in force, checks a task against its mesh and its checkpoint, and gives what it shares with others.
+
+    Raises:
+        TorchportError: The task is refused.
+    """
+    hush = not log.isEnabledFor(logging.DEBUG)
+    with (
+        failure.explained(task),
+        checkout.on_path(task.upstream),
+        patch.applied(task.patches(task.stages)),
+        checkout.hushed(hush),
+        load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
+        kept.Programs.of_task(task) as programs,
+    ):
+        preflight.check(task)
+        common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream), programs)
+        loras = task.loras if task.takes_steps else []
+        hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
+        preflight.check_checkpoint(task, common.weights.folder)
+        yield common
+
+
+@contextlib.contextmanager
+def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
+    """Gives a stage under its patches, which is loaded once for all runs that it carries."""
+    with patch.applied(common.task.patches([stage]), stage=stage.name) as ledger:  # patch
+        stage_at_hand = StageAtHand(common, stage, ledger)
+        yield stage_at_hand
+        stage_at_hand.unload()
+    gc.collect()  # the network's weights are in circles of references; the next one needs their room
+
+
+class StageAtHand:
+    """A stage that is loaded once, for one run or for several of one shape.
+
+    Args:
+        common: What the runs share.
+        stage: The stage.
+        ledger: Of its patches, which are in force.
+
+    Attributes:
+        is_loading: Whether it is being loaded: an error of that moment is one of all runs.
+    """
+
+    def __init__(self, common: Shared, stage: family.Stage, ledger: patch.Ledger) -> None:
+        self.common = common
+        self.stage = stage
+        self.ledger = ledger
+        self.is_loading = False
+        self._parts: dict[str, Any] = {}
+        self._call: Any = None
+        self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
+
+    def unload(self) -> None:
+        """Forgets parts, network and programs."""
+        self._parts, self._call = {}, None
+
+    def carry(self, journey: Journey) -> None:
+        """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
+        stage, lap = self.stage, journey.clock(self.stage)
+        inputs = journey.read(stage)
+        ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
         # Stages in PyTorch run in one process alone: another machine might round differently.
-        run = functools.partial(_outputs, journey, stage, ledger, inputs, lap)  # load, shard, compile, run
+        run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
         outputs = run() if stage.network is not None else hosts.tensors_from_first(run)
         journey.write(stage, outputs, ledger)  # save
-    lap("save")
+        lap("save")
 
+    def _outputs(
+        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the stage's outputs for a run's inputs."""
+        task, stage = journey.task, self.stage
+        with self._loading():
+            parts = self._parts_of_run()  # load
+        family.check_inputs(stage, parts, task.settings, inputs)
+        lap("load")
+        with engine.operators({op.target: op.function for op in self.ledger.ops()}):
+            with self._loading():
+                call = self._network(parts, ledger)  # shard, compile
+            lap("shard")
+            with network.explained(call):
+                if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
+                    log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
+                call, steps = self._cached(call, task, journey.steps_of(stage, ledger))
+                outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
+            family.check_outputs(stage, outputs)
+            journey.note_run(stage, call, lap)
+        if not journey.is_idle(stage, outputs):
+            ledger.check_called()
+        log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
+        return outputs
 
-def _outputs(
-    journey: Journey,
-    stage: family.Stage,
-    ledger: patch.Ledger,
-    inputs: Mapping[str, torch.Tensor],
-    lap: Callable[[str], None],
-) -> dict[str, torch.Tensor]:
-    """Loads a stage, and runs it on its inputs."""
-    task = journey.task
-    parts = network.loaded(task, stage, journey.weights.folder)  # load
-    family.check_inputs(stage, parts, task.settings, inputs)
-    lap("load")
-    with engine.operators({op.target: op.function for op in ledger.ops()}):
-        call = _network(journey, stage, parts, ledger)  # shard, compile
-        lap("shard")
-        steps = journey.steps_of(stage, ledger)
-        cache = None if task.original else network.step_cache_of(task, stage)
-        if cache is not None:
-            log.info("%s: cache %s (lossy) computes %s", stage.name, cache.kind, described(cache, task.job.steps))
-            call = StepCached(call, cache, steps, task.job.steps)
-            steps = call.steps
-        outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
-        family.check_outputs(stage, outputs)
-        journey.note_run(stage, call, lap)
-    if not journey.is_idle(stage, outputs):
-        ledger.check_called()
-    log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
-    return outputs
+    def _cached(self, call: Any, task: Task, steps: family.Steps) -> tuple[Any, family.Steps]:
+        """Returns a run's call and steps, under its step cache if it has one."""
+        cache = None if task.original else network.step_cache_of(task, self.stage)
+        if cache is None:
+            return call, steps
+        log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, described(cache, task.job.steps))
+        cached = StepCached(call, cache, steps, task.job.steps)
+        return cached, cached.steps
 
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        self.is_loading = True
+        yield
+        self.is_loading = False
 
-def _network(journey: Journey, stage: family.Stage, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
-    """Returns the stage's network, ready to be called: eager, or placed and compiled at its first call."""
-    task, folder = journey.task, journey.weights.folder
-    if stage.network is None:
-        return None
-    if task.original:
-        return network.eager(task, stage, parts, folder)
-    module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
-    weights = network.placed(task, stage, parts, mesh, folder)  # shard
-    programs_of = journey.programs_of(stage, mesh, ledger)
-    trace = ledger.trace()
-    return network.compiled(task, stage, module, weights, mesh, trace=trace, programs_of=programs_of)  # compile
+    def _parts_of_run(self) -> dict[str, Any]:
+        """Returns the parts, loaded now or before."""
+        task, folder = self.common.task, self.common.weights.folder
+        if self._loaded is not None:
+            return network.afresh(task, self.stage, self._parts, folder)
+        self._parts = network.loaded(task, self.stage, folder)
+        return self._parts
+
+    def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        """Returns the network, ready to be called: eager, or placed and compiled at its first call."""
+        if self._loaded is None:
+            self._call = self._placed(parts, ledger)
+            self._loaded = ledger.trace()
+        elif isinstance(self._call, compile.Compiled):
+            self._call.begin(ledger)
+        return self._call
+
+    def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        common, stage = self.common, self.stage
+        task, folder = common.task, common.weights.folder
+        if stage.network is None:
+            return None
+        if task.original:
+            return network.eager(task, stage, parts, folder)
+        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+        weights = network.placed(task, stage, parts, mesh, folder)  # shard
+        programs_of = functools.partial(common.programs.of, stage, folder, mesh, ledger)
+        trace = ledger.trace()
+        return network.compiled(task, stage, module, weights, mesh, trace=trace, programs_of=programs_of)  # compile
 
 
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:

@@ -188,7 +188,7 @@ def denoise(
             for state, noise in zip(states, conditions.predict(len(states), model_input, timestep), strict=True):
                 state.noise_pred = noise
             latents = scheduler.step(guider(states)[0], t, latents, return_dict=False)[0]
-        steps.finished(i + 1, {"latents": latents, **guiding.state(guider)})
+        steps.finished(i + 1, {"latents": latents, **guiding.state(guider)}, t)
     return {"latents": latents}
 
 

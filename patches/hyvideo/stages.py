@@ -225,7 +225,7 @@ def denoise(
                 negative, positive = noise.chunk(2)
                 noise = negative + settings.guidance_scale * (positive - negative)
             latents = scheduler.step(noise, t, latents, return_dict=False)[0]
-        steps.finished(i + 1, {"latents": latents})
+        steps.finished(i + 1, {"latents": latents}, t)
     return {"latents": latents}
 
 

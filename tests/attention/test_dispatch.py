@@ -132,7 +132,7 @@ def test_a_named_implementation_is_that_one_or_an_error():
     q, k, v = drawn()
     assert refusal(lambda: attention(q, k, v, implementation="flash")) == (
         "attention: There is no implementation 'flash'. Did you mean 'splash'? "
-        "Known: cudnn, plain, splash, splash_transposed, xla."
+        "Known: cudnn, plain, splash, splash_int8, splash_transposed, xla."
     )
     assert refusal(lambda: attention(q, k, v, implementation="splash_transposed")) == (
         "attention splash_transposed: It is a TPU kernel, and this program is for cpu. Use implementation 'plain', or "

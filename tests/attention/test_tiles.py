@@ -45,7 +45,7 @@ def test_every_shipped_tile_fits_its_chip():
 
 def test_the_shipped_table_has_no_row_twice_and_is_as_it_would_be_written(tmp_path):
     found = tiles.table()
-    write_table(tmp_path / "tiles.yaml", [*found.splash, *reversed(found.splash_transposed)])
+    write_table(tmp_path / "tiles.yaml", [*found.splash, *found.splash_int8, *reversed(found.splash_transposed)])
     assert (tmp_path / "tiles.yaml").read_text() == tiles.TABLE.read_text()
 
 
@@ -126,6 +126,13 @@ def test_a_written_row_takes_the_place_of_its_key_and_leaves_the_others(tmp_path
     write_table(file, [new, *tiles.table().splash[:1]])
     found = read_table(file)
     assert found == Table(splash_transposed=[old.splash_transposed[1], new], splash=[tiles.table().splash[0]])
+
+
+def test_rows_of_eight_bits_are_a_list_of_their_own(tmp_path):
+    write_table(tmp_path / "new.yaml", [*tiles.table().splash_int8, *tiles.table().splash_transposed])
+    found = read_table(tmp_path / "new.yaml")
+    assert found.splash_int8 == tiles.table().splash_int8 and found.splash_transposed == tiles.table().splash_transposed
+    assert best("v6e", "splash_int8", 128, True).columns == 256
 
 
 def test_a_file_that_is_no_table_is_not_overwritten(tmp_path):

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+from fakes.plants import plant
 
 from torchport import save
 from torchport.bookkeeping import resume
@@ -33,7 +34,8 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.run import run
 from torchport.save import step_files
-from torchport.task import accept
+from torchport.stages.outputs import not_finite
+from torchport.task import Execution, accept
 
 PARTIAL = {"denoise.partial.safetensors"}
 
@@ -178,7 +180,7 @@ def test_a_stop_between_two_tiles_comes_before_the_next(request_for, monkeypatch
         with torch.no_grad():
             return self.module(**inputs)
 
-    monkeypatch.setattr("torchport.compile.program.Eager.__call__", once)
+    monkeypatch.setattr("torchport.compile.eager.Eager.__call__", once)
     with pytest.raises(StoppedError, match="Stopped in 'decode'"):
         run(request_for(stage="decode", prompt=None, overrides=tiled))
     assert len(called) == 1 and "decode.json" not in names(tmp_path / "out")
@@ -581,6 +583,81 @@ def test_a_save_that_fails_leaves_the_one_before_and_says_where_a_rerun_goes_on(
     )
     assert names(out) == PARTIAL
     assert run(request).steps == 2 and bits(out) == whole("original")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_refused_in_its_step_and_the_latents_saved_before_it_stay(
+    denoise, monkeypatch, tmp_path, value
+):
+    out = tmp_path / "out"
+    request = denoise(overrides=("height=64", "width=64", "frames=5", "steps=5", "save_every=2"))
+    with monkeypatch.context() as context, pytest.raises(NotFiniteError) as caught:
+        plant(context, "transformer", 5, value)  # both conditions of guidance are calls of their own
+        run(request)
+    assert re.fullmatch(
+        r"'denoise', step 3 of 5 \(timestep \d+(\.\d+)?\): 'latents' has 1 of 1024 values that are NaN or infinite\. "
+        r"Run the same command into another folder with --no-jit, which names the module that computes them first\.",
+        str(caught.value),
+    ), str(caught.value)
+    assert names(out) == PARTIAL and save.read_manifest(out / "denoise.partial.safetensors").done == 2
+    assert run(request).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "jit", "dtype", "remedy"),
+    [
+        (
+            "torchax",
+            True,
+            "bfloat16",
+            "Run the same command into another folder with --no-jit, which names the module that computes them first, "
+            "or --set dtypes.transformer=float32, or --backend original: if that is finite, a patch or a precision is "
+            "wrong, else the weights",
+        ),
+        (
+            "torchax",
+            False,
+            "float32",
+            "Run the same command into another folder with --backend original: if that is finite, a patch or a "
+            "precision is wrong, else the weights",
+        ),
+        ("original", False, "float32", "Check the weights"),
+    ],
+)
+def test_the_remedy_names_only_what_was_not_tried(denoise, backend, jit, dtype, remedy):
+    request = denoise(backend=backend, execution=Execution(jit=jit))
+    task = accept(dataclasses.replace(request, overrides=(*request.overrides, f"dtypes.transformer={dtype}")))
+    [stage] = task.stages
+    steps = resume.steps(task, stage, Stopping(), resume.Unfinished(task), dict, (0, {}))
+    with pytest.raises(NotFiniteError) as caught:
+        steps.finished(3, {"latents": torch.tensor([1.0, float("nan")])})
+    assert caught.value.remedy == remedy and caught.value.place == "'denoise', step 3 of 3"
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        (torch.tensor([3e38, 3e38]), 0),  # their sum overflows
+        (torch.tensor([6e4, 6e4]).half(), 0),
+        (torch.tensor([float("inf"), -float("inf"), 1.0]).bfloat16(), 2),
+        (torch.tensor([2**62, 2**62]), 0),
+        (torch.tensor([]), 0),
+    ],
+)
+def test_values_that_are_not_finite_are_counted(values, count):
+    assert not_finite(values) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"jit": False}, "jit False was stopped here, and this one has True"),
+        ({"xla_flags": {"name": "some", "flags": ["--a=1"]}}, "xla flags {'name': 'some', 'flags': ['--a=1']} was"),
+    ],
+)
+def test_unfinished_latents_of_another_compiler_are_refused(stopped, denoise, forged, changes, fact):
+    forged(stopped / "denoise.partial.safetensors", **changes)
+    assert f"A run with {fact}" in refusal(denoise())
 
 
 def test_a_second_run_in_the_same_folder_is_refused(denoise, tmp_path):

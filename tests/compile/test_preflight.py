@@ -269,6 +269,19 @@ def test_attention_is_checked_for_the_machine_that_is_named(port, monkeypatch):
     assert "q, k and v are float16" in refusal(AttentionError, lambda: check(task))
 
 
+NO_CALLS = preflight.Rehearsal(torch.nn.Identity(), {}, [], {}, 0, [])
+
+
+def test_scores_in_eight_bits_need_a_card_with_a_bound(port):
+    task = port("machine=v6e:2x4", "attention=splash_int8", stage="denoise", prompt=None)
+    assert preflight.check_attention(task, NO_CALLS) is None
+    task = dataclasses.replace(task, card=task.card.model_copy(update={"score_bounds": {}}))
+    assert refusal(AttentionError, lambda: preflight.check_attention(task, NO_CALLS)).endswith(
+        f"'splash_int8' is for scores with a bound, and the card '{task.card.model}' has no score_bounds. "
+        "Use 'splash_transposed'."
+    )
+
+
 def test_latents_and_frames_are_counted_in_the_hosts_memory(asked, need):
     _, found, _ = need(asked())
     assert found.host_tensors == 2 * 3 * 5 * 64 * 64 * 4  # as decoded, and as frames, float32

@@ -102,7 +102,7 @@ class Denoising:
 
     def __call__(self, resume=None, **inputs):
         self.network, self.items = Network(), []
-        steps = Steps(self.track, lambda number, state: self.states.__setitem__(number, dict(state)), resume)
+        steps = Steps(self.track, lambda number, state, timestep: self.states.__setitem__(number, dict(state)), resume)
         every = {**self.embeddings, **inputs}
         return self.stage.run(self.parts(), self.network, self.settings, steps, **every)["latents"]
 

@@ -183,6 +183,22 @@ def test_half_a_job_is_refused(how, has):
     )
 
 
+def test_eight_bits_are_for_chips_and_heads_that_they_make_faster(schedules):
+    tile = Tile(2048, 512, 256)
+    schedules[(2048, 512, 256)] = FIGURES
+    found = tune.tune(JOB, "splash_int8", True, [tile])
+    assert [row.tile for row in found.candidates] == [tile] and not found.candidates[0].dropped
+    other = sized(parse_machine("tpu7x:2x2x1", "a.yaml:1"), tokens=2304, heads=1, head_size=128)
+    assert refusal(lambda: tune.tune(other, "splash_int8", True, [tile]), BadValueError) == (
+        "--implementation splash_int8: tpu7x multiplies int8 no faster. It is for v5e, v5p, v6e."
+    )
+    small = sized(V6E, tokens=2304, heads=2, head_size=64)
+    assert refusal(lambda: tune.tune(small, "splash_int8", True, [tile]), BadValueError) == (
+        "--implementation splash_int8: Heads have 64 features. It is for heads that are padded to 128: "
+        "65 to 128 features."
+    )
+
+
 def test_a_machine_that_is_no_tpu_is_refused(torchport, capsys):
     sizes = ("--tokens", 100, "--heads", 1, "--head-size", 128)
     code, _, err = torchport("tune", "--topology", "cuda:8", *sizes, capsys=capsys)

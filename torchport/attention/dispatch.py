@@ -9,6 +9,11 @@ If the caller names an implementation, that one runs, or it is an error. Otherwi
 | gpu | 16-bit, head size up to 128, no window to the right | `cudnn` |
 | any | a mask; or anything else | `plain` |
 
+`splash_int8` is only ever named. Calls that it does not compute faster, or whose scores have no bound
+(`Problem.int8`), are then `splash_transposed`'s.
+
+The choice, its refusals and the split over devices stand together, in over 400 lines: each reads the same call.
+
 Shapes: B batch, H heads, S queries, T keys, D features of a head.
 """
 
@@ -20,13 +25,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchport.attention import plain, splash, stock, tiles, transposed
+from torchport.attention.int8 import EXPONENT
 from torchport.attention.plain import Window
 from torchport.attention.problem import Problem, check_bound, check_call, int32_lengths, platform
 from torchport.config.card import Axis, Implementation
@@ -34,7 +40,7 @@ from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError, nearest
 
 NAMES: tuple[str, ...] = get_args(Implementation)
-KERNELS = ("splash", "splash_transposed")
+KERNELS = ("splash", "splash_transposed", "splash_int8")
 MASKED = ("plain",)
 WINDOWED = ("plain", "splash", "cudnn", "xla")
 BATCH_AXES: tuple[Axis, ...] = ("dp",)
@@ -222,6 +228,10 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
         raise AttentionError(
             f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
         )
+    if name in KERNELS:
+        _check_kernel(name, problem)
+    if name == "splash_int8" and not problem.int8:
+        name = "splash_transposed"
     if program.note is not None:
         dtype = jnp.dtype(problem.dtype).name
         program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
@@ -233,8 +243,8 @@ def _implementation(requested: str | None, problem: Problem, shape: tuple[int, i
         return functools.partial(_stock, problem, "xla")
     if name == "cudnn":
         return _sharded(functools.partial(_stock, problem, "cudnn"), problem.windowed)
-    _check_kernel(name, problem)
-    return _sharded(functools.partial(_splash if name == "splash" else _transposed, problem), problem.windowed)
+    kernel = _splash if name == "splash" else functools.partial(_transposed, name == "splash_int8")
+    return _sharded(functools.partial(kernel, problem), problem.windowed)
 
 
 def _by_platform(problem: Problem) -> str:
@@ -254,6 +264,8 @@ def _check_kernel(name: str, problem: Problem) -> None:
     if problem.platform == "tpu" and problem.chip is None:
         chips = ", ".join(TPU_CHIPS)
         raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
+    if name == "splash_int8":
+        _check_int8(problem.chip)
     if problem.tile is not None and not isinstance(problem.tile, tiles.Tile):
         raise AttentionError(f"attention {name}", f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
     if problem.platform != "tpu" and not problem.interpret:
@@ -269,6 +281,14 @@ def _check_kernel(name: str, problem: Problem) -> None:
             f"q, k and v are {jnp.dtype(problem.dtype).name}",
             "Pass bfloat16 or float32, or use implementation 'plain'",
             name=name,
+        )
+
+
+def _check_int8(chip: str | None) -> None:
+    if chip is not None and chip not in EXPONENT:
+        fact = f"{chip} multiplies int8 no faster than bfloat16"
+        raise AttentionError(
+            "attention splash_int8", fact, "Use implementation 'splash_transposed'", name="splash_int8"
         )
 
 
@@ -299,15 +319,17 @@ def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None
     return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
 
 
-def _transposed(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
     heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
-    options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size)
+    options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
     if current().rehearse:
         return q
     return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
 
 
-def transposed_options(problem: Problem, queries: int, keys: int, heads: int, head_size: int) -> dict[str, Any]:
+def transposed_options(
+    problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
+) -> dict[str, Any]:
     """Returns the keywords with which `transposed` computes a request.
 
     Args:
@@ -316,17 +338,22 @@ def transposed_options(problem: Problem, queries: int, keys: int, heads: int, he
         keys: T.
         heads: That share a tile.
         head_size: As padded.
+        int8: Whether queries and keys are multiplied in eight bits.
 
     Raises:
+        AttentionError: Eight bits on a chip that multiplies them no faster.
         VmemError: The tile does not fit the chip.
     """
+    if int8:
+        _check_int8(problem.chip)
     chip = problem.chip or "v6e"  # interpreted: any tile will do
     vmem = TPU_CHIPS[chip].vmem
-    tile = problem.tile or tiles.best(chip, "splash_transposed", head_size, problem.bounded)
+    name: Literal["splash_int8", "splash_transposed"] = "splash_int8" if int8 else "splash_transposed"
+    tile = problem.tile or tiles.best(chip, name, head_size, problem.bounded)
     fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
     tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
     options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
-    return {**options, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+    return {**options, "int8": EXPONENT[chip] if int8 else None, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
 
 
 def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:

@@ -14,6 +14,7 @@ import numpy
 
 from torchport.attention import bound as bounds
 from torchport.attention import tiles
+from torchport.attention.int8 import GROWTH
 from torchport.attention.plain import Window
 from torchport.config.machine import TPU_CHIPS
 from torchport.errors import AttentionError
@@ -58,6 +59,14 @@ class Problem:
     def bounded(self) -> bool:
         """Whether softmax needs no maximum."""
         return bounds.holds(self.bound)
+
+    @property
+    def int8(self) -> bool:
+        """Whether `splash_int8` multiplies queries and keys in eight bits: where that is faster, and scores stay within
+        the bound.
+        """
+        fills = tiles.LANES // 2 < self.head_size <= tiles.LANES
+        return fills and self.dtype == jnp.bfloat16 and self.bound is not None and bounds.holds(GROWTH * self.bound)
 
 
 def platform() -> tuple[str, str | None]:

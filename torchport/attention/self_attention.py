@@ -63,7 +63,7 @@ def sizes() -> tuple[int, int]:
 def uses_kernel() -> bool:
     """Returns whether calls go to the kernel here: on a TPU, and no other implementation is named."""
     settings = current()
-    may_use_kernel = settings.implementation in (None, "splash_transposed")
+    may_use_kernel = settings.implementation in (None, "splash_transposed", "splash_int8")
     return may_use_kernel and (settings.interpret or platform()[0] == "tpu")
 
 
@@ -122,7 +122,8 @@ def attention(
     if note is not None:
         every, arrays = valid + longest, 1 if further is None else 2
         dtype = tokens.q.dtype.name
-        note(Traced("splash_transposed", batch, heads, every, every, size, problem.bounded, arrays, dtype))
+        name = "splash_int8" if _int8(problem) else "splash_transposed"
+        note(Traced(name, batch, heads, every, every, size, problem.bounded, arrays, dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(sizes()), valid)
     if further is None:
@@ -221,7 +222,7 @@ def _local(
             arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
-            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], together, padded)
+            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], together, padded, int8=_int8(problem))
             return transposed.side_by_side(x_BSF, arrays, heads=together, head_size=padded, **options)
 
         out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
@@ -241,6 +242,10 @@ def _local(
     if groups > 1:
         out_further = lax.all_gather(out_further, "sp", axis=2, tiled=True)
     return out, out_further
+
+
+def _int8(problem: Problem) -> bool:
+    return current().implementation == "splash_int8" and problem.int8
 
 
 def _joined(parts: list[jax.Array]) -> jax.Array:

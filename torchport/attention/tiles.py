@@ -119,7 +119,7 @@ TABLE = Path(__file__).with_name("tiles.yaml")
 RESERVED = 8 * MIB
 """Bytes of a core's VMEM that kernels leave to XLA."""
 
-KernelName = Literal["splash_transposed", "splash"]
+KernelName = Literal["splash_transposed", "splash_int8", "splash"]
 
 
 def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
@@ -201,6 +201,12 @@ class TransposedRow(_Row):
     tile: _TransposedTile
 
 
+class Int8Row(_Row):
+    """The best tile of `splash_int8` for a chip and a head size; its scores are always bounded."""
+
+    tile: _TransposedTile
+
+
 class SplashRow(_Row):
     """The best tile of JAX's own kernel for a chip and a head size."""
 
@@ -211,10 +217,11 @@ class Table(Frozen):
     """`tiles.yaml`."""
 
     splash_transposed: list[TransposedRow]
+    splash_int8: list[Int8Row] = []
     splash: list[SplashRow]
 
 
-Row = TransposedRow | SplashRow
+Row = TransposedRow | Int8Row | SplashRow
 
 
 def key(row: Row) -> tuple[str, int, bool]:
@@ -238,6 +245,7 @@ def read_table(file: Path) -> Table:
     contents = validated(Table, document)
     lists: dict[str, Sequence[Row]] = {
         "splash_transposed": contents.splash_transposed,
+        "splash_int8": contents.splash_int8,
         "splash": contents.splash,
     }
     for implementation, rows in lists.items():
@@ -251,6 +259,8 @@ def read_table(file: Path) -> Table:
             raise WrongTypeError(document.place([implementation, again]), fact, "Keep one of the two")
     return contents
 
+
+_KINDS: dict[str, type[Row]] = {"splash_transposed": TransposedRow, "splash_int8": Int8Row, "splash": SplashRow}
 
 HEADER = """\
 # Which tile serves which chip. Written by `torchport tune --write`, read by torchport/attention/tiles.py.
@@ -268,7 +278,7 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
     """
     old = read_table(file) if file.exists() else Table(splash_transposed=[], splash=[])
     text = HEADER
-    for name, kind in (("splash_transposed", TransposedRow), ("splash", SplashRow)):
+    for name, kind in _KINDS.items():
         by_key = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}
         ordered = sorted(by_key.values(), key=lambda row: (list(TPU_CHIPS).index(row.chip), key(row)))
         text += f"{name}:\n" if by_key else f"{name}: []\n"
@@ -286,7 +296,9 @@ def _flow(value: Any) -> str:
 
 
 @overload
-def best(chip: str, implementation: Literal["splash_transposed"], head_size: int, bounded: bool) -> Tile: ...
+def best(
+    chip: str, implementation: Literal["splash_transposed", "splash_int8"], head_size: int, bounded: bool
+) -> Tile: ...
 
 
 @overload
@@ -298,9 +310,9 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = 
 
     Args:
         chip: v5e, v5p, v6e or tpu7x.
-        implementation: `splash_transposed`, or JAX's own `splash`.
+        implementation: `splash_transposed`, `splash_int8`, or JAX's own `splash`.
         head_size: D; a size between those of the table takes the next larger one's, to which the kernel pads.
-        bounded: Whether there is a bound of the scores; `splash` has no use for one.
+        bounded: Whether there is a bound of the scores; only `splash_transposed` has tiles for either.
 
     Raises:
         AttentionError: The table has no such row.
@@ -314,6 +326,8 @@ def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) ->
     """Returns the table's row, with the figures by which it is the best; see `best`."""
     if implementation == "splash":
         rows: list[Row] = [*table().splash]
+    elif implementation == "splash_int8":
+        rows = [*table().splash_int8]
     else:
         rows = [row for row in table().splash_transposed if row.bounded == bounded]
     of_chip = [row for row in rows if row.chip == chip]

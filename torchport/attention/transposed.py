@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torchport.attention.bound import LOG2E
+from torchport.attention.int8 import Exponent, Int8Softmax, quantised
 from torchport.attention.tiles import LANES, TAIL, Tile, up
-from torchport.attention.transposed_kernel import kernel
-from torchport.attention.transposed_memory import Plan, scratch
+from torchport.attention.transposed_kernel import attend, kernel
+from torchport.attention.transposed_memory import Plan, Refs, scratch
 
 
 def attention(
@@ -33,6 +34,7 @@ def attention(
     bounded: bool,
     tile: Tile,
     vmem_bytes: int,
+    int8: Exponent | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
@@ -46,6 +48,8 @@ def attention(
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
         interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
@@ -62,7 +66,7 @@ def attention(
         for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
     )
     arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
-    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes}
+    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes, "int8": int8}
     options |= {"heads": heads, "head_size": head_size, "interpret": interpret}
     out = side_by_side(q, [arrays], **options).reshape(batch, queries, all_heads, head_size)
     return jnp.swapaxes(out[..., :size], 1, 2)
@@ -93,6 +97,7 @@ def side_by_side(
     bounded: bool,
     tile: Tile,
     vmem_bytes: int,
+    int8: Exponent | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
@@ -106,26 +111,41 @@ def side_by_side(
         bounded: Whether the caller guarantees that every score lies within `bound.LIMIT`.
         tile: How the work is cut.
         vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
         interpret: Run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
     """
-    batch, queries, features = q_BSF.shape
+    features = q_BSF.shape[2]
     precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
-    fitted, groups = tile.fitted(queries, arrays[0].keys.shape[1]), features // (heads * head_size)
-    plan = Plan(fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays))
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    block = pl.BlockSpec(
-        (None, fitted.block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups))
+    fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
+    scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
+    plan = Plan(
+        fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
     )
     lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
-    call = pl.pallas_call(
-        functools.partial(kernel, plan),
+    call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)
+    values = [array.values for array in arrays]
+    if int8 is None:
+        return call(lengths, q_BSF, *(array.keys for array in arrays), *values)
+    q, rows, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
+    return call(lengths, rows, q, *keys, *values)
+
+
+def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool) -> Callable[..., jax.Array]:
+    """Returns the kernel as a function of lengths, the scales of scores in eight bits, q, all keys and all values."""
+    (batch, queries, _), groups, block_q = q_BSF.shape, plan.groups, plan.tile.block_q
+    hbm, is_int8 = pl.BlockSpec(memory_space=pl.ANY), plan.scores is not None
+    block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
+    scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
+    call: Callable[..., jax.Array] = pl.pallas_call(
+        functools.partial(_int8_kernel if is_int8 else kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch * groups, -(-queries // fitted.block_q)),
-            in_specs=[block, *[hbm] * (2 * len(arrays))],
+            grid=(batch * groups, -(-queries // block_q)),
+            in_specs=[*scales, block, *[hbm] * (2 * plan.arrays)],
             out_specs=block,
             scratch_shapes=scratch(plan, q_BSF.dtype),
         ),
@@ -137,11 +157,16 @@ def side_by_side(
             # Every copy lies within its array, and a check takes bundles of the steady loop.
             disable_bounds_checks=True,
         ),
-        name="splash_transposed",
+        name="splash_int8" if is_int8 else "splash_transposed",
         interpret=interpret,
     )
-    output: jax.Array = call(lengths, q_BSF, *(a.keys for a in arrays), *(a.values for a in arrays))
-    return output
+    return call
+
+
+def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
+    """One tile of queries in eight bits, whose scores `rows` scales, against all keys of its sample."""
+    refs = Refs.of(plan, lengths, q, others)
+    attend(plan, refs, Int8Softmax(plan, refs, rows))
 
 
 def grouping(heads: int, size: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ ROWS = (((1,), (1,)), ((), ()))
 PLAIN = (((1,), (0,)), ((), ()))
 
 
-class _Softmax:
+class Softmax:
     """The products and the softmax of one chunk, cell by cell."""
 
     def __init__(self, plan: Plan, refs: Refs) -> None:
@@ -131,10 +131,14 @@ class _Softmax:
         """Adds the values weighted with p [C, queries], after shrinking what is there."""
         g, a, n = cell
         here = (self.plan.rows(g), pl.ds(a, n))
-        head_values = jnp.concatenate([values[i, self.plan.rows(g), :] for i in range(values.shape[0])], axis=1)
+        head_values = self._head_values(values, g)
         product = self._product(head_values, p.astype(head_values.dtype), PLAIN)
         before = self.refs.acc[here]
         self.refs.acc[here] = (before if shrink is None else before * shrink) + product
+
+    def _head_values(self, values: Any, head: int) -> jax.Array:
+        """Returns the values of a head as [D, C]."""
+        return jnp.concatenate([values[i, self.plan.rows(head), :] for i in range(values.shape[0])], axis=1)
 
     def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
         """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
@@ -154,12 +158,17 @@ def _by_sublane(x: jax.Array) -> jax.Array:
 
 def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
     """One tile of queries against all keys of its sample."""
-    n = plan.arrays
-    refs = Refs(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
+    refs = Refs.of(plan, lengths, q, others)
+    attend(plan, refs, Softmax(plan, refs))
+
+
+def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
+    """Runs through all keys of the sample."""
+    lengths = refs.lengths
     row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
-    first, *further = [Chunks(plan, refs, row, array) for array in range(n)]
+    first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
     length = lengths[0, first.sample]
-    full, softmax = lax.div(length, block), _Softmax(plan, refs)
+    full = lax.div(length, block)
     pl.when((tile == 0) & (full > 0))(first.fetch_first)
     softmax.clear()
     pl.when(full > 0)(lambda: _full_chunks(softmax, first, full))
@@ -170,7 +179,7 @@ def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
     _finish(softmax)
 
 
-def _full_chunks(softmax: _Softmax, chunks: Chunks, full: Any) -> None:
+def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
     """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
     refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
     chunks.keys(jnp.minimum(1, last), slot(1)).start()
@@ -207,7 +216,7 @@ def _shares(copies: int, cells: int) -> list[range]:
     return [range(i * copies // cells, (i + 1) * copies // cells) for i in range(cells)]
 
 
-def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:
+def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
     """Adds what is left of the keys after the last whole chunk."""
     refs = softmax.refs
 
@@ -226,7 +235,7 @@ def _tail(softmax: _Softmax, chunks: Chunks, start: Any, length: Any) -> None:
     lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
 
 
-def _finish(softmax: _Softmax) -> None:
+def _finish(softmax: Softmax) -> None:
     """Writes the outputs: 0 where there was no key."""
     refs, plan = softmax.refs, softmax.plan
 

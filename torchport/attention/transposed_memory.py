@@ -6,7 +6,7 @@ Shapes: as `transposed_kernel` has them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class Plan:
         bounded: Whether exp2 of a score can neither overflow nor vanish.
         precision: Of the products: float32 needs `HIGHEST` to be float32.
         arrays: How many arrays the keys lie in.
+        scores: dtype of queries and keys, where it is not that of the values.
+        packed: Whether probabilities wait as pairs of bfloat16 in int32.
     """
 
     tile: Tile
@@ -43,6 +45,8 @@ class Plan:
     bounded: bool
     precision: lax.Precision | None
     arrays: int = 1
+    scores: Any = None
+    packed: bool = False
 
     @property
     def width(self) -> int:
@@ -80,6 +84,12 @@ class Refs:
     chunk_done: Any  # [2, SLOTS]
     tail_done: Any  # [2]
     heads: Any = None  # [g, block_q, W]: each head's queries, zeros for the others' features; if g > 1
+
+    @classmethod
+    def of(cls, plan: Plan, lengths: Any, q: Any, others: Sequence[Any]) -> Refs:
+        """Returns the references in the order in which a kernel is called with them."""
+        n = plan.arrays
+        return cls(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
 
 
 class Chunks:
@@ -170,17 +180,19 @@ def scratch(plan: Plan, dtype: Any) -> list[Any]:
     width = g * plan.head_size
     # A bound leaves the maximum unused; a reference has to be there.
     statistics = pltpu.VMEM((g, SUBLANES, LANES if plan.bounded else block_q), jnp.float32)
+    waiting = (block_kv // 2, jnp.int32) if plan.packed else (block_kv, dtype if plan.bounded else jnp.float32)
+    scores = plan.scores or dtype
     scratch = [
         pltpu.VMEM((width, block_q), jnp.float32),
         pltpu.VMEM((g, SUBLANES, block_q), jnp.float32),
-        pltpu.VMEM((g, block_q // LANES, block_kv, LANES), dtype if plan.bounded else jnp.float32),
+        pltpu.VMEM((g, block_q // LANES, waiting[0], LANES), waiting[1]),
         statistics,
         statistics,
-        pltpu.VMEM((SLOTS, block_kv, width), dtype),
+        pltpu.VMEM((SLOTS, block_kv, width), scores),
         pltpu.VMEM((SLOTS, block_kv // LANES, width, LANES), dtype),
-        pltpu.VMEM((TAIL, width), dtype),
+        pltpu.VMEM((TAIL, width), scores),
         pltpu.VMEM((TAIL // LANES, width, LANES), dtype),
         pltpu.SemaphoreType.DMA((2, SLOTS)),
         pltpu.SemaphoreType.DMA((2,)),
     ]
-    return [*scratch, pltpu.VMEM((g, block_q, width), dtype)] if g > 1 else scratch
+    return [*scratch, pltpu.VMEM((g, block_q, width), scores)] if g > 1 else scratch

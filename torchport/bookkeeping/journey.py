@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import logging
@@ -11,17 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
 
 from torchport import compile, patch, save
 from torchport.bookkeeping import resume
-from torchport.compile import network
+from torchport.bookkeeping.profile import Profile
+from torchport.compile import memory, network
 from torchport.compile.kept import Programs
-from torchport.compile.network import ProgramsOf
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
-from torchport.config.card import DENOISING, STAGES
+from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -32,8 +32,11 @@ from torchport.save import step_files
 from torchport.save.manifest import SCHEMA, Manifest, versions
 from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
-from torchport.task import Task
+from torchport.task import Execution, Task
+from torchport.task.devices import devices
 
+LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
+"""What a manifest and a run say of `attention: splash_int8`."""
 CURVE = "magcache.yaml"
 """What `cache: {kind: calibrate}` measures, as a config has it."""
 STATE = "state/"
@@ -48,7 +51,7 @@ class Journey:
     Attributes:
         task: The task.
         weights: The checkpoint.
-        upstream: The upstream, if it is a checkout.
+        upstream: The upstream, if it is a checkout; see `checkout.upstream`.
         stopping: Whether a stop is requested.
         programs: The kept programs.
         run: The run's name, which its artefacts carry.
@@ -57,10 +60,17 @@ class Journey:
         steps: Denoising steps that this run took.
     """
 
-    def __init__(self, task: Task, weights: checkpoint.Checkpoint, stopping: Stopping, programs: Programs) -> None:
+    def __init__(
+        self,
+        task: Task,
+        weights: checkpoint.Checkpoint,
+        upstream: checkout.Upstream | None,
+        stopping: Stopping,
+        programs: Programs,
+    ) -> None:
         self.task = task
         self.weights = weights
-        self.upstream = checkout.upstream(task.card.checkout, task.upstream)
+        self.upstream = upstream
         self.stopping = stopping
         self.programs = programs
         self.run = ""
@@ -164,15 +174,20 @@ class Journey:
             self._start = start
             hosts.from_first(functools.partial(step_files.remove_after, self.task.folder, stage.name, start[0]))
         facts = functools.partial(self._facts, stage, ledger)
-        return resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        count = self._execution.profile
+        if count is None or stage.name not in DENOISING or not hosts.first():
+            return steps
+        profile = Profile(self.task.folder, stage.name, count)
+        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+
+    @property
+    def _execution(self) -> Execution:
+        return self.task.request.execution
 
     def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
-
-    def programs_of(self, stage: family.Stage, mesh: jax.sharding.Mesh, ledger: patch.Ledger) -> ProgramsOf:
-        """Returns where a stage's programs come from; see `network.compiled`."""
-        return functools.partial(self.programs.of, stage, self.weights.folder, mesh, ledger)
 
     def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
         """Notes the seconds that a stage ran, and those of them in which its programs were compiled.
@@ -180,6 +195,9 @@ class Journey:
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
+        compiled = call.compiled if isinstance(call, StepCached) else call
+        for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
+            log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
@@ -219,6 +237,7 @@ class Journey:
             "settings": {**self._settings, **task.manifest_settings(stage)},
             "config": task.job.model_dump(),
             "backend": task.request.backend,
+            **self._execution.row(task.machine),
             "patches": ledger.rows(),
             "cache": _cache_row(task, stage),
             "code": task.code(stage),
@@ -238,8 +257,8 @@ class Journey:
         """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
         task = self.task
         save.write_copy(task.folder, stage.name, manifest)
-        later = [after.name for after in task.family.STAGES[task.family.STAGES.index(stage) + 1 :]]
-        save.discard_stale(task.folder, stage.name, manifest.sha256, later)
+        names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
+        save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
         if "frames" in outputs:
             frames_FCHW = outputs["frames"][0]
             every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
@@ -309,6 +328,15 @@ def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
     return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
 
 
+def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
+    return [
+        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
+        for name, stage in stages.items()
+        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
+    ]
+
+
 def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
     """Writes the manifest of the run itself: the video, if it made one, and every stage's.
 
@@ -334,7 +362,7 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
         "model": task.card.model,
         "title": task.card.title,
         "video": video.name if video else None,
-        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches],
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
         "stages": stages,
     }
     atomic.write_json(task.folder / "manifest.json", manifest)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchport.config import card, machine
+from torchport.config import card, machine, xla_flags
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.files import cache
@@ -158,13 +158,12 @@ def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: 
     """
     findings = []
     flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
-    fusion = re.search(r"--xla_tpu_enable_async_collective_fusion\w*=true", flags)
-    overlap = "--xla_tpu_overlap_compute_collective_tc=true" in flags
-    if fusion and overlap:
+    fusion = xla_flags.nan_pair(environment)
+    if fusion is not None:
         here = any("v6" in kind for kind in tpu_kinds)
         fact = (
-            f"{fusion[0].removesuffix('=true')} together with --xla_tpu_overlap_compute_collective_tc turns sharded "
-            "attention into NaN on v6e (jax issue 38741): drop one of the two"
+            f"{fusion} together with {xla_flags.OVERLAP} turns sharded attention into NaN on v6e (jax issue 38741): "
+            "drop one of the two"
         )
         findings.append(Diagnosis("bad" if here else "note", "LIBTPU_INIT_ARGS", fact))
     if "\\" in flags:

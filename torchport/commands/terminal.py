@@ -8,10 +8,12 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -40,6 +42,25 @@ class Command(click.Command):
         if path.current() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
         return rest
+
+
+def count(what: str) -> Callable[[click.Context, click.Parameter, str | None], int | None]:
+    """Returns what reads the value of a flag that says what it counts, `steps=2`: a callback of click's.
+
+    Args:
+        what: What is counted.
+    """
+
+    def number_of(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+        if value is None:
+            return None
+        name, _, digits = value.partition("=")
+        if name != what or not re.fullmatch(r"[1-9]\d{0,5}", digits):
+            flag = max(parameter.opts, key=len)
+            raise BadValueError(f"{flag} {value}", f"It is no number of {what}", f"Write {flag} {what}=2")
+        return int(digits)
+
+    return number_of
 
 
 class Group(click.Group):

@@ -3,6 +3,7 @@
 `network` builds them, and `preflight` refuses beforehand what cannot run. `kept` loads them instead of compiling.
 """
 
-from torchport.compile.program import Compiled, Eager, Network, plainly
+from torchport.compile.eager import Eager, plainly
+from torchport.compile.program import Compiled, Network
 
 __all__ = ["Compiled", "Eager", "Network", "plainly"]

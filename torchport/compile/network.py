@@ -8,6 +8,7 @@ Over 400 lines: what loads, outlines, places and compiles a network must agree o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,14 @@ import torch
 from torchport import load, patch, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
+from torchport.compile.eager import Eager, How, plainly
+from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import DENOISING, WeightRule
 from torchport.config.step_cache import StepCache
 from torchport.errors import (
     BadValueError,
     CheckpointBrokenError,
+    NotFiniteError,
     TorchportError,
     UnknownNameError,
     nearest,
@@ -59,7 +63,7 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         PatchError: An `instance` patch that cannot be applied to one of them.
     """
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
-        parts = stage.load(folder, task.settings) if stage.load is not None else {}
+        parts = stage.load(folder, task.settings.shared()) if stage.load is not None else {}
     for name in stage.parts:
         component, path = task.card.components[name], task.component_folder(folder, name)
         if component.dtype is None:
@@ -75,8 +79,29 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
         _prune(parts[stage.network], stage)
     patch.exchange(parts, all_parts=True)
     if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
+        stage.prepare(parts, task.settings.shared())
     return parts
+
+
+def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a stage's parts for another run of it: weights are shared, and the state of the run before is gone.
+
+    A loop changes its scheduler. So parts without weights are loaded again. Patches must be in place.
+
+    Args:
+        task: The run.
+        stage: The stage.
+        parts: From `loaded`.
+        folder: The checkpoint's.
+
+    Raises:
+        CheckpointError: Files that are missing, damaged or another model's.
+        PatchError: An `instance` patch that cannot be applied to one of them.
+    """
+    light = [name for name in stage.parts if task.card.components[name].dtype is None]
+    new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
+    patch.exchange(new)
+    return {**parts, **new}
 
 
 def _prune(module: torch.nn.Module, stage: Stage) -> None:
@@ -185,7 +210,7 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     _prune(parts[network], stage)
     patch.exchange(parts, all_parts=stage.load is None)
     if stage.prepare is not None:
-        stage.prepare(parts, task.settings)
+        stage.prepare(parts, task.settings.shared())
     return parts
 
 
@@ -278,9 +303,9 @@ def module_of(stage: Stage, parts: Mapping[str, Any]) -> torch.nn.Module:
     return module
 
 
-def how(stage: Stage, task: Task) -> program.How:
+def how(stage: Stage, task: Task) -> How:
     """Returns how the stage's network is called while it is traced."""
-    return program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
+    return plainly if stage.call is None else functools.partial(stage.call, settings=task.settings.traced())
 
 
 def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str, WeightRule]:
@@ -310,7 +335,7 @@ def weight_rules(task: Task, stage: Stage, module: torch.nn.Module) -> dict[str,
     )
 
 
-def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> program.Eager:
+def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> Eager:
     """Returns a stage's network as upstream has it: filled with the checkpoint's weights, and called in PyTorch.
 
     Raises:
@@ -318,8 +343,12 @@ def eager(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> p
     """
     name = str(stage.network)
     load.fill(parts[name], task.component_folder(folder, name), name, _layout_of_stage(task, stage))
-    call = program.plainly if stage.call is None else functools.partial(stage.call, settings=task.settings)
-    return program.Eager(module_of(stage, parts), call, stage.outputs, name)
+    settings = task.settings.shared()
+    call = plainly if stage.call is None else functools.partial(stage.call, settings=settings)
+    network = Eager(module_of(stage, parts), call, stage.outputs, name)
+    if not task.request.execution.jit:
+        network.first = FirstNotFinite(network.module, name)
+    return network
 
 
 def placed(
@@ -393,9 +422,10 @@ def compiled(
         CardError: Blocks that cannot be stacked.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    bounds = _score_bounds(task, name, weights)
+    bounds, jit = _score_bounds(task, name, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
-    stacks = task.card.stacks.get(name, {}) if task.job.stacked else {}
+    # Op by op a stack would be traced whole, and no value of a block could be seen.
+    stacks = task.card.stacks.get(name, {}) if task.job.stacked and jit else {}
     call = how(stage, task)
     if cache is not None:
         stacks = step_cache.stacks(cache, stacks)
@@ -417,8 +447,8 @@ def compiled(
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
-    programs = programs_of(module, bounds) if programs_of is not None else None
-    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs)
+    programs = programs_of(module, bounds) if programs_of is not None and jit else None
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs, jit=jit)
 
 
 def step_cache_of(task: Task, stage: Stage) -> StepCache | None:
@@ -456,3 +486,19 @@ def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str
             bounds[what] = limit
             log.info("attention scores %s: |q . k| is at most %.1f by the gains of the norms", what, limit)
     return bounds
+
+
+@contextlib.contextmanager
+def explained(call: Any) -> Iterator[None]:
+    """Adds to an error about NaN the module that computes it, where the network runs op by op.
+
+    Args:
+        call: The network, or None.
+    """
+    try:
+        yield
+    except NotFiniteError as error:
+        first = getattr(call, "first", None)
+        if first is not None and first.text:
+            error.details = (*error.details, first.text)
+        raise

@@ -346,6 +346,12 @@ def check_attention(task: Task, rehearsal: Rehearsal) -> None:
         AttentionError: The config's implementation is none for this platform, dtype, head size or mask.
         VmemError: A tile that does not fit.
     """
+    if task.job.attention == "splash_int8" and not task.card.score_bounds:
+        raise AttentionError(
+            task.job_document.place(["attention"]),
+            f"'splash_int8' is for scores with a bound, and the card '{task.card.model}' has no score_bounds",
+            "Use 'splash_transposed'",
+        )
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
     context = dispatch.Context(task.job.attention, rehearse=True)
     try:

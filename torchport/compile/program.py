@@ -1,4 +1,4 @@
-"""Turns a module and its placed weights into a program on the mesh, through torchax; or leaves it eager.
+"""Turns a module and its placed weights into a program on the mesh, through torchax.
 
 The module itself keeps no storage. Its weights are arguments of the program, so every weight is placed, and none
 becomes a constant.
@@ -19,9 +19,11 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from torchport import engine, shard
+from torchport import engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import stack
+from torchport.compile import scopes, stack
+from torchport.compile.eager import How, plainly
+from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
 from torchport.errors import BadValueError, MachineError, VmemError
 from torchport.progress import log, waiting
@@ -44,42 +46,15 @@ class ProgramSource(Protocol):
     def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
         """Returns the program of these arguments, and whether it was loaded; `lower` traces it."""
 
+    def begin(self, ledger: patch.Ledger) -> None:
+        """Begins another run, whose ledger this is, with the same network."""
+
+    def again(self, program: Any) -> None:
+        """Notes that this run takes a program which an earlier run of the same network got from here."""
+
 
 Arguments = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 """Of a program: the weights, the inputs, and the inputs whose memory it may use for its outputs, by name."""
-
-
-How = Callable[..., Any]
-"""How a network is called, `how(module, **inputs)`."""
-
-
-def plainly(module: torch.nn.Module, **inputs: Any) -> Any:
-    """Calls a network with its inputs as keywords."""
-    return module(**inputs)
-
-
-class Eager:
-    """A module called as it is, in PyTorch, on the host: the original."""
-
-    batches = False
-    drops = False
-
-    def __init__(
-        self, module: torch.nn.Module, how: How = plainly, outputs: Sequence[str] = (), name: str = "the network"
-    ) -> None:
-        self.module = module
-        self.how = how
-        self.outputs = outputs
-        self.name = name
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are: an eager module runs on the host."""
-        return inputs
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Returns the module's first output, or all of them if they have names."""
-        with torch.no_grad():
-            return of_call(self.how(self.module, **inputs), self.outputs, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +116,15 @@ class Compiled:
         trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
         source: Where programs come from, if not from the compiler alone.
+        jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
+            is looked for in what each module returns; the network must have no stacks.
 
     Attributes:
+        first: The first of its modules that returned NaN or infinity, where that is looked for.
         batches: True: one program takes all conditions of guidance.
         drops: True: tokens that are masked for good need not be traced.
         counts: How many blocks of each list are stacked.
-        seconds: Spent tracing and compiling so far.
+        seconds: Spent tracing and compiling in this run so far.
     """
 
     batches = True
@@ -161,6 +139,7 @@ class Compiled:
         trace: TraceGuard | None = None,
         attention: dispatch.Context = dispatch.NONE,
         source: ProgramSource | None = None,
+        jit: bool = True,
     ) -> None:
         module, stacks = network.module, network.stacks
         constrain(module, network.activations, mesh, network.place_of("activations"))
@@ -180,8 +159,23 @@ class Compiled:
         self.trace = trace
         self.attention = attention
         self.source = source
+        self.jit = jit
+        self.first = None if jit else FirstNotFinite(module, network.name)
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
+        self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
+        self._taken: set[Any] = set()  # the keys of those that this run has called
+
+    def begin(self, ledger: patch.Ledger) -> None:
+        """Begins another run with the same weights and programs.
+
+        Args:
+            ledger: The run's. It is credited with the traces of the programs that the run takes.
+        """
+        self.seconds = 0.0
+        self._taken.clear()
+        if self.source is not None:
+            self.source.begin(ledger)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
@@ -215,12 +209,13 @@ class Compiled:
         """
         arrays, static = self._sorted(inputs)
         with _memory(self.network.name):
-            program = self._program(arrays, static)
+            program = self._program(arrays, static) if self.jit else self._one_by_one(static)
             output = program(*self._arguments(arrays))
             if not self.network.outputs:
                 return shard.to_torch(output)
             named = zip(self.network.outputs, output, strict=True)
-            return tuple(value if name in self.network.keeps else _on_host(value) for name, value in named)
+            keeps, to_host = self.network.keeps, lambda _, array: shard.to_torch(array)
+            return tuple(value if name in keeps else each(to_host, "", value) for name, value in named)
 
     def prepare(self, **inputs: Any) -> Any:
         """Compiles the program of these inputs, and returns its outputs as `jax.ShapeDtypeStruct`s with shardings.
@@ -248,8 +243,45 @@ class Compiled:
         names = list(leaves(arrays))
         if not self.network.keeps:
             self._check_alive(names)
+        with self._tracing():
+            lowered = jax.jit(self._function(static, names), donate_argnums=2).lower(*self._arguments(arrays))
+        self._check_alive(names)
+        return lowered
+
+    def _one_by_one(self, static: Static) -> Callable[..., Any]:
+        """Returns the network as a function that calls its operators one by one."""
+        return self._tracing()(self._function(static, []))
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Sets what the network's operators read while they are called: the mesh, the precision, the patches.
+
+        Raises:
+            StaleTraceError: The patches are not in place.
+        """
         if self.trace is not None:
             self.trace.check()
+        engine.begin_trace()
+        with (
+            warnings.catch_warnings(),
+            jax.set_mesh(self.mesh),
+            jax.default_matmul_precision(self.precision),
+            dispatch.context(self.attention),
+            scopes.named(self.network.module, self.network.name),
+        ):
+            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
+            # A cache that grows has no output of its size.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
+            yield
+
+    def _function(self, static: Static, names: list[str]) -> Callable[..., Any]:
+        """Returns the network as a function of arrays: weights, inputs, and caches whose memory may be used again.
+
+        Args:
+            static: Arguments that are no tensors.
+            names: Gets the paths of the outputs that become inputs of a later call.
+        """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
             parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
@@ -268,20 +300,7 @@ class Compiled:
                 named[name] = each(self._constrained, name, named[name])
             return tuple(named.values())
 
-        engine.begin_trace()
-        with (
-            warnings.catch_warnings(),
-            jax.set_mesh(self.mesh),
-            jax.default_matmul_precision(self.precision),
-            dispatch.context(self.attention),
-        ):
-            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
-            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
-            # A cache that grows has no output of its size.
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
-            lowered = jax.jit(program, donate_argnums=2).lower(*self._arguments(arrays))
-        self._check_alive(names)
-        return lowered
+        return program
 
     def _check_alive(self, names: list[str]) -> None:
         """Refuses a rule for inputs that matches none of these: the inputs, and the outputs that become inputs."""
@@ -306,17 +325,19 @@ class Compiled:
         return whole
 
     def _program(self, arrays: Mapping[str, Any], static: Static) -> Any:
-        by_path = leaves(arrays)
-        shapes = sorted((path, a.shape, str(a.dtype), str(a.sharding)) for path, a in by_path.items())
-        key = (static, tuple(shapes), jax.tree_util.tree_structure(arrays))
+        flat, tree = jax.tree_util.tree_flatten(arrays)
+        key = (static, tree, tuple((array.shape, array.dtype, array.sharding) for array in flat))
         if key not in self.programs:
-            text = ", ".join(f"{path} {list(array.shape)}" for path, array in by_path.items() if array.size > 1)
+            text = ", ".join(f"{path} {list(array.shape)}" for path, array in leaves(arrays).items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, text)
             start = time.perf_counter()
             self.programs[key], loaded = self._load_or_compile(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
             log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
+        elif key not in self._taken and self.source is not None:
+            self.source.again(self.programs[key])
+        self._taken.add(key)
         return self.programs[key]
 
     def _load_or_compile(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, bool]:
@@ -342,22 +363,19 @@ class Compiled:
                 raise BadValueError(self.network.name, fact, f"{remedy} to the stage's `parts`", name=path)
             return shard.to_jax(leaf, self._sharding(path, leaf))
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            fact, remedy = (
-                f"'{path}' was an input of an earlier call, which may write over it",
-                "Pass a cache once only",
-            )
-            raise BadValueError(self.network.name, fact, f"{remedy}, and then the one that the call returned")
+            fact = f"'{path}' was an input of an earlier call, which may write over it"
+            remedy = "Pass a cache once only, and then the one that the call returned"
+            raise BadValueError(self.network.name, fact, remedy)
         return leaf
 
     def _sharding(self, path: str, tensor: torch.Tensor | jax.Array) -> jax.sharding.NamedSharding:
-        """Returns where the input's rule puts it."""
-        shape, mesh = tuple(tensor.shape), dict(self.mesh.shape)
-        rule = shard.input_rule(self.network.inputs, path, shape, mesh, self.network.place, self.network.name)
-        return shard.sharding(rule, self.mesh)
-
-
-def _on_host(value: Any) -> Any:
-    return each(lambda _, array: shard.to_torch(array), "", value)
+        """Returns where the input's rule puts it; the rule is looked up once for each shape."""
+        key = path, tuple(tensor.shape)
+        if key not in self.shardings:
+            mesh, place = dict(self.mesh.shape), self.network.place
+            rule = shard.input_rule(self.network.inputs, path, key[1], mesh, place, self.network.name)
+            self.shardings[key] = shard.sharding(rule, self.mesh)
+        return self.shardings[key]
 
 
 @contextlib.contextmanager

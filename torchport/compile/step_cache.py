@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ import torch
 
 from torchport import shard
 from torchport.compile import stack
-from torchport.compile.program import Compiled, How
+from torchport.compile.eager import How
+from torchport.compile.program import Compiled
 from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, StepCache
 from torchport.errors import StackError
@@ -194,11 +195,13 @@ class StepCached:
         last = max((step for step in self.full if step < self.step), default=-1)
         return _Slot(shapes, differences, last)
 
-    def _finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
+    def _finished(
+        self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: family.Kept | None = None
+    ) -> None:
         """Notes that a step is over; what the next one needs of it is saved with it."""
         self.step, self.calls = number, 0
         is_needed = number not in self.full or self.cache.differences > 0 or isinstance(self.cache, Calibrate)
-        self.finished(number, _State(state, self._kept) if is_needed else state)
+        self.finished(number, state, timestep, self._kept if is_needed else kept)
 
     def _kept(self) -> dict[str, torch.Tensor]:
         """Returns what is kept, on the host, by the names in a saved step."""
@@ -209,26 +212,6 @@ class StepCached:
             for path, array in leaves({KEPT: difference}).items()
         }
         return {**tensors, STATE + CURVE: torch.tensor(self.curve)} if self.curve else tensors
-
-
-class _State(Mapping[str, torch.Tensor]):
-    """A step's state with what is kept beside it, which comes to the host only if somebody reads it."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor], kept: Any) -> None:
-        self.state, self.kept = state, kept
-
-    @functools.cached_property
-    def _all(self) -> dict[str, torch.Tensor]:
-        return {**self.state, **self.kept()}
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self.state[key] if key in self.state else self._all[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
 
 
 def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:

@@ -36,8 +36,8 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 DType = Literal["float32", "bfloat16", "float16"]
 Axis = Literal["dp", "sp", "tp"]
-Implementation = Literal["plain", "splash", "splash_transposed", "cudnn", "xla"]
-"""Of attention."""
+Implementation = Literal["plain", "splash", "splash_transposed", "splash_int8", "cudnn", "xla"]
+"""Of attention; `splash_int8` is lossy."""
 
 
 def _regex(text: str) -> str:

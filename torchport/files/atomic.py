@@ -152,8 +152,8 @@ def _lock(folder: Path, handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_ELSEWHERE:
-            fact = "Another run writes to this folder"
-            raise OutputError(str(folder), fact, "Wait until it has ended, or choose another --out") from error
+            fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
+            raise OutputError(str(folder), fact, remedy, held=True) from error
         if error.errno not in _NO_LOCKS_HERE:
             raise unwritable(folder, error) from error
         log.warning("%s cannot be locked: do not start a second run with this --out", folder)

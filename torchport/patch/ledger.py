@@ -137,6 +137,17 @@ class Ledger:
         self._traced: dict[str, int] = {}
         self._exchanges: list[tuple[Any, Record, Exchanged]] = []  # with the component of each
 
+    def of_run(self, loaded: Trace) -> Ledger:
+        """Returns a ledger of the same patches for another run of a stage that stays loaded.
+
+        Args:
+            loaded: The trace of what loaded the stage: its calls count for each run.
+        """
+        ledger = Ledger(self.records, self.stage)
+        ledger.pending = self.pending
+        ledger.credit(loaded)
+        return ledger
+
     def calls(self, record: Record) -> int:
         """Returns how often a patch was called since this ledger was opened."""
         return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)

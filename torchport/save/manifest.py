@@ -71,6 +71,13 @@ class CacheRow(Written):
     computed: list[int]
 
 
+class FlagsRow(Written):
+    """A named set of compiler flags, as a manifest lists it; see `torchport.config.xla_flags`."""
+
+    name: str
+    flags: list[str]
+
+
 class Manifest(Written):
     """What made an artefact.
 
@@ -79,12 +86,15 @@ class Manifest(Written):
         identity: What must agree between the stages of one video: model, sizes, whether there is guidance.
         components: Digest of each component of the checkpoint that was at hand.
         inputs: sha256 of the artefacts that this one was made from, by stage.
+        jit: Whether networks were compiled; otherwise they ran op by op.
+        xla_flags: The named set of flags that the compiler was given.
         patches: The ledger: every patch, what it promises, what became of it.
         code: A hash of the card, the family and the patches that the stage ran with.
         cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
-            run with the executable of an earlier one; or "cached", and not traced either.
+            run with the executable of an earlier one; or "cached", and not traced either; or "held" by the process,
+            which made another video with it.
         done: Of unfinished latents, and of those that are kept after a step: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """
@@ -100,6 +110,8 @@ class Manifest(Written):
     settings: dict[str, Any]
     config: dict[str, Any]
     backend: str
+    jit: bool = True
+    xla_flags: FlagsRow | None = None
     patches: list[PatchRow]
     code: str = ""
     cache: CacheRow | None = None

@@ -86,8 +86,15 @@ class Settings:
 
         The others are blank, so that no program can depend on them unseen.
         """
+        return dataclasses.replace(self.shared(), steps=0, guider=None)
+
+    def shared(self) -> Settings:
+        """Returns the settings that a stage is loaded with: those in which all videos of one shape agree.
+
+        The others are blank, so that a stage that is loaded once can serve several videos.
+        """
         image = None if self.image is None else Path("image")
-        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, steps=0, guider=None, image=image)
+        return dataclasses.replace(self, prompt="", negative_prompt="", seed=0, image=image)
 
 
 ALWAYS = "always"
@@ -122,20 +129,41 @@ def fit_text(
     return fitted
 
 
+Kept = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns what is saved beside a loop's state, on the host."""
+
+
+class AfterStep(Protocol):
+    """What a loop calls after each step; see `Steps`."""
+
+    def __call__(
+        self,
+        number: int,
+        state: Mapping[str, torch.Tensor],
+        timestep: Any = None,
+        kept: Kept | None = None,
+    ) -> None:
+        """Saves the state if it is time, and stops the run if that is requested.
+
+        Only if it saves, it also saves what `kept` returns: what lies on the devices, which a loop knows nothing of.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The loop's progress bar, its callback after each step, and the state from which it resumes.
 
     Attributes:
         track: Iterates the remaining steps under a progress bar: `track(items, done=, total=)`.
-        finished: To be called after each step, `finished(number, state)`: its number, from 1, and all tensors that the
-            loop needs to continue after it, by names of the family's own. A scheduler's history is among them.
+        finished: To be called after each step, `finished(number, state, timestep)`: its number, from 1; all tensors
+            that the loop needs to continue after it, by names of the family's own, a scheduler's history among them;
+            and its timestep, for errors, which may be left out. NaN or infinity in the state is refused.
         resume: The number of finished steps and the state that a stopped run passed to `finished` after them; None for
             a loop that starts at its beginning.
     """
 
     track: Callable[..., Iterable[Any]] = lambda items, done, total: items
-    finished: Callable[[int, Mapping[str, torch.Tensor]], None] = lambda number, state: None
+    finished: AfterStep = lambda number, state, timestep=None, kept=None: None
     resume: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
 
@@ -157,11 +185,12 @@ class Stage:
             weights are placed, and their tensors in the checkpoint are not read. Names that it lacks are skipped.
         meta: The components of which it needs only the configuration. They are built without weights.
         prepare: Changes the network after it is built and before its weights are placed, `prepare(parts, settings)`:
-            constants that depend on the settings become buffers here.
+            constants that depend on the settings become buffers here. The network serves several videos: prompts, the
+            seed and the image's name are blank.
         like: Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a
             run, `shard show` and `plan` call the stage with them.
         load: Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint,
-            settings)`.
+            settings)`, with the settings of `prepare`.
         loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
         call: How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords.
             It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the

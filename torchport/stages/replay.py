@@ -89,8 +89,12 @@ class Loop:
 
     def sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Returns the latents that `step` is called with."""
-        sample: torch.Tensor = inspect.signature(self.real).bind(*args, **kwargs).arguments["sample"]
+        sample: torch.Tensor = self._argument("sample", args, kwargs)
         return sample
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns an argument that `step` is called with; None where it has none of this name."""
+        return inspect.signature(self.real).bind(*args, **kwargs).arguments.get(name)
 
 
 def latents_of(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -180,7 +184,7 @@ class Replay(Loop):
             self.is_others = False
         else:
             self.state = self._state(returned)
-            self.steps.finished(self.number, self.state)
+            self.steps.finished(self.number, self.state, self._argument("timestep", args, kwargs))
         return returned
 
     def _state(self, returned: Any) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from torchport.load import checkpoint
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
 from torchport.task import lora
+from torchport.task.execution import COMPILED, Execution, check
 from torchport.task.family import family as load_family
 
 Backend = Literal["torchax", "original"]
@@ -53,6 +54,7 @@ class Request:
         image: A file with the first frame, for image-to-video.
         upstream_path: The checkout of an upstream that is no installed package.
         cache: Whether compiled programs are kept, and loaded instead of traced.
+        execution: How it is executed, and what is shown of that.
     """
 
     model: str
@@ -71,6 +73,7 @@ class Request:
     image: Path | None = None
     upstream_path: str | None = None
     cache: bool = True
+    execution: Execution = COMPILED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +293,8 @@ def accept(request: Request, dry: bool = False) -> Task:
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
     lora.check_components(card, job, family, job_document)
+    stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
+    check(request.execution, stages, request.backend == "original", job, slice_)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
@@ -301,7 +306,7 @@ def accept(request: Request, dry: bool = False) -> Task:
             family.batch(job.guidance_scale),
             job_document.place(["mesh", "dp"]),
         )
-        networks = [s.network for s in family.STAGES if s.network and request.stage in (s.name, "all")]
+        networks = [stage.network for stage in stages if stage.network]
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     if not dry:
         lora.check_files(job, request.stage, request.overrides, job_document)
@@ -309,10 +314,9 @@ def accept(request: Request, dry: bool = False) -> Task:
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
     if request.backend == "torchax":
-        check_tiling(card, job, [s for s in family.STAGES if request.stage in (s.name, "all")], job_document)
+        check_tiling(card, job, stages, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
-    folder = request.out or _new_folder(request)
-    settings = _settings(request, card, job)
+    folder, settings = request.out or _new_folder(request), _settings(request, card, job)
     return Task(request, pack, card, job, card_document, job_document, slice_, family, settings, folder, upstream)
 
 
@@ -333,17 +337,15 @@ def _check_request(request: Request, dry: bool) -> None:
         try:
             (text or "").encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BadValueError(
-                flag, f"Character {error.start + 1} is not Unicode text", "Write it as UTF-8"
-            ) from error
+            fact = f"Character {error.start + 1} is not Unicode text"
+            raise BadValueError(flag, fact, "Write it as UTF-8") from error
     if request.checkpoint == "":
         raise BadValueError("--checkpoint ''", "It is empty", "Write a value, or leave the flag out")
     if request.out is not None and request.out == Path():
         raise BadValueError("--out", "It is empty, or the current folder", "Name a folder of its own")
     if request.stage == "all" and request.inputs is not None:
-        raise BadValueError(
-            f"--inputs {request.inputs}", "All stages are run here, and none is read", "Leave it out, or name a --stage"
-        )
+        fact = "All stages are run here, and none is read"
+        raise BadValueError(f"--inputs {request.inputs}", fact, "Leave it out, or name a --stage")
 
 
 def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
@@ -357,9 +359,8 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
             raise BadValueError("--image", fact, "Add --image FILE")
         return
     if not family.TAKES_IMAGE:
-        raise BadValueError(
-            f"--image {request.image}", f"'{request.model}' makes videos from text alone", "Leave the flag out"
-        )
+        fact = f"'{request.model}' makes videos from text alone"
+        raise BadValueError(f"--image {request.image}", fact, "Leave the flag out")
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
     from PIL import Image, UnidentifiedImageError
@@ -368,9 +369,8 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
         with Image.open(request.image) as picture:
             picture.load()  # `verify` decodes no JPEG
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        raise BadValueError(
-            f"--image {request.image}", "It is no picture that can be read", "Name a picture"
-        ) from error
+        fact = "It is no picture that can be read"
+        raise BadValueError(f"--image {request.image}", fact, "Name a picture") from error
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:

@@ -54,6 +54,7 @@ class Work:
         head_size: D.
         group: g, heads that share a tile.
         further: Keys in a second array, all of them valid.
+        int8: Whether queries and keys are multiplied in eight bits, at twice the rate.
     """
 
     queries: int
@@ -62,6 +63,7 @@ class Work:
     head_size: int
     group: int = 1
     further: int = 0
+    int8: bool = False
 
     @property
     def flops(self) -> int:
@@ -239,7 +241,8 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
     # features there, or across, in both; one more with the keys where that hides the padding.
     further = padding(work.head_size, width) == "feature"
     across = work.group * up(work.head_size, LANES // work.group) if transposed else work.head_size + further
-    return half * (up(across, width) + (work.head_size if transposed else up(work.head_size, width)))
+    scores = up(across, width) / (2 if work.int8 else 1)
+    return half * (scores + (work.head_size if transposed else up(work.head_size, width)))
 
 
 def figures(kernel: KernelBundles, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from torchport.attention import splash, transposed
+from torchport.attention.int8 import EXPONENT
 from torchport.attention.tiles import Tile
 
 
@@ -23,11 +24,13 @@ def call(
     tile: dict[str, int],
     vmem_bytes: int,
     padding: Literal["feature", "segments"] = "feature",
+    chip: str = "v6e",
 ) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
     """Returns a function of q, k, v and lengths, and their shapes [1, H, S, D], [1, H, T, D], [1, H, T, D], [1].
 
     Args:
-        implementation: `splash_transposed` or `splash`.
+        implementation: `splash_transposed`, `splash_int8` or `splash`.
+        chip: Which decides how `splash_int8` takes exponentials.
         queries: S.
         keys: T.
         heads: H, of one device.
@@ -43,6 +46,7 @@ def call(
         attention: Callable[..., jax.Array] = splash.attention
     else:
         how |= {"bounded": bounded, "tile": Tile(**tile), "vmem_bytes": vmem_bytes}
+        how |= {"int8": EXPONENT[chip] if implementation == "splash_int8" else None}
         attention = transposed.attention
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from torchport.attention import tiles, transposed
+from torchport.attention.int8 import EXPONENT
 from torchport.attention.tiles import KernelName, SplashTile, Tile
-from torchport.errors import OutputError, TopologyError, VmemError
+from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import folder
 from torchport.progress import size_text, track
 from torchport.task.devices import visible_devices
@@ -92,7 +93,9 @@ def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashT
     """Returns the tiles worth a compilation."""
     if implementation == "splash":
         return [SplashTile(*sides) for sides in SPLASH]
-    sizes = [Tile(q, kv) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
+    # Where the exponential is of two scores at once, narrower cells leave the matrix unit less alone.
+    columns = 256 if implementation == "splash_int8" and EXPONENT.get(job.chip.name) == "bfloat16" else 512
+    sizes = [Tile(q, kv, columns) for q in (2048, 4096, 8192) for kv in (256, 512, 1024, 2048)]
     width, flops = tiles.UNIT_WIDTH[job.chip.name], job.chip.bundle_flops
     shortest = LARGEST_BODY / SMALLEST_PART
     return [tile for tile in sizes if shortest <= least(job.work, tile, width, flops) <= LARGEST_BODY]
@@ -109,6 +112,7 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
 
     Raises:
         TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
+        BadValueError: `splash_int8` for a chip or a head size for which it is none.
     """
     count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
@@ -122,10 +126,27 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
     return Result(job, implementation, bounded, "time" if present else "schedule", sorted(outcomes, key=_rank))
 
 
+def _of_int8(job: Workload) -> Workload:
+    """Returns the job with scores in eight bits.
+
+    Raises:
+        BadValueError: The chip multiplies them no faster, or the heads do not fill a register.
+    """
+    place, (_, size) = "--implementation splash_int8", transposed.grouping(job.work.heads, job.work.head_size)
+    if job.chip.name not in EXPONENT:
+        raise BadValueError(place, f"{job.chip.name} multiplies int8 no faster", f"It is for {', '.join(EXPONENT)}")
+    if size != tiles.LANES:
+        remedy = f"It is for heads that are padded to {tiles.LANES}: 65 to 128 features"
+        raise BadValueError(place, f"Heads have {job.work.head_size} features", remedy)
+    return dataclasses.replace(job, work=dataclasses.replace(job.work, int8=True))
+
+
 def tune_all(job: Workload, implementation: str, scores: str) -> list[Result]:
-    """Returns the results for `bounded` scores, `any`, or `both`; JAX's own kernel has no use for a bound."""
+    """Returns the results for `bounded` scores, `any`, or `both`; only one kernel takes either."""
     if implementation == "splash":
         return [tune(job, "splash", False)]
+    if implementation == "splash_int8":
+        return [tune(job, "splash_int8", True)]
     kinds = {"bounded": [True], "any": [False], "both": [True, False]}
     return [tune(job, "splash_transposed", bounded) for bounded in kinds[scores]]
 
@@ -138,7 +159,14 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
 
 
 def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
-    """Returns a candidate with its figures, or with the reason why it is none."""
+    """Returns a candidate with its figures, or with the reason why it is none.
+
+    Raises:
+        TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
+        BadValueError: `splash_int8` for a chip or a head size for which it is none.
+    """
+    if implementation == "splash_int8":
+        job = _of_int8(job)
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
     try:
         if isinstance(tile, Tile):
@@ -185,6 +213,7 @@ def _arguments(job: Workload, implementation: KernelName, bounded: bool, tile: T
         "tile": dataclasses.asdict(tile),
         "vmem_bytes": job.chip.vmem - tiles.RESERVED,
         "padding": padding(job.work.head_size, tiles.UNIT_WIDTH[job.chip.name]),
+        "chip": job.chip.name,
     }
 
 
@@ -272,7 +301,7 @@ def write(file: Path, results: Iterable[Result]) -> None:
         ) from error
 
 
-def _best_row(result: Result) -> tiles.TransposedRow | tiles.SplashRow:
+def _best_row(result: Result) -> tiles.Row:
     best = next(iter(result.candidates), None)
     if best is None or best.dropped or best.figures is None:
         raise TopologyError(
@@ -294,4 +323,6 @@ def _best_row(result: Result) -> tiles.TransposedRow | tiles.SplashRow:
     }
     if result.implementation == "splash":
         return tiles.SplashRow(**fields)
+    if result.implementation == "splash_int8":
+        return tiles.Int8Row(**fields)
     return tiles.TransposedRow(bounded=result.bounded, **fields)

@@ -40,9 +40,10 @@ class Programs:
         from_jax: Whether JAX's cache may deliver executables: the user has named its folder.
 
     Attributes:
-        rows: By stage, one row for each program: `program` is "compiled", "traced" (with an executable that an earlier
-            trace was compiled to) or "cached" (and not traced); `traced`, when; `jax_cache`, whether JAX's own cache
-            spared the compilation; `key`, that of the entry, null without one.
+        rows: By stage, one row for each program of its last run: `program` is "compiled", "traced" (with an executable
+            that an earlier trace was compiled to), "cached" (and not traced) or "held" (by this process, since an
+            earlier video); `traced`, when; `jax_cache`, whether JAX's own cache spared the compilation; `key`, that of
+            the entry, null without one.
     """
 
     def __init__(self, task: Task, root: Path | None, from_jax: bool = True) -> None:
@@ -141,8 +142,24 @@ class StagePrograms:
         self.ledger = ledger
         self.rows = rows
         self.component = stage.network or ""
+        self._origins: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # trace and row, by the program's id
         if jax.process_count() > 1:  # each has a program of its own, and they may share the folder
             self.component += f".{jax.process_index()}"
+
+    def begin(self, ledger: patch.Ledger) -> None:
+        """Begins another run of the stage.
+
+        Args:
+            ledger: The run's, with the same patches.
+        """
+        self.ledger = ledger
+        self.rows.clear()
+
+    def again(self, program: Any) -> None:
+        """Notes that this run takes a program of an earlier run, and credits its trace's calls to the ledger."""
+        trace, row = self._origins[id(program)]
+        self.ledger.credit(patch.Trace.from_json(trace))
+        self.rows.append({**row, "program": "held"})
 
     def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
         """Returns the program of these arguments, and whether it was loaded instead of compiled.
@@ -158,8 +175,9 @@ class StagePrograms:
         parts = None if self.root is None else self._key(arguments, static)
         if self.root is None or parts is None:
             with waiting(f"compile {self.component}"):
-                program, recalled = self._compiled(lower(), from_jax=True)
-            self._note("compiled", _now(), recalled, None)
+                lowered, trace = self._lowered(lower)
+                program, recalled = self._compiled(lowered, from_jax=True)
+            self._note(program, trace, "compiled", _now(), recalled, None)
             return program, False
         path = entry.folder(self.root, self.component, parts)
         loaded = self._loaded(path, parts, arguments)
@@ -180,7 +198,7 @@ class StagePrograms:
             if program is None:
                 program, recalled = self._compiled(lowered, self.from_jax)
         created = _now()
-        self._note("compiled" if same is None else "traced", created, recalled, path.name)
+        self._note(program, trace, "compiled" if same is None else "traced", created, recalled, path.name)
         if not recalled:  # what JAX's cache delivers lacks its functions once it is serialised again
             tree = jax.tree_util.tree_unflatten(lowered.out_tree, [0] * lowered.out_tree.num_leaves)
             about = {"key": parts, "created": created, "executable": executable, "outputs": entry.as_json(tree)}
@@ -209,8 +227,12 @@ class StagePrograms:
             log.info("%s: an argument of '%s' is no plain data: it is not cached", self.stage.name, self.component)
         return None if call is None else {**self.common(), **self.parts, **call}
 
-    def _note(self, program: str, traced: str, recalled: bool, name: str | None) -> None:
-        self.rows.append({"program": program, "traced": traced, "jax_cache": recalled, "key": name})
+    def _note(
+        self, program: Any, trace: dict[str, Any], kind: str, traced: str, recalled: bool, name: str | None
+    ) -> None:
+        row = {"program": kind, "traced": traced, "jax_cache": recalled, "key": name}
+        self._origins[id(program)] = (trace, row)
+        self.rows.append(row)
 
     def _loaded(self, path: Path, parts: dict[str, Any], arguments: Arguments) -> Any:
         """Returns the program of an entry, its trace's calls credited to the ledger; None if there is no usable one."""
@@ -224,7 +246,7 @@ class StagePrograms:
             self.ledger.credit(patch.Trace.from_json(manifest.trace))
             with contextlib.suppress(OSError):
                 os.utime(path)  # it is the one that was used last
-            self._note("cached", manifest.created, False, path.name)
+            self._note(program, manifest.trace, "cached", manifest.created, False, path.name)
             log.info("%s: program from the cache (traced %s)", self.stage.name, manifest.created)
             return program
         return None

@@ -1,0 +1,83 @@
+"""A file of prompts: what its lines say, and every mistake in it by its line, all at once."""
+
+import pytest
+
+from torchport.config.prompts import read_prompts
+from torchport.errors import ConfigError
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """Returns the lines of a file with this text, which is `p.jsonl` to errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*lines):
+        file = tmp_path / "p.jsonl"
+        file.write_text("\n".join(lines), encoding="utf-8")
+        return read_prompts(file.relative_to(tmp_path))
+
+    return call
+
+
+def refusal(read, *lines):
+    """The lines of the error of a file."""
+    with pytest.raises(ConfigError) as refused:
+        read(*lines)
+    return str(refused.value).splitlines()
+
+
+def test_a_line_is_a_video_with_a_folder_of_its_own(read):
+    cat, fox = read(
+        '{"prompt": "A cat\u2028"}', "", '{"prompt": "A fox", "seed": 7, "height": 64, "frames": 5, "out": "fox"}'
+    )
+    assert (cat.prompt.prompt, cat.name, cat.place, cat.sizes()) == ("A cat\u2028", "0001", "p.jsonl:1", ())
+    assert (fox.prompt.seed, fox.name, fox.place, fox.sizes()) == (7, "fox", "p.jsonl:3", ("height=64", "frames=5"))
+
+
+def test_every_mistake_is_named_with_its_line_at_once(read):
+    assert refusal(
+        read,
+        '{"prompt": "A cat", "heigth": 64}',
+        '{"prompt": 3, "seed": -1}',
+        '{"seed": 1}',
+        '{"prompt": "x"',
+        "[1]",
+        '{"prompt": "x", "prompt": "y"}',
+        '{"prompt": "x", "height": true}',
+    ) == [
+        "p.jsonl:1: Unknown key 'heigth'. Did you mean 'height'? "
+        "Known: frames, height, image, negative, out, prompt, seed, width.",
+        "p.jsonl:2: 'prompt' is 3 (a number). It must be text.",
+        "p.jsonl:2: 'seed' is -1 (a number). It must be greater than or equal to 0.",
+        "p.jsonl:3: 'prompt' is missing. Add 'prompt'.",
+        "p.jsonl:4: Not JSON: Expecting ',' delimiter (character 15). "
+        'Write one object on a line, such as {"prompt": "A cat", "seed": 7}.',
+        'p.jsonl:5: It is no JSON object: [1]. Write one object on a line, such as {"prompt": "A cat", "seed": 7}.',
+        "p.jsonl:6: 'prompt' stands here twice. Keep one of the two.",
+        "p.jsonl:7: 'height' is True (true or false). It must be a whole number.",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "a\\\\b", "x" * 256])
+def test_a_folder_that_leads_elsewhere_is_refused(read, name):
+    [line] = refusal(read, f'{{"prompt": "x", "out": "{name}"}}')
+    assert line.startswith("p.jsonl:1: 'out' is '")
+    assert line.endswith("'. It must be the name of one folder in --out: no slash, and no dot in front.")
+
+
+def test_two_lines_with_one_folder_are_refused(read):
+    assert refusal(read, '{"prompt": "x", "out": "0002"}', '{"prompt": "y"}') == [
+        "p.jsonl:2: Its folder is '0002', and so is that of p.jsonl:1. Give each line an 'out' of its own."
+    ]
+
+
+def test_a_file_without_a_line_is_refused(read):
+    assert refusal(read, "", " ") == ['p.jsonl: It has no line. Write one such as {"prompt": "A cat"} for each video.']
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"It cannot be read: No such file or directory\. Put a file there"):
+        read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(ConfigError, match=r"Byte 15 is not UTF-8\. Save the file as UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")

@@ -1,0 +1,108 @@
+"""How a request is executed, beside what it makes: op by op or compiled, with which flags, and what is shown of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from torchport.config import xla_flags
+from torchport.config.card import DENOISING, Job
+from torchport.config.machine import Machine
+from torchport.errors import BadValueError, MachineError
+from torchport.progress import log
+from torchport.stages.family import Stage
+
+SKIPPED = 2
+"""Denoising steps before the first that is traced: the first one compiles, and the second may still settle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How to execute a request.
+
+    Attributes:
+        jit: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
+        xla_flags: A named set of flags for the compiler.
+        profile: How many denoising steps are traced, in each stage that takes them.
+        memory: Whether the devices' memory is printed after each stage.
+    """
+
+    jit: bool = True
+    xla_flags: str | None = None
+    profile: int | None = None
+    memory: bool = False
+
+    def row(self, machine: Machine) -> dict[str, object]:
+        """Returns what a manifest says of it: what may change a result's last bits."""
+        if self.xla_flags is None:
+            return {"jit": self.jit, "xla_flags": None}
+        chosen = xla_flags.set_of(self.xla_flags, machine)
+        return {"jit": self.jit, "xla_flags": {"name": self.xla_flags, "flags": chosen.texts}}
+
+
+COMPILED = Execution()
+"""How a request is executed without any flag."""
+
+
+def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
+    """Refuses flags that would have no effect on a request.
+
+    Args:
+        execution: The flags.
+        stages: What is run.
+        original: Whether it is run in PyTorch.
+        job: The config.
+        machine: What that names.
+
+    Raises:
+        BadValueError: A flag that nothing reads, or more steps to trace than there are.
+        UnknownNameError: There is no such set of flags.
+    """
+    networks, loops = [s for s in stages if s.network], [s for s in stages if s.name in DENOISING]
+    if not execution.jit and not networks:
+        fact = f"'{stages[0].name}' has no network that is compiled"
+        raise BadValueError("--no-jit", fact, "Leave it out, or run another stage")
+    if not execution.jit and job.cache is not None:
+        fact = "The job has a step cache, which is two compiled programs"
+        raise BadValueError("--no-jit", fact, "Leave one of the two out: --set cache=null")
+    if execution.profile is not None:
+        _check_profile(execution.profile, bool(loops), original, job)
+    if execution.xla_flags is not None:
+        place = f"--xla-flags {execution.xla_flags}"
+        if original:
+            raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
+        xla_flags.set_of(execution.xla_flags, machine)
+
+
+def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None:
+    """Refuses a trace that would have nothing in it."""
+    place = f"--profile steps={count}"
+    if original:
+        raise BadValueError(place, "JAX's profiler does not see --backend original", "Leave one of the two out")
+    if not denoises:
+        raise BadValueError(place, "No stage of this run takes denoising steps", "Leave it out, or run --stage denoise")
+    if job.steps < SKIPPED + count:
+        fact = f"The job has {job.steps} steps, and the first {SKIPPED} are not traced"
+        raise BadValueError(place, fact, f"Take more: --set steps={SKIPPED + count}")
+
+
+def pass_flags(execution: Execution, machine: Machine) -> None:
+    """Passes a set of flags to the compiler, which reads them when JAX starts.
+
+    Raises:
+        BadValueError: A flag contradicts one in the environment, or together they are known to compute NaN.
+        MachineError: JAX was started in this process without them.
+    """
+    if execution.xla_flags is None:
+        return
+    from jax._src import xla_bridge
+
+    name, chosen = execution.xla_flags, xla_flags.set_of(execution.xla_flags, machine)
+    value = xla_flags.added(name, chosen, os.environ)
+    if value != os.environ.get(chosen.variable, ""):
+        if xla_bridge.backends_are_initialized():
+            fact = "JAX runs in this process already, and reads its flags when it starts"
+            raise MachineError(f"--xla-flags {name}", fact, "Start a new process")
+        os.environ[chosen.variable] = value
+    log.info("xla flags %s: %s", name, " ".join(chosen.texts))
