@@ -1,0 +1,190 @@
+"""A scan from the first step to the last."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.files import folder
+from torchport.scan import coverage, files, parallel
+from torchport.scan.codebase import Class, Codebase, Unit
+from torchport.scan.detect import Site, sites
+from torchport.scan.files import Unread
+from torchport.scan.finding import Finding, Reach, Report
+from torchport.scan.reach import Reached, roots
+from torchport.scan.rules import BY_KIND
+from torchport.scan.syntax import MODULE, Act, chain_of
+
+_TRAINS = {
+    "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer", "optimizers", "loss",
+    "losses", "backward", "pretrain",
+}  # fmt: skip
+_LONGEST = 90
+
+
+def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> Report:
+    """Returns what in a codebase will not port.
+
+    Args:
+        path: Its folder, or one file.
+        entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
+        folders: The folders of patches, from the top.
+
+    Raises:
+        BadValueError: There is no such folder or file.
+        UnknownNameError: The codebase has no such entry.
+        ConfigError: A file of patches has a mistake.
+    """
+    if not folder.has_file(path) and not folder.has_folder(path):
+        raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
+    sources, unread = files.read(path)
+    codebase = Codebase(sources, _package_of(path))
+    found = _all_sites(codebase)
+    chosen = [_entry(codebase, entry) for entry in entries]
+    before, patches = Reached(codebase), coverage.read(codebase, folders)
+    after = Reached(codebase, patches.closed())
+    for reached in (before, after):
+        for one in chosen:
+            reached.begin(*one)
+    if not chosen:  # whatever is not training may run
+        everything = [unit for unit in codebase.units if not _trains(unit)]
+        for reached in (before, after):
+            reached.begin(everything)
+    training = Reached(codebase, trains=True)
+    training.begin(unit for unit in codebase.units if _trains(unit))
+    cover = coverage.Coverage(patches, before, after, found)
+    reaches = [_reach(site, before, training, bool(chosen)) for site in found]
+    covered = [cover.of(site) for site in found]
+    findings = [
+        Finding(
+            BY_KIND[site.kind], _named(path, site.unit.module.source.path), site.line, site.unit.target, _text(site.node),
+            site.uses, reach, ids,
+        )
+        for site, reach, ids in zip(found, reaches, _with_aliases(found, covered), strict=True)
+    ]  # fmt: skip
+    findings += [_of_unread(path, one) for one in unread]
+    findings.sort(key=lambda one: (one.file, one.line, one.rule))
+    return Report(tuple(findings), len(sources), sum(source.lines for source in sources), tuple(entries))
+
+
+def _all_sites(codebase: Codebase) -> list[Site]:
+    found = [site for unit in codebase.units for site in sites(codebase, unit, _tensor_attributes(codebase, unit))]
+    known = parallel.helpers(codebase, found)
+    there = {(site.unit, site.kind) for site in found}
+    found += [
+        site
+        for site in parallel.calls_of_helpers(codebase, known)
+        if (site.unit, site.kind) not in there or site.kind == "parallel-state"
+    ]
+    wanted = {
+        f"{unit.module.name}.{unit.name}": unit
+        for unit in (*known, *(site.unit for site in found))
+        if unit.owner is None and unit.name != MODULE
+    }
+    return found + list(parallel.aliases(codebase, wanted))
+
+
+def _tensor_attributes(codebase: Codebase, unit: Unit) -> frozenset[str]:
+    """Returns the parameters and buffers that a network's class registers."""
+    if unit.owner is None or not unit.module.uses_torch:
+        return frozenset()
+    known: frozenset[str] | None = unit.owner.__dict__.get("_tensors")
+    if known is None:
+        init = codebase.method(unit.owner, "__init__")
+        known = unit.owner.__dict__["_tensors"] = frozenset(_registered(init) if init is not None else ())
+    return known
+
+
+def _registered(init: Unit) -> Iterable[str]:
+    for event in init.body.events:
+        if event.act is Act.CALL and isinstance(event.node, ast.Call):
+            func, args = event.node.func, event.node.args
+            if isinstance(func, ast.Attribute) and func.attr in ("register_buffer", "register_parameter") and args:
+                if isinstance(args[0], ast.Constant):
+                    yield str(args[0].value)
+        elif event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and isinstance(event.value, ast.Call):
+            if chain_of(event.value.func)[-1:] == ("Parameter",):
+                yield event.node.attr
+
+
+def _package_of(path: Path) -> str:
+    """Returns the dotted name of a folder that lies inside a package, or is one; else nothing."""
+    names: list[str] = []
+    current = path.resolve()
+    current = current.parent if current.is_file() else current
+    while folder.has_file(current / "__init__.py"):
+        names.insert(0, current.name)
+        current = current.parent
+    return ".".join(names)
+
+
+def _entry(codebase: Codebase, entry: str) -> tuple[list[Unit], list[Class]]:
+    """Returns where a named entry begins."""
+    place = f"--entry {entry}"
+    module_name, colon, name = entry.partition(":")
+    if not colon or not name:
+        raise BadValueError(place, "It is no name of a class or function", "Write it as package.module:Class")
+    module = codebase.modules.get(module_name)
+    if module is None:
+        fact = f"The codebase has no module '{module_name}'"
+        raise UnknownNameError(place, fact, _some(module_name, codebase.modules), name=module_name)
+    known = codebase.definition(codebase.canonical(f"{module_name}.{name}"))
+    if isinstance(known, Class):
+        return roots(codebase, known)
+    if isinstance(known, Unit):
+        return [known], []
+    raise UnknownNameError(
+        place, f"'{module_name}' has no '{name}'", nearest(name, module.classes or module.units), name=name
+    )
+
+
+def _some(name: str, names: Iterable[str]) -> str:
+    """Returns a remedy that names the modules that end alike; a codebase has too many to list."""
+    last = name.rpartition(".")[2]
+    close = sorted(one for one in names if one.rpartition(".")[2] == last)
+    return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
+
+
+def _trains(unit: Unit) -> bool:
+    """Returns whether a function is there for training, by the words of its name and file."""
+    text = f"{unit.module.source.path} {unit.name}"
+    return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))
+
+
+def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reach:
+    if before.leads_to(site.unit, site.guards, site.line, site.if_none):
+        return "path" if chosen else "unknown"
+    return "training" if site.unit in training.units else "off"
+
+
+def _with_aliases(found: Sequence[Site], covered: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Returns the patches of each finding; of an alias those of the function, if all that is found there has one."""
+    by_name: dict[str, list[tuple[str, ...]]] = {}
+    for site, ids in zip(found, covered, strict=True):
+        if site.kind != "alias":
+            by_name.setdefault(f"{site.unit.module.name}.{site.unit.name}", []).append(ids)
+    result = []
+    for site, ids in zip(found, covered, strict=True):
+        if site.kind == "alias":
+            some = by_name.get(site.uses, [])
+            ids = tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
+        result.append(ids)
+    return result
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.alias):
+        return node.name
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _named(root: Path, below: str) -> str:
+    return folder.as_named(root if folder.has_file(root) else root / below)
+
+
+def _of_unread(root: Path, one: Unread) -> Finding:
+    return Finding(one.rule, _named(root, one.path), one.line, "", one.why, reach="unknown")

@@ -1,0 +1,369 @@
+"""A file's syntax as events: what each function does, in order, each with the conditions that it stands under.
+
+A function's nested functions count as its own. What runs at import is the function `<module>`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+
+MODULE = "<module>"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Guards = tuple[tuple[ast.expr, bool], ...]
+"""Conditions, each with the value that it must have."""
+NEVER: tuple[ast.expr, bool] = (ast.Constant(False), True)
+_JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+
+
+class Act(enum.Enum):
+    """What an event is."""
+
+    CALL = enum.auto()
+    CHAIN = enum.auto()
+    """A name, or names with points between them, that are read and not called."""
+    TEST = enum.auto()
+    """A condition of `if`, `while`, `assert`, `a if b else c`, or of a comprehension."""
+    INDEX = enum.auto()
+    """A subscript that is read."""
+    WRITE = enum.auto()
+    """A subscript that is assigned to; its value is the second node."""
+    ASSIGN = enum.auto()
+    """A target, and the value as the second node; of a loop, the iterable."""
+    OPERATOR = enum.auto()
+    """A binary operator or comparison."""
+    TEXT = enum.auto()
+    """A string that names CUDA."""
+    IMPORT = enum.auto()
+    WITH = enum.auto()
+    DECORATOR = enum.auto()
+    ENTER = enum.auto()
+    """A nested function begins."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Event:
+    """One thing that a function does.
+
+    Attributes:
+        act: What it is.
+        node: Where.
+        guards: The conditions that it stands under.
+        loop: Whether it stands in a loop.
+        value: A second node: of an assignment its value, of a loop what it runs over.
+        loops_over: Whether `value` is run over and not assigned.
+    """
+
+    act: Act
+    node: ast.AST
+    guards: Guards
+    loop: bool
+    value: ast.expr | None = None
+    loops_over: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    """A function, a class's decorators, or what a module does at import.
+
+    Attributes:
+        name: The qualified name, or `<module>`.
+        node: The statement.
+        owner: The class that it is a method of, by name; empty for none.
+        events: What it does, in order.
+    """
+
+    name: str
+    node: Function | ast.ClassDef | ast.Module
+    owner: str = ""
+    events: list[Event] = dataclasses.field(default_factory=list)
+
+
+def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
+    """Returns the functions of a module, `<module>` first, and its classes by qualified name."""
+    reader = _Reader()
+    whole = Body(MODULE, tree)
+    reader.bodies.append(whole)
+    reader.read_block(tree.body, whole, "", "", ())
+    return reader.bodies, reader.classes
+
+
+class _Reader:
+    """Reads a module once."""
+
+    def __init__(self) -> None:
+        self.bodies: list[Body] = []
+        self.classes: dict[str, ast.ClassDef] = {}
+
+    def read_block(self, block: list[ast.stmt], body: Body, prefix: str, owner: str, guards: Guards) -> None:
+        """Reads what runs at import, and each definition as a body of its own."""
+        for statement in block:
+            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                own = Body(prefix + statement.name, statement, owner)
+                self.bodies.append(own)
+                _Walk(own.events).function(statement)
+            elif isinstance(statement, ast.ClassDef):
+                self._read_class(statement, body, prefix, guards)
+            elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+                walk = _Walk(body.events)
+                walk.guards = guards
+                for inner, conditions in walk.head(statement):
+                    self.read_block(inner, body, prefix, owner, conditions)
+            else:
+                walk = _Walk(body.events)
+                walk.guards = guards
+                walk.statement(statement)
+            guards += _left_by(statement)
+
+    def _read_class(self, node: ast.ClassDef, body: Body, prefix: str, guards: Guards) -> None:
+        name = prefix + node.name
+        self.classes[name] = node
+        if node.decorator_list:
+            own = Body(name, node, name)
+            self.bodies.append(own)
+            _Walk(own.events).decorators(node)
+        self.read_block(node.body, body, f"{name}.", name, guards)
+
+
+def _left_by(statement: ast.stmt) -> Guards:
+    """Returns the conditions under which the next statement runs, given that this one may jump."""
+    if isinstance(statement, _JUMPS):
+        return (NEVER,)
+    if isinstance(statement, ast.If):
+        if _jumps(statement.body):
+            return ((statement.test, False),)
+        if statement.orelse and _jumps(statement.orelse):
+            return ((statement.test, True),)
+    return ()
+
+
+def _jumps(block: list[ast.stmt]) -> bool:
+    last = block[-1]
+    return isinstance(last, _JUMPS) or (
+        isinstance(last, ast.If) and bool(last.orelse) and all(map(_jumps, (last.body, last.orelse)))
+    )
+
+
+class _Walk:
+    """Walks one function and notes its events."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+        self.guards: Guards = ()
+        self._loop = False
+
+    def _note(self, act: Act, node: ast.AST, value: ast.expr | None = None, loops_over: bool = False) -> None:
+        self._events.append(Event(act, node, self.guards, self._loop, value, loops_over))
+
+    def decorators(self, node: Function | ast.ClassDef) -> None:
+        """Notes the decorators of a definition."""
+        for decorator in node.decorator_list:
+            self._note(Act.DECORATOR, decorator)
+            self.expression(decorator)
+
+    def function(self, node: Function) -> None:
+        """Notes all of a function."""
+        self.decorators(node)
+        for default in (*node.args.defaults, *node.args.kw_defaults):
+            self.expression(default)
+        self.block(node.body)
+
+    def block(self, block: list[ast.stmt]) -> None:
+        """Notes statements, each under what the ones before it leave."""
+        before = self.guards
+        for statement in block:
+            self.statement(statement)
+            self.guards += _left_by(statement)
+        self.guards = before
+
+    def head(self, node: ast.stmt) -> list[tuple[list[ast.stmt], Guards]]:
+        """Notes what a compound statement computes itself; returns its blocks, each with its conditions."""
+        outer = self.guards
+        if isinstance(node, ast.If):
+            self.test(node.test)
+            return [(node.body, (*outer, (node.test, True))), (node.orelse, (*outer, (node.test, False)))]
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                self._note(Act.WITH, item.context_expr)
+                self.expression(item.context_expr)
+                if item.optional_vars:
+                    self._target(item.optional_vars, item.context_expr)
+            return [(node.body, outer)]
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            parts = [node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody]
+            return [(part, outer) for part in parts]
+        return []
+
+    def statement(self, node: ast.stmt) -> None:
+        """Notes one statement."""
+        if isinstance(node, (ast.If, ast.With, ast.AsyncWith, ast.Try, ast.TryStar)):
+            outer = self.guards
+            for block, conditions in self.head(node):
+                self.guards = conditions
+                self.block(block)
+            self.guards = outer
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            self._loops(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            self._assigns(node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            outer, loop, self._loop = self.guards, self._loop, False
+            self._note(Act.ENTER, node)
+            self.function(node)
+            self.guards, self._loop = outer, loop
+        elif isinstance(node, ast.ClassDef):
+            self.block(node.body)
+        elif isinstance(node, ast.Assert):
+            self.test(node.test)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._note(Act.IMPORT, node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        elif isinstance(node, ast.Match):
+            self.expression(node.subject)
+            for case in node.cases:
+                self.block(case.body)
+        else:
+            for child in ast.iter_child_nodes(node):
+                self.expression(child)
+
+    def _loops(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        outer = self._loop
+        if isinstance(node, ast.While):
+            self.test(node.test)
+        else:
+            self.expression(node.iter)
+            self._target(node.target, node.iter, loops_over=True)
+        self._loop = True
+        self.block(node.body)
+        self._loop = outer
+        self.block(node.orelse)
+
+    def _assigns(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
+        if node.value is None:
+            return
+        self.expression(node.value)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            changes = isinstance(node, ast.AugAssign) and not isinstance(target, ast.Subscript)
+            self._target(target, ast.BinOp(target, node.op, node.value) if changes else node.value)
+
+    def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
+        if isinstance(target, ast.Subscript):
+            self._note(Act.WRITE, target, value)
+            self.expression(target.value)
+            self.expression(target.slice)
+            return
+        self._note(Act.ASSIGN, target, value, loops_over)
+
+    def test(self, node: ast.expr) -> None:
+        """Notes a condition, and what is in it."""
+        self._note(Act.TEST, node)
+        self.expression(node)
+
+    def expression(self, node: ast.AST | None) -> None:
+        """Notes what is in an expression, what is computed first before the rest."""
+        if node is None:
+            return
+        kind = type(node)
+        if kind is ast.Name:
+            if isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                self._note(Act.CHAIN, node)
+        elif kind is ast.Attribute:
+            self._attribute(node)  # type: ignore[arg-type]
+        elif kind is ast.Constant:
+            if isinstance(node.value, str) and node.value.startswith("cuda"):  # type: ignore[attr-defined]
+                self._note(Act.TEXT, node)
+        elif kind is ast.JoinedStr:
+            self._text(node)  # type: ignore[arg-type]
+        else:
+            self._composite(node)
+
+    def _attribute(self, node: ast.Attribute) -> None:
+        self._note(Act.CHAIN, node)
+        value = node.value
+        while isinstance(value, ast.Attribute):
+            value = value.value
+        if not isinstance(value, ast.Name):
+            self.expression(value)
+
+    def _text(self, node: ast.JoinedStr) -> None:
+        first = node.values[0] if node.values else None
+        if isinstance(first, ast.Constant) and str(first.value).startswith("cuda"):
+            self._note(Act.TEXT, node)
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.expression(part.value)
+
+    def _composite(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Call):
+            self._call(node)
+        elif isinstance(node, ast.Subscript):
+            self.expression(node.value)
+            self.expression(node.slice)
+            if isinstance(node.ctx, ast.Load):
+                self._note(Act.INDEX, node)
+        elif isinstance(node, ast.IfExp):
+            self.test(node.test)
+            self._under(node.body, (node.test, True))
+            self._under(node.orelse, (node.test, False))
+        elif isinstance(node, ast.BoolOp):
+            outer = self.guards
+            for value in node.values:
+                self.expression(value)
+                self.guards += ((value, isinstance(node.op, ast.And)),)
+            self.guards = outer
+        elif isinstance(node, ast.Compare) and _names_cuda(node):
+            return
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
+            self._comprehension(node)
+        else:
+            if isinstance(node, (ast.BinOp, ast.Compare)):
+                self._note(Act.OPERATOR, node)
+            for child in ast.iter_child_nodes(node):
+                self.expression(child)
+
+    def _under(self, node: ast.expr, guard: tuple[ast.expr, bool]) -> None:
+        outer = self.guards
+        self.guards += (guard,)
+        self.expression(node)
+        self.guards = outer
+
+    def _call(self, node: ast.Call) -> None:
+        func: ast.expr = node.func
+        while isinstance(func, ast.Attribute):
+            func = func.value
+        if not isinstance(func, ast.Name):
+            self.expression(func)
+        for argument in node.args:
+            self.expression(argument)
+        for keyword in node.keywords:
+            self.expression(keyword.value)
+        self._note(Act.CALL, node)
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        for part in node.generators:
+            self.expression(part.iter)
+            self._note(Act.ASSIGN, part.target, part.iter, loops_over=True)
+            for condition in part.ifs:
+                self.test(condition)
+        for value in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+            self.expression(value)
+
+
+def _names_cuda(node: ast.Compare) -> bool:
+    """Returns whether a comparison asks for the name of CUDA, which is no use of it."""
+    sides = (node.left, *node.comparators)
+    return any(
+        isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value.startswith("cuda")
+        for side in sides
+    )
+
+
+def chain_of(node: ast.AST) -> tuple[str, ...]:
+    """Returns `a.b.c` as its names; empty where there is no name before the first point."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return (node.id, *reversed(names)) if isinstance(node, ast.Name) else ()
