@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchport import patch
 from torchport.patch.rewriting import pattern
-from torchport.scan.codebase import Class, Codebase, Unit
+from torchport.scan.codebase import Codebase, Unit
 from torchport.scan.detect import AUTOCAST, MAKES_GROUP, Site
 from torchport.scan.reach import Closed, Reached
+from torchport.scan.syntax import Act
 
 _GENERIC = ("torch", "torchax")
 _GROUPS = ("process-group", "parallel-state", "cuda-import")
@@ -178,11 +180,16 @@ class Coverage:
                     seen.add(caller)
                     pending.append(caller)
         if not found:  # a flag that no method sets any more, or an argument that is given
-            yield from self._by_argument(seen)
+            yield from self._by_condition(seen)
 
-    def _by_argument(self, units: set[Unit]) -> Iterator[str]:
-        yield from sorted({file for unit in units for name, file in self._patches.given.items() if _gives(unit, name)})
-        yield from sorted({id for unit, ids in self._patches.by_unit.items() for id in ids if _sets_flag(unit, units)})
+    def _by_condition(self, units: set[Unit]) -> Iterator[str]:
+        """Yields what decides a condition on the way: a family by an argument, or a patch of what sets a flag."""
+        asked = {name for unit in units for name in _asked(unit)}
+        forwards = [unit for unit in units if unit.name.endswith(".forward")]
+        given = {name for unit in forwards for name in _asked(unit) if name in unit.defaults}
+        yield from sorted({file for name, file in self._patches.given.items() if name in given})
+        for unit, ids in self._patches.by_unit.items():
+            yield from ids if asked & set(_flags(unit)) else ()
 
     def of_name(self, site: Site) -> tuple[str, ...]:
         """Returns the patches of what a finding uses."""
@@ -200,35 +207,17 @@ class Coverage:
         )
 
 
-def _gives(unit: Unit, name: str) -> bool:
-    """Returns whether a network's `forward` asks whether a parameter of this name is None."""
-    return (
-        unit.name.endswith(".forward")
-        and name in unit.defaults
-        and any(
-            isinstance(condition, ast.Compare)
-            and name in {inner.id for inner in ast.walk(condition) if isinstance(inner, ast.Name)}
-            for event in unit.body.events
-            for test, _ in event.guards
-            for condition in (test.values if isinstance(test, ast.BoolOp) else [test])
-            if isinstance(condition, ast.Compare) and isinstance(condition.ops[0], ast.Is)
-        )
-    )
+@functools.cache
+def _asked(unit: Unit) -> frozenset[str]:
+    """Returns the names and attributes that the conditions of a function ask for."""
+    tests = {id(test): test for event in unit.body.events for test, _ in event.guards}
+    nodes = [node for test in tests.values() for node in ast.walk(test)]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return frozenset(names | {node.id for node in nodes if isinstance(node, ast.Name)})
 
 
-def _sets_flag(unit: Unit, units: set[Unit]) -> bool:
-    """Returns whether a function that is replaced sets an attribute that one of some functions asks for."""
-    flags = {
-        event.node.attr
-        for event in unit.body.events
-        if isinstance(event.node, ast.Attribute) and event.value is not None and isinstance(event.value, ast.Constant)
-    }
-    asked = {
-        node.attr
-        for one in units
-        for event in one.body.events
-        for test, _ in event.guards
-        for node in ast.walk(test)
-        if isinstance(node, ast.Attribute)
-    }
-    return bool(flags & asked)
+def _flags(unit: Unit) -> Iterator[str]:
+    """Yields the attributes that a function sets to a constant."""
+    for event in unit.body.events:
+        if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and isinstance(event.value, ast.Constant):
+            yield event.node.attr

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torchport.scan.codebase import Codebase, Unit
 from torchport.scan.syntax import MODULE, Act, Event, Guards, chain_of
-from torchport.scan.tensors import ON_DEVICE, Kind, Tensors
+from torchport.scan.tensors import ON_DEVICE, Kind, Tensors, names_tensor
 
 KERNELS = {
     "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention", "sageattn", "sageattn3",
@@ -109,9 +109,10 @@ class Context:
         self.unit = unit
         self.codebase = codebase
         self._names: dict[tuple[str, ...], str] = {}
-        self.tensors = Tensors(unit, self.full, attributes)
+        self.tensors = Tensors(unit, self.full, attributes, self._returns_tensor)
         self.builds = unit.name.rpartition(".")[2] in _BUILDERS
         self.at_import = unit.name == MODULE
+        self.asks_for_autocast = {id(node) for event in unit.body.events for node in _arguments_of_autocast(event)}
 
     def full(self, node: ast.AST) -> str:
         """Returns the name in full of a chain of names; empty where no import or definition of a module binds it."""
@@ -125,6 +126,13 @@ class Context:
             )
             self._names[chain] = self.codebase.canonical(name) if name else ""
         return self._names[chain]
+
+    def _returns_tensor(self, name: str) -> bool:
+        """Returns whether a function of the codebase says that it returns a tensor."""
+        known = self.codebase.definition(name) if name else None
+        node = known.body.node if isinstance(known, Unit) else None
+        returns = node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+        return returns is not None and names_tensor(returns)
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "") -> Site:
         """Returns a finding at an event."""
@@ -321,7 +329,15 @@ def _decorators(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("kernel", event, name)
 
 
+def _arguments_of_autocast(event: Event) -> Iterator[ast.AST]:
+    if event.act is Act.CALL and isinstance(event.node, ast.Call):
+        if chain_of(event.node.func)[-1:] in (("autocast",), ("custom_fwd",), ("custom_bwd",), ("GradScaler",)):
+            yield from (*event.node.args, *(keyword.value for keyword in event.node.keywords))
+
+
 def _texts(context: Context, event: Event) -> Iterator[Site]:
+    if id(event.node) in context.asks_for_autocast:
+        return
     text = ast.unparse(event.node).strip("'\"f")
     if text == "cuda" or text.startswith("cuda:"):
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
@@ -364,8 +380,9 @@ def _is_square(node: ast.Call, name: str) -> bool:
     if name in ("eye", "tri"):
         return bool(node.args) and not _is_small(node.args[0])
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
-    sizes = [ast.unparse(part) for part in parts if not _is_small(part)]
-    return any(one == other for one, other in zip(sizes[:-1], sizes[1:], strict=True))
+    if not 2 <= len(parts) <= 4 or any(_is_small(part) for part in parts[-2:]):  # more dims are those of a video
+        return False
+    return ast.unparse(parts[-2]) == ast.unparse(parts[-1])
 
 
 def _is_small(node: ast.expr) -> bool:

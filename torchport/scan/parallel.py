@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from torchport.scan.codebase import Class, Codebase, Module, Unit
 from torchport.scan.detect import Site
-from torchport.scan.syntax import MODULE, Act, chain_of
+from torchport.scan.syntax import MODULE, Act, Event, chain_of
 
 
 def helpers(codebase: Codebase, sites: Iterable[Site]) -> set[Unit]:
@@ -89,7 +89,7 @@ def calls_of_helpers(codebase: Codebase, known: set[Unit]) -> Iterator[Site]:
             continue
         lines: set[int] = set()
         for event in unit.body.events:
-            if event.act is not Act.CALL or not isinstance(event.node, ast.Call):
+            if event.act is not Act.CALL or not isinstance(event.node, ast.Call) or _is_script(event):
                 continue
             chain = chain_of(event.node.func)
             if not chain or (
@@ -101,6 +101,11 @@ def calls_of_helpers(codebase: Codebase, known: set[Unit]) -> Iterator[Site]:
                 lines.add(event.node.lineno)
                 kind = "cuda-import" if unit.name == MODULE else "parallel-state"
                 yield Site(unit, kind, event.node, event.guards, name)
+
+
+def _is_script(event: Event) -> bool:
+    """Returns whether an event stands under `if __name__ == "__main__"`, which no import runs."""
+    return any(isinstance(test, ast.Compare) and chain_of(test.left) == ("__name__",) for test, _ in event.guards)
 
 
 def aliases(codebase: Codebase, wanted: dict[str, Unit]) -> Iterator[Site]:

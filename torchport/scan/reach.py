@@ -77,6 +77,12 @@ class Reached:
         while self._pending:
             self._process(self._pending.pop())
 
+    def admit(self, units: Iterable[Unit]) -> None:
+        """Notes that functions may be called with any arguments, and follows nothing that they call."""
+        for unit in units:
+            if unit not in self._closed.units:
+                self._arguments[unit] = {parameter.arg: UNKNOWN for parameter in unit.parameters}
+
     def leads_to(self, unit: Unit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
         """Returns whether a place of a function is reached."""
         if unit not in self._arguments or self._closed.has(unit, line):

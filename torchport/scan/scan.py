@@ -44,17 +44,16 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     codebase = Codebase(sources, _package_of(path))
     found = _all_sites(codebase)
     chosen = [_entry(codebase, entry) for entry in entries]
-    before, patches = Reached(codebase), coverage.read(codebase, folders)
-    after = Reached(codebase, patches.closed())
+    patches = coverage.read(codebase, folders)
+    before, after = Reached(codebase), Reached(codebase, patches.closed())
     for reached in (before, after):
         for one in chosen:
             reached.begin(*one)
-    if not chosen:  # whatever is not training may run
-        everything = [unit for unit in codebase.units if not _trains(unit)]
-        for reached in (before, after):
-            reached.begin(everything)
+        if not chosen:  # whatever is not training may run
+            reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
     training.begin(unit for unit in codebase.units if _trains(unit))
+    found = [site for site in found if not site.if_none or _reach(site, before, training, False) != "off"]
     cover = coverage.Coverage(patches, before, after, found)
     reaches = [_reach(site, before, training, bool(chosen)) for site in found]
     covered = [cover.of(site) for site in found]
@@ -157,7 +156,7 @@ def _trains(unit: Unit) -> bool:
 def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reach:
     if before.leads_to(site.unit, site.guards, site.line, site.if_none):
         return "path" if chosen else "unknown"
-    return "training" if site.unit in training.units else "off"
+    return "training" if training.leads_to(site.unit, site.guards, site.line, site.if_none) else "off"
 
 
 def _with_aliases(found: Sequence[Site], covered: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

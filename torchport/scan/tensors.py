@@ -114,10 +114,14 @@ class Tensors:
         unit: The function.
         full: Who is meant by a chain of names in it.
         attributes: Those of `self` that are parameters or buffers.
+        returns_tensor: Whether a function of the codebase says that it returns a tensor.
     """
 
-    def __init__(self, unit: Unit, full: Full, attributes: frozenset[str]) -> None:
+    def __init__(
+        self, unit: Unit, full: Full, attributes: frozenset[str], returns_tensor: Callable[[str], bool]
+    ) -> None:
         self._full = full
+        self._returns_tensor = returns_tensor
         self._self = unit.first
         self._attributes = attributes
         self.kinds: dict[str, Kind] = {}
@@ -151,6 +155,8 @@ class Tensors:
 
     def _bind(self, target: ast.AST, value: ast.expr, loops_over: bool) -> None:
         if isinstance(target, ast.Name):
+            if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
+                return  # on the other side of a branch it is what it was
             self.kinds[target.id] = self.of(value)
             self.made_from[target.id] = value
             if not loops_over:
@@ -229,7 +235,7 @@ class Tensors:
         name = self._full(node.func)
         if name.startswith("torch."):
             return _of_torch(name, node, self)
-        if name.startswith("einops."):
+        if name.startswith("einops.") or self._returns_tensor(name):
             return Kind.TENSOR
         if isinstance(node.func, ast.Name):
             if node.func.id in _SAME and node.args and not name:
