@@ -212,6 +212,7 @@ class Codebase:
             if isinstance(above, Class) and above.dotted not in seen:
                 yield from self.lineage(above, seen | {one.dotted})
 
+    @functools.cache  # noqa: B019
     def method(self, one: Class, name: str, inherited: bool = False) -> Unit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
         for above in list(self.lineage(one))[int(inherited) :]:

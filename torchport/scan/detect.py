@@ -331,7 +331,9 @@ def _decorators(context: Context, event: Event) -> Iterator[Site]:
 
 def _arguments_of_autocast(event: Event) -> Iterator[ast.AST]:
     if event.act is Act.CALL and isinstance(event.node, ast.Call):
-        if chain_of(event.node.func)[-1:] in (("autocast",), ("custom_fwd",), ("custom_bwd",), ("GradScaler",)):
+        func = event.node.func
+        last = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+        if last in ("autocast", "custom_fwd", "custom_bwd", "GradScaler"):
             yield from (*event.node.args, *(keyword.value for keyword in event.node.keywords))
 
 
