@@ -87,7 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", action="append", default=[], metavar="NAME=DIR", help="hyvideo=DIR or mochi=DIR")
     parser.add_argument("--misses", action="store_true", help="print each disagreement")
-    parser.add_argument("--tree", action="append", default=[], type=Path, metavar="DIR", help="what to measure speed on")
+    parser.add_argument(
+        "--tree", action="append", default=[], type=Path, metavar="DIR", help="what to measure speed on"
+    )
     arguments = parser.parse_args()
     labels = yaml.safe_load(Path(__file__).with_name("scan_labels.yaml").read_text(encoding="utf-8"))
     for checkout in arguments.checkout:

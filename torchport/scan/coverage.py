@@ -128,7 +128,7 @@ class Coverage:
         self._patches = patches
         self._before = before
         self._after = after
-        self._alone = self._makes_alone(sites)
+        self.alone = self._makes_alone(sites)
 
     def _makes_alone(self, sites: Iterable[Site]) -> tuple[str, ...]:
         """Returns the patches without which a process group would be made; none if one is made under them, too."""
@@ -146,7 +146,7 @@ class Coverage:
 
     def of(self, site: Site) -> tuple[str, ...]:
         """Returns the ids of the patches that take care of a finding."""
-        return self.of_place(site) or self.of_name(site) or (self._alone if site.kind in _GROUPS else ())
+        return self.of_place(site) or self.of_name(site) or (self.alone if site.kind in _GROUPS else ())
 
     def of_place(self, site: Site) -> tuple[str, ...]:
         """Returns the patches that replace the place of a finding, or close the ways to it."""

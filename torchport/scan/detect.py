@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from torchport.scan.codebase import Codebase, Unit
-from torchport.scan.syntax import MODULE, Act, Event, Guards, chain_of
+from torchport.scan.syntax import MODULE, TRIED, Act, Event, Guards, chain_of
 from torchport.scan.tensors import ON_DEVICE, Kind, Tensors, names_tensor
 
 KERNELS = {
@@ -81,6 +81,7 @@ class Site:
         guards: The conditions that it stands under.
         uses: The name in full of what is called or imported.
         if_none: A parameter that must be None for it to be one.
+        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     """
 
     unit: Unit
@@ -89,6 +90,7 @@ class Site:
     guards: Guards
     uses: str = ""
     if_none: str = ""
+    sure: bool = True
 
     @property
     def line(self) -> int:
@@ -134,9 +136,9 @@ class Context:
         returns = node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
         return returns is not None and names_tensor(returns)
 
-    def site(self, kind: str, event: Event, uses: str = "", if_none: str = "") -> Site:
+    def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
         """Returns a finding at an event."""
-        return Site(self.unit, kind, event.node, event.guards, uses, if_none)
+        return Site(self.unit, kind, event.node, event.guards, uses, if_none, sure)
 
 
 Detector = Callable[[Context, Event], Iterator[Site]]
@@ -166,7 +168,7 @@ def _imports(context: Context, event: Event) -> Iterator[Site]:
         if is_kernel(name) and name.partition(".")[0] not in {
             one.partition(".")[0] for one in context.codebase.modules
         }:
-            yield context.site("kernel", event, name)
+            yield context.site("kernel", event, name, sure=TRIED not in event.guards and not name.startswith(_FLEX))
 
 
 def is_kernel(name: str) -> bool:
@@ -253,7 +255,7 @@ def _method_calls(context: Context, event: Event, node: ast.Call, func: ast.Attr
     method, kind = func.attr, Kind.UNKNOWN
     plain = context.full(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
-        yield context.site("item", event)
+        yield context.site("item", event, sure=context.tensors.of(func.value) in ON_DEVICE)
     elif method == "numpy" and not node.args:
         if context.tensors.of(func.value) in ON_DEVICE:
             yield context.site("item", event)

@@ -27,6 +27,7 @@ class Finding:
         uses: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
         reach: Whether the entry leads there.
         covered_by: The ids of the shipped patches that take care of it.
+        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     """
 
     rule: str
@@ -37,6 +38,7 @@ class Finding:
     uses: str = ""
     reach: Reach = "unknown"
     covered_by: tuple[str, ...] = ()
+    sure: bool = True
 
     @property
     def meaning(self) -> Rule:
@@ -58,7 +60,7 @@ class Finding:
         """What is to be done."""
         if self.covered_by:
             return "covered"
-        return "rewrite" if self.meaning.stops else "unknown"
+        return "rewrite" if self.meaning.stops and self.sure else "unknown"
 
 
 @dataclasses.dataclass(frozen=True)

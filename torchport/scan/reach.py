@@ -96,7 +96,9 @@ class Reached:
         assigned = _assigned(unit)
         names = {name: value for name, value in self._arguments.get(unit, {}).items() if name not in assigned}
         if unit.name.endswith(".forward"):
-            names |= {name: NOT_NONE for name in self._closed.given if name in unit.defaults and name not in assigned}
+            names |= {
+                name: NOT_NONE for name in self._closed.given if name in unit.defaults and not _may_be_none(unit, name)
+            }
         return Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
 
     def _full(self, unit: Unit, node: ast.AST) -> str:
@@ -306,6 +308,15 @@ def _assigned(unit: Unit) -> frozenset[str]:
                 names |= {node.arg for node in ast.walk(event.node.args) if isinstance(node, ast.arg)}
         known = unit.__dict__["_assigned"] = frozenset(names)
     return known
+
+
+def _may_be_none(unit: Unit, name: str) -> bool:
+    """Returns whether a function sets a name to None itself."""
+    return any(
+        isinstance(event.node, ast.Name) and event.node.id == name and _constant(event.value) is None
+        for event in unit.body.events
+        if event.act is Act.ASSIGN
+    )
 
 
 def _only_asked_about(unit: Unit) -> set[int]:

@@ -79,9 +79,9 @@ def _scan(path: Path, entries: Sequence[str], folders: Sequence[Path]) -> Report
     findings = [
         Finding(
             BY_KIND[site.kind], _named(path, site.unit.module.source.path), site.line, site.unit.target, _text(site.node),
-            site.uses, reach, ids,
+            site.uses, reach, ids, site.sure,
         )
-        for site, reach, ids in zip(found, reaches, _with_aliases(found, covered), strict=True)
+        for site, reach, ids in zip(found, reaches, _with_aliases(found, covered, cover.alone), strict=True)
     ]  # fmt: skip
     findings += [_of_unread(path, one) for one in unread]
     findings.sort(key=lambda one: (one.file, one.line, one.rule))
@@ -178,8 +178,16 @@ def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reac
     return "training" if training.leads_to(site.unit, site.guards, site.line, site.if_none) else "off"
 
 
-def _with_aliases(found: Sequence[Site], covered: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Returns the patches of each finding; of an alias those of the function, if all that is found there has one."""
+def _with_aliases(
+    found: Sequence[Site], covered: Sequence[tuple[str, ...]], alone: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """Returns the patches of each finding; of an alias those of the function, if all that is found there has one.
+
+    Args:
+        found: The findings.
+        covered: The patches of each, without those of aliases.
+        alone: The patches without which a process group would be made: those of a helper over it.
+    """
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for site, ids in zip(found, covered, strict=True):
         if site.kind != "alias":
@@ -187,7 +195,7 @@ def _with_aliases(found: Sequence[Site], covered: Sequence[tuple[str, ...]]) -> 
     result = []
     for site, ids in zip(found, covered, strict=True):
         if site.kind == "alias":
-            some = by_name.get(site.uses, [])
+            some = by_name.get(site.uses, [alone])
             ids = tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
         result.append(ids)
     return result

@@ -14,6 +14,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Guards = tuple[tuple[ast.expr, bool], ...]
 """Conditions, each with the value that it must have."""
 NEVER: tuple[ast.expr, bool] = (ast.Constant(False), True)
+TRIED: tuple[ast.expr, bool] = (ast.Constant(True), True)
+"""Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -192,7 +194,8 @@ class _Walk:
             return [(node.body, outer)]
         if isinstance(node, (ast.Try, ast.TryStar)):
             parts = [node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody]
-            return [(part, outer) for part in parts]
+            tried = (*outer, TRIED) if node.handlers and not _jumps(node.handlers[-1].body) else outer
+            return [(part, outer if number else tried) for number, part in enumerate(parts)]
         return []
 
     def statement(self, node: ast.stmt) -> None:
