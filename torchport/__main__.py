@@ -162,7 +162,7 @@ def doctor(paths: tuple[str, ...]) -> None:
 @click.argument("id", required=False)
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
 def explain(id: str | None, everything: bool) -> None:
-    """Explains an error by its id, such as TP107: what it means, a wrong and a right example, and the cure."""
+    """Explains an error by its id, such as TP107, or a finding of scan, such as PS401: what it means, a wrong and a right example, and the cure."""
     from torchport.commands.explain import page, section
 
     if id is None and not everything:
@@ -353,6 +353,44 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
     formats.write(report, files)
     terminal.say(formats.FORMATS[form](report))
     sys.exit(findings.exit_code(report.findings))
+
+
+@cli.command()
+@click.argument("codebase", metavar="PATH", type=click.Path(path_type=Path))
+@click.option("--entry", "entries", multiple=True, metavar="PKG.MOD:CLASS", help="What you run of it. Repeatable.")
+@click.option("--all", "everything", is_flag=True, help="Also list what the entry does not lead to.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+@click.option("--sarif", "form", flag_value="sarif", help="Print SARIF.")
+@click.option(
+    "--report",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the findings to a file: .sarif, .json or .txt.",
+)
+@path_option
+def scan(
+    codebase: Path,
+    entries: tuple[str, ...],
+    everything: bool,
+    form: str | None,
+    file: Path | None,
+    paths: tuple[str, ...],
+) -> None:
+    """Lists what in a codebase will not port to TPU, and which patches take care of it. It imports none of it.
+
+    The exit code is 1 if something that the entry leads to needs a patch that is not there, else 0.
+    """
+    terminal.log_to_stderr()
+    from torchport.commands import scan as command
+
+    if file is not None:
+        command.check_file(file)
+    report = command.report_of(codebase, entries, paths)
+    if file is not None:
+        command.write(report, file, everything)
+    terminal.say(command.FORMATS[form or "text"](report, everything))
+    sys.exit(command.exit_code(report))
 
 
 @cli.command()

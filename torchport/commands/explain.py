@@ -8,6 +8,7 @@ import textwrap
 
 from torchport import errors
 from torchport.commands.examples import EXAMPLES
+from torchport.scan.rules import RULES
 
 START = """\
 An error is one line, `error[ID] <place>: <what is>. <what must be, or the command to run>.` The exit code is 2, or 130
@@ -29,11 +30,13 @@ def section(key: str) -> str:
     """Returns what an error means, a wrong and a right example, and the cure; of a group, what lies in it.
 
     Args:
-        key: The error's id, in letters of any case.
+        key: The error's id, or that of a finding of `torchport scan`, in letters of any case.
 
     Raises:
-        UnknownNameError: No error has this id.
+        UnknownNameError: No error and no finding has this id.
     """
+    if key.upper() in RULES:
+        return scan_section(key.upper())
     kinds = {kind.id: kind for kind in errors.kinds()}
     kind = kinds.get(key.upper())
     if kind is None:
@@ -41,6 +44,24 @@ def section(key: str) -> str:
         raise errors.UnknownNameError(place, fact, _nearest(key.upper(), list(kinds)), name=key)
     parts = [f"{kind.id} {kind.__name__}", inspect.getdoc(kind) or "", *_group(kind), *_example(kind.id)]
     return "\n\n".join(parts)
+
+
+def scan_section(id: str) -> str:
+    """Returns what a finding of `torchport scan` means, a wrong and a right example, and the cure."""
+    rule = RULES[id]
+    blocks = [
+        f"{side}:\n\n```{_language(text)}\n{text}\n```" for side, text in (("Wrong", rule.wrong), ("Right", rule.right))
+    ]
+    said = f"Cure: {rule.do} Effort: {rule.effort}."
+    return "\n\n".join(
+        [f"{id} {rule.kind}", rule.title, rule.why, *blocks, textwrap.fill(said, 120, break_on_hyphens=False)]
+    )
+
+
+def _language(text: str) -> str:
+    if text.startswith(("patches:", "strategies:")):
+        return "yaml"
+    return "sh" if text.startswith(("ln ", "rm ", "chmod ")) else "python"
 
 
 def _group(kind: type[errors.TorchportError]) -> list[str]:
@@ -75,7 +96,7 @@ def _example(key: str) -> list[str]:
 def _nearest(key: str, known: list[str]) -> str:
     """Returns a remedy that names the id with the nearest number."""
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
-        return errors.nearest(key, known)
+        return errors.nearest(key, [*known, *RULES])
     number = int(key[2:])
     closest = min(known, key=lambda one: abs(int(one[2:]) - number))
     return f"Did you mean '{closest}'? Known: {', '.join(known)}"

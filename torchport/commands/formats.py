@@ -15,10 +15,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 from torchport import __version__, errors
+from torchport.commands.explain import scan_section
 from torchport.commands.findings import Case, Finding, Report
 from torchport.errors import BadValueError, printable
 from torchport.files import folder
 from torchport.files.atomic import writing
+from torchport.scan.rules import RULES
+
+_LEVELS = {"covered": "note", "unknown": "warning"}
+"""The level of a scan's finding, by what is to be done about it; everything else is an error."""
 
 
 def text(report: Report) -> str:
@@ -65,7 +70,7 @@ def sarif(report: Report) -> str:
         {
             "ruleId": finding.id,
             "ruleIndex": ids.index(finding.id),
-            "level": "error",
+            "level": _LEVELS.get(finding.step, "error"),
             "message": {"text": printable(finding.text)},
             "locations": [{"physicalLocation": _location(finding.place, root)}],
             "partialFingerprints": {"torchport/v1": _fingerprint(finding, root)},
@@ -79,13 +84,19 @@ def sarif(report: Report) -> str:
 
 
 def _rule(id: str) -> dict[str, Any]:
-    """Returns what SARIF knows of an id: the documentation of its class."""
+    """Returns what SARIF knows of an id: the documentation of its class, or of a scan's rule."""
+    if id in RULES:
+        return _rule_of(id, RULES[id].kind, RULES[id].title, scan_section(id))
     kind = next(kind for kind in errors.kinds() if kind.id == id)
     page = inspect.getdoc(kind) or ""
+    return _rule_of(id, kind.__name__, page.partition("\n")[0], page)
+
+
+def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
     return {
         "id": id,
-        "name": kind.__name__,
-        "shortDescription": {"text": page.partition("\n")[0]},
+        "name": name,
+        "shortDescription": {"text": title},
         "fullDescription": {"text": page},
         "help": {"text": f"{page}\n\nSee: torchport explain {id}"},
         "defaultConfiguration": {"level": "error"},

@@ -19,8 +19,10 @@ class Unknown:
 UNKNOWN: Any = Unknown()
 NOT_NONE: Any = Unknown()
 """Some value, and not None."""
-_ALONE = {"torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled", "torch.compiler.is_compiling",
-          "torch.jit.is_scripting", "torch.jit.is_tracing"}  # fmt: skip
+_ALONE = {
+    "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
+    "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
+}  # fmt: skip
 """What is False in an inference of one process that nobody scripts."""
 
 

@@ -14,60 +14,55 @@ from torchport.scan.syntax import MODULE, TRIED, Act, Event, Guards, chain_of
 from torchport.scan.tensors import ON_DEVICE, Kind, Tensors, names_tensor
 
 KERNELS = {
-    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention", "sageattn", "sageattn3",
-    "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn", "transformer_engine", "mamba_ssm",
-    "causal_conv1d", "cupy", "pycuda", "tensorrt", "block_sparse_attn", "flashinfer", "liger_kernel", "sgl_kernel", "magi_attention",
+    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
+    "sageattn", "sageattn3", "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn",
+    "transformer_engine", "mamba_ssm", "causal_conv1d", "cupy", "pycuda", "tensorrt", "block_sparse_attn",
+    "flashinfer", "liger_kernel", "sgl_kernel", "magi_attention",
 }  # fmt: skip
 """Packages of GPU kernels."""
 _FLEX = "torch.nn.attention.flex_attention"
 _ANSWERED = {
-    "is_available", "device_count", "empty_cache", "manual_seed", "manual_seed_all", "memory_allocated", "memory_reserved",
-    "max_memory_allocated", "max_memory_reserved", "is_initialized", "is_bf16_supported", "seed", "seed_all", "amp",
+    "is_available", "device_count", "empty_cache", "manual_seed", "manual_seed_all", "memory_allocated",
+    "memory_reserved", "max_memory_allocated", "max_memory_reserved", "is_initialized", "is_bf16_supported", "seed",
+    "seed_all", "amp",
 }  # fmt: skip
 """What torch.cuda answers without CUDA."""
 _WITHOUT_GROUP = {
-    "is_initialized",
-    "is_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "ProcessGroup",
-    "ReduceOp",
-}
+    "is_initialized", "is_available", "is_nccl_available", "is_torchelastic_launched", "ProcessGroup", "ReduceOp",
+}  # fmt: skip
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
 MAKES_GROUP = {"init_process_group", "init_device_mesh", "new_group", "new_subgroups", "DeviceMesh"}
 """What makes a process group; what asks one comes after it."""
 _FACTORIES = {
-    "arange", "linspace", "logspace", "tensor", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint", "randperm",
-    "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window", "range",
+    "arange", "linspace", "logspace", "tensor", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint",
+    "randperm", "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window",
+    "range",
 }  # fmt: skip
 _AUTOCAST = {
-    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast", "torch.cuda.amp.custom_fwd",
-    "torch.amp.custom_fwd", "torch.cuda.amp.autocast_mode.autocast",
+    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast",
+    "torch.cuda.amp.custom_fwd", "torch.amp.custom_fwd", "torch.cuda.amp.autocast_mode.autocast",
 }  # fmt: skip
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
 _COMPILES = {
-    "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method", "torch.jit.script_if_tracing",
-    "torch.compiler.disable", "torch.compiler.allow_in_graph", "torch._dynamo.disable", "torch._dynamo.optimize",
-    "torch._dynamo.allow_in_graph", "torch.jit.freeze", "torch.jit.load", "torch.jit.trace_module", "torch.compiler.compile",
+    "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method",
+    "torch.jit.script_if_tracing", "torch.compiler.disable", "torch.compiler.allow_in_graph",
+    "torch._dynamo.disable", "torch._dynamo.optimize", "torch._dynamo.allow_in_graph", "torch.jit.freeze",
+    "torch.jit.load", "torch.jit.trace_module", "torch.compiler.compile",
 }  # fmt: skip
 _FLOAT64 = {"torch.float64", "torch.double", "torch.DoubleTensor"}
 _COMPLEX = {
-    "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64", "torch.complex128", "torch.cfloat",
+    "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64",
+    "torch.complex128", "torch.cfloat",
 }  # fmt: skip
 _BY_VALUES = {"torch.nonzero", "torch.masked_select", "torch.unique", "torch.argwhere", "torch.unique_consecutive"}
 _BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive"}
 _NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
 _BUILDERS = {
-    "__init__",
-    "reset_parameters",
-    "init_weights",
-    "_init_weights",
-    "initialize_weights",
-    "__new__",
+    "__init__", "reset_parameters", "init_weights", "_init_weights", "initialize_weights", "__new__",
     "__post_init__",
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

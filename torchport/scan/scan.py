@@ -21,8 +21,8 @@ from torchport.scan.rules import BY_KIND
 from torchport.scan.syntax import MODULE, Act, chain_of
 
 _TRAINS = {
-    "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer", "optimizers", "loss",
-    "losses", "backward", "pretrain",
+    "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",
+    "optimizers", "loss", "losses", "backward", "pretrain",
 }  # fmt: skip
 _LONGEST = 90
 

@@ -248,8 +248,10 @@ class _Walk:
             return
         self.expression(node.value)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            changes = isinstance(node, ast.AugAssign) and not isinstance(target, ast.Subscript)
-            self._target(target, ast.BinOp(target, node.op, node.value) if changes else node.value)
+            if isinstance(node, ast.AugAssign) and not isinstance(target, ast.Subscript):
+                self._target(target, ast.BinOp(target, node.op, node.value))
+            else:
+                self._target(target, node.value)
 
     def _target(self, target: ast.expr, value: ast.expr, loops_over: bool = False) -> None:
         if isinstance(target, ast.Subscript):

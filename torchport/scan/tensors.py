@@ -31,79 +31,44 @@ Full = Callable[[ast.AST], str]
 """Returns the name in full of a chain of names; empty for none."""
 
 _TENSOR_NAMES = {
-    "Tensor",
-    "LongTensor",
-    "FloatTensor",
-    "BoolTensor",
-    "IntTensor",
-    "HalfTensor",
-    "BFloat16Tensor",
-    "tensor",
-}
+    "Tensor", "LongTensor", "FloatTensor", "BoolTensor", "IntTensor", "HalfTensor", "BFloat16Tensor", "tensor",
+}  # fmt: skip
 _PLAIN_ATTRIBUTES = {
-    "shape",
-    "ndim",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_cuda",
-    "layout",
-    "names",
-    "itemsize",
-    "nbytes",
-}
+    "shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "names", "itemsize", "nbytes",
+}  # fmt: skip
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
 _PLAIN_METHODS = {
-    "size", "dim", "numel", "stride", "element_size", "is_contiguous", "data_ptr", "get_device", "is_floating_point",
-    "is_complex", "item", "tolist", "numpy", "type", "nelement", "ndimension", "storage_offset",
+    "size", "dim", "numel", "stride", "element_size", "is_contiguous", "data_ptr", "get_device",
+    "is_floating_point", "is_complex", "item", "tolist", "numpy", "type", "nelement", "ndimension",
+    "storage_offset",
 }  # fmt: skip
 _MASK_METHODS = {
-    "bool",
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "logical_and",
+    "bool", "eq", "ne", "gt", "ge", "lt", "le", "isnan", "isinf", "isfinite", "logical_not", "logical_and",
     "logical_or",
-}
+}  # fmt: skip
 _ONLY_TENSORS = {
-    "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "permute", "contiguous", "detach", "float", "half",
-    "bool", "long", "bfloat16", "chunk", "unbind", "type_as", "masked_fill", "new_zeros", "new_ones", "softmax", "cpu",
-    "cuda", "nonzero", "flatten", "clamp", "requires_grad_", "unflatten", "masked_select", "narrow", "sigmoid",
+    "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "permute", "contiguous", "detach", "float",
+    "half", "bool", "long", "bfloat16", "chunk", "unbind", "type_as", "masked_fill", "new_zeros", "new_ones",
+    "softmax", "cpu", "cuda", "nonzero", "flatten", "clamp", "requires_grad_", "unflatten", "masked_select",
+    "narrow", "sigmoid",
 }  # fmt: skip
 _MASK_FUNCTIONS = {
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "logical_and",
-    "logical_or",
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "all",
-    "any",
-    "isin",
-}
-_PLAIN_FUNCTIONS = {
-    "is_tensor", "is_floating_point", "is_complex", "numel", "get_default_dtype", "device", "Size", "Generator", "finfo",
-    "iinfo", "is_grad_enabled", "no_grad", "inference_mode", "autocast", "enable_grad", "compile", "load", "save", "manual_seed",
-    "is_autocast_enabled", "set_default_dtype", "get_autocast_dtype", "set_grad_enabled", "dtype", "initial_seed", "seed",
-    "get_num_threads", "set_num_threads", "typename", "is_inference_mode_enabled", "get_rng_state", "Stream", "get_autocast_gpu_dtype",
-    "can_cast", "result_type", "promote_types", "broadcast_shapes", "device_count",
+    "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or", "eq", "ne", "gt", "ge", "lt", "le",
+    "all", "any", "isin",
 }  # fmt: skip
-_PLACES = ("torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
-           "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
-           "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.")  # fmt: skip
+_PLAIN_FUNCTIONS = {
+    "is_tensor", "is_floating_point", "is_complex", "numel", "get_default_dtype", "device", "Size", "Generator",
+    "finfo", "iinfo", "is_grad_enabled", "no_grad", "inference_mode", "autocast", "enable_grad", "compile", "load",
+    "save", "manual_seed", "is_autocast_enabled", "set_default_dtype", "get_autocast_dtype", "set_grad_enabled",
+    "dtype", "initial_seed", "seed", "get_num_threads", "set_num_threads", "typename", "is_inference_mode_enabled",
+    "get_rng_state", "Stream", "get_autocast_gpu_dtype", "can_cast", "result_type", "promote_types",
+    "broadcast_shapes", "device_count",
+}  # fmt: skip
+_PLACES = (
+    "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
+    "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
+    "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.",
+)  # fmt: skip
 _SAME = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
 
 
