@@ -162,7 +162,10 @@ def doctor(paths: tuple[str, ...]) -> None:
 @click.argument("id", required=False)
 @click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
 def explain(id: str | None, everything: bool) -> None:
-    """Explains an error by its id, such as TP107, or a finding of scan, such as PS401: what it means, a wrong and a right example, and the cure."""
+    """Explains an error, such as TP107, or a finding of scan, such as PS401.
+
+    It prints what the id means, a wrong and a right example, and the cure.
+    """
     from torchport.commands.explain import page, section
 
     if id is None and not everything:

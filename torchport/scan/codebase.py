@@ -156,7 +156,7 @@ class Codebase:
                 one.bases = [self.canonical(self.full(module, chain_of(base), {})) for base in one.node.bases]
 
     def full(self, module: Module, chain: tuple[str, ...], local: dict[str, str]) -> str:
-        """Returns a chain of names in full, as one module means it; empty where it is none of an import or definition."""
+        """Returns a chain of names in full, as one module means it; empty where nothing that is known binds it."""
         if not chain:
             return ""
         head = local.get(chain[0]) or module.bound.get(chain[0])

@@ -16,7 +16,8 @@ from pathlib import Path
 from torchport import patch
 from torchport.patch.rewriting import pattern
 from torchport.scan.codebase import Codebase, Unit
-from torchport.scan.detect import AUTOCAST, MAKES_GROUP, Site
+from torchport.scan.context import Site
+from torchport.scan.detect import AUTOCAST, MAKES_GROUP
 from torchport.scan.reach import Closed, Reached
 from torchport.scan.syntax import Act
 

@@ -6,12 +6,13 @@ Each detector looks at one event. `context` is the function, with what its names
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Callable, Iterator
 
 from torchport.scan.codebase import Codebase, Unit
-from torchport.scan.syntax import MODULE, TRIED, Act, Event, Guards, chain_of
-from torchport.scan.tensors import ON_DEVICE, Kind, Tensors, names_tensor
+from torchport.scan.context import Context, Site
+from torchport.scan.squares import squares
+from torchport.scan.syntax import TRIED, Act, Event
+from torchport.scan.tensors import ON_DEVICE, Kind
 
 KERNELS = {
     "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
@@ -58,82 +59,6 @@ _COMPLEX = {
 _BY_VALUES = {"torch.nonzero", "torch.masked_select", "torch.unique", "torch.argwhere", "torch.unique_consecutive"}
 _BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive"}
 _NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
-_OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
-_BUILDERS = {
-    "__init__", "reset_parameters", "init_weights", "_init_weights", "initialize_weights", "__new__",
-    "__post_init__",
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One finding of a function.
-
-    Attributes:
-        unit: The function.
-        kind: The rule's name.
-        node: Where.
-        guards: The conditions that it stands under.
-        uses: The name in full of what is called or imported.
-        if_none: A parameter that must be None for it to be one.
-        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
-    """
-
-    unit: Unit
-    kind: str
-    node: ast.AST
-    guards: Guards
-    uses: str = ""
-    if_none: str = ""
-    sure: bool = True
-
-    @property
-    def line(self) -> int:
-        """Its line."""
-        return int(getattr(self.node, "lineno", 1))
-
-
-class Context:
-    """One function, for detectors.
-
-    Args:
-        codebase: Its codebase.
-        unit: The function.
-        attributes: The parameters and buffers of its class.
-    """
-
-    def __init__(self, codebase: Codebase, unit: Unit, attributes: frozenset[str]) -> None:
-        self.unit = unit
-        self.codebase = codebase
-        self._names: dict[tuple[str, ...], str] = {}
-        self.tensors = Tensors(unit, self.full, attributes, self._returns_tensor)
-        self.builds = unit.name.rpartition(".")[2] in _BUILDERS
-        self.at_import = unit.name == MODULE
-        self.asks_for_autocast = {id(node) for event in unit.body.events for node in _arguments_of_autocast(event)}
-
-    def full(self, node: ast.AST) -> str:
-        """Returns the name in full of a chain of names; empty where no import or definition of a module binds it."""
-        chain = chain_of(node)
-        if chain not in self._names:
-            hidden = (
-                chain[:1] and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports if chain else True
-            )
-            name = (
-                "" if hidden and not self.at_import else self.codebase.full(self.unit.module, chain, self.unit.imports)
-            )
-            self._names[chain] = self.codebase.canonical(name) if name else ""
-        return self._names[chain]
-
-    def _returns_tensor(self, name: str) -> bool:
-        """Returns whether a function of the codebase says that it returns a tensor."""
-        known = self.codebase.definition(name) if name else None
-        node = known.body.node if isinstance(known, Unit) else None
-        returns = node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-        return returns is not None and names_tensor(returns)
-
-    def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
-        """Returns a finding at an event."""
-        return Site(self.unit, kind, event.node, event.guards, uses, if_none, sure)
 
 
 Detector = Callable[[Context, Event], Iterator[Site]]
@@ -187,14 +112,19 @@ def _calls(context: Context, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Call):
         return
     node, name = event.node, context.full(event.node.func)
-    if name.startswith("torch.") or name.startswith("deepspeed.") or is_kernel(name):
+    if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
         yield from _known_calls(context, event, name)
         yield from _factory(context, event, node, name)
     if isinstance(node.func, ast.Attribute):
         yield from _method_calls(context, event, node, node.func)
-    if isinstance(node.func, ast.Name) and node.func.id in ("int", "float", "bool", "range", "round") and not name:
-        if any(context.tensors.of(argument) in ON_DEVICE for argument in node.args):
-            yield context.site("branch" if node.func.id == "bool" else "item", event)
+    if isinstance(node.func, ast.Name) and not name:
+        yield from _conversions(context, event, node, node.func.id)
+
+
+def _conversions(context: Context, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+    numbers = name in ("int", "float", "bool", "range", "round")
+    if numbers and any(context.tensors.of(argument) in ON_DEVICE for argument in node.args):
+        yield context.site("branch" if name == "bool" else "item", event)
 
 
 def _known_calls(context: Context, event: Event, name: str) -> Iterator[Site]:
@@ -264,9 +194,9 @@ def _method_calls(context: Context, event: Event, node: ast.Call, func: ast.Attr
         kind = context.tensors.of(func.value)
         if kind in ON_DEVICE:
             yield context.site("mask-index", event)
-    if event.loop and method.endswith("_") and not method.endswith("__") and not context.builds:
-        if method not in _NOT_INPLACE and not context.full(func):
-            yield context.site("inplace-loop", event)
+    in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
+    if event.loop and in_place and not context.builds and not context.full(func):
+        yield context.site("inplace-loop", event)
 
 
 def _tests(context: Context, event: Event) -> Iterator[Site]:
@@ -326,14 +256,6 @@ def _decorators(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("kernel", event, name)
 
 
-def _arguments_of_autocast(event: Event) -> Iterator[ast.AST]:
-    if event.act is Act.CALL and isinstance(event.node, ast.Call):
-        func = event.node.func
-        last = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-        if last in ("autocast", "custom_fwd", "custom_bwd", "GradScaler"):
-            yield from (*event.node.args, *(keyword.value for keyword in event.node.keywords))
-
-
 def _texts(context: Context, event: Event) -> Iterator[Site]:
     if id(event.node) in context.asks_for_autocast:
         return
@@ -342,85 +264,11 @@ def _texts(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
 
 
-def _squares(context: Context, event: Event) -> Iterator[Site]:
-    node = event.node
-    if isinstance(node, ast.Call):
-        name = context.full(node.func)
-        last = name.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
-        if (
-            last in ("logical_and", "logical_or")
-            and len(node.args) == 2
-            and _is_outer(context, node.args[0], node.args[1])
-        ):
-            yield context.site("square-mask", event)
-        elif last in (
-            "zeros",
-            "ones",
-            "full",
-            "empty",
-            "eye",
-            "new_zeros",
-            "new_ones",
-            "new_full",
-            "tri",
-        ) and _is_square(node, last):
-            yield context.site("square-mask", event)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, _OUTER) and _is_outer(context, node.left, node.right):
-        yield context.site("square-mask", event)
-    elif (
-        isinstance(node, ast.Compare)
-        and len(node.comparators) == 1
-        and _is_outer(context, node.left, node.comparators[0])
-    ):
-        yield context.site("square-mask", event)
-
-
-def _is_square(node: ast.Call, name: str) -> bool:
-    if name in ("eye", "tri"):
-        return bool(node.args) and not _is_small(node.args[0])
-    parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
-    if not 2 <= len(parts) <= 4 or any(_is_small(part) for part in parts[-2:]):  # more dims are those of a video
-        return False
-    return ast.unparse(parts[-2]) == ast.unparse(parts[-1])
-
-
-def _is_small(node: ast.expr) -> bool:
-    return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
-
-
-def _is_outer(context: Context, left: ast.expr, right: ast.expr) -> bool:
-    """Returns whether two sides are one tensor, each turned to another dim: their combination has all pairs."""
-    one, other = _spread(context, left), _spread(context, right)
-    return one[1] != other[1] and one[0] == other[0] and bool(one[0])
-
-
-def _spread(context: Context, node: ast.expr, depth: int = 0) -> tuple[str, str]:
-    """Returns what an expression adds a dim to, and how; the second is empty where it adds none."""
-    if isinstance(node, ast.Name) and depth < 3:
-        made = context.tensors.made_from.get(node.id)
-        if isinstance(made, (ast.Call, ast.Subscript)):
-            inner = _spread(context, made, depth + 1)
-            return inner if inner[1] else (node.id, "")
-        return node.id, ""
-    if isinstance(node, ast.Subscript):
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(_is_none(part) for part in parts):
-            return ast.unparse(node.value), ast.unparse(node.slice)
-    if isinstance(node, ast.Call):
-        func = node.func
-        if isinstance(func, ast.Attribute) and func.attr in ("unsqueeze", "transpose"):
-            return ast.unparse(func.value), ast.unparse(node)
-        if context.full(func) == "einops.rearrange" and len(node.args) > 1:
-            inside = _spread(context, node.args[0], depth + 1)
-            return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
-    return "", ""
-
-
 _BY_ACT: dict[Act, tuple[Detector, ...]] = {
     Act.IMPORT: (_imports,),
     Act.CHAIN: (_chains,),
-    Act.CALL: (_calls, _squares),
-    Act.OPERATOR: (_squares,),
+    Act.CALL: (_calls, squares),
+    Act.OPERATOR: (squares,),
     Act.TEST: (_tests,),
     Act.INDEX: (_indices,),
     Act.WRITE: (_writes,),

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from torchport.scan.codebase import Class, Codebase, Module, Unit
-from torchport.scan.detect import Site
+from torchport.scan.context import Site
 from torchport.scan.syntax import MODULE, Act, Event, chain_of
 
 

@@ -198,9 +198,9 @@ class Reached:
             self._call_of_self(unit, unit.owner, chain, node)
         else:
             name = self._full(unit, node.func)
-            if not name or not self._call_of_name(unit, name, node):
-                if len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
-                    self._ask(chain[-1], unit, node)
+            known = bool(name) and self._call_of_name(unit, name, node)
+            if not known and len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
+                self._ask(chain[-1], unit, node)
 
     def _call_of_name(self, unit: Unit, name: str, node: ast.Call) -> bool:
         known = self._codebase.definition(name)
@@ -323,9 +323,8 @@ def _only_asked_about(unit: Unit) -> set[int]:
     """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
     result: set[int] = set()
     for event in unit.body.events:
-        if event.act is Act.CALL and isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Name):
-            if event.node.func.id in ("isinstance", "issubclass"):
-                result |= {id(node) for argument in event.node.args[1:] for node in ast.walk(argument)}
+        if isinstance(event.node, ast.Call) and chain_of(event.node.func) in (("isinstance",), ("issubclass",)):
+            result |= {id(node) for argument in event.node.args[1:] for node in ast.walk(argument)}
     return result
 
 

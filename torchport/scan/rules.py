@@ -211,7 +211,7 @@ _ALL = (
         "PS503",
         "complex",
         "Complex numbers.",
-        "A TPU has no complex unit: XLA computes two real numbers, in more memory, and some operators have no lowering.",
+        "A TPU has no complex unit: XLA computes with two real numbers each, and some operators have no lowering.",
         "Write the rotation with cosine and sine.",
         "hours",
         "replace",

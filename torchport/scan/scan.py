@@ -13,7 +13,8 @@ from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
 from torchport.scan import coverage, files, parallel
 from torchport.scan.codebase import Class, Codebase, Unit
-from torchport.scan.detect import Site, sites
+from torchport.scan.context import Site
+from torchport.scan.detect import sites
 from torchport.scan.files import Unread
 from torchport.scan.finding import Finding, Reach, Report
 from torchport.scan.reach import Reached, roots
@@ -61,7 +62,6 @@ def _without_collection() -> Iterator[None]:
 def _scan(path: Path, entries: Sequence[str], folders: Sequence[Path]) -> Report:
     sources, unread = files.read(path)
     codebase = Codebase(sources, _package_of(path))
-    found = _all_sites(codebase)
     chosen = [_entry(codebase, entry) for entry in entries]
     patches = coverage.read(codebase, folders)
     before, after = Reached(codebase), Reached(codebase, patches.closed())
@@ -72,20 +72,21 @@ def _scan(path: Path, entries: Sequence[str], folders: Sequence[Path]) -> Report
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
     training.begin(unit for unit in codebase.units if _trains(unit))
-    found = [site for site in found if not site.if_none or _reach(site, before, training, False) != "off"]
-    cover = coverage.Coverage(patches, before, after, found)
-    reaches = [_reach(site, before, training, bool(chosen)) for site in found]
-    covered = [cover.of(site) for site in found]
+    known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase)]
+    known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
+    cover = coverage.Coverage(patches, before, after, [site for site, _ in known])
     findings = [
-        Finding(
-            BY_KIND[site.kind], _named(path, site.unit.module.source.path), site.line, site.unit.target, _text(site.node),
-            site.uses, reach, ids, site.sure,
-        )
-        for site, reach, ids in zip(found, reaches, _with_aliases(found, covered, cover.alone), strict=True)
-    ]  # fmt: skip
+        _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
+    ]
     findings += [_of_unread(path, one) for one in unread]
     findings.sort(key=lambda one: (one.file, one.line, one.rule))
     return Report(tuple(findings), len(sources), sum(source.lines for source in sources), tuple(entries))
+
+
+def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> Finding:
+    file = _named(path, site.unit.module.source.path)
+    said = _text(site.node)
+    return Finding(BY_KIND[site.kind], file, site.line, site.unit.target, said, site.uses, reach, ids, site.sure)
 
 
 def _all_sites(codebase: Codebase) -> list[Site]:
@@ -116,16 +117,13 @@ def _tensor_attributes(codebase: Codebase, unit: Unit) -> frozenset[str]:
     return known
 
 
-def _registered(init: Unit) -> Iterable[str]:
+def _registered(init: Unit) -> Iterator[str]:
     for event in init.body.events:
-        if event.act is Act.CALL and isinstance(event.node, ast.Call):
-            func, args = event.node.func, event.node.args
-            if isinstance(func, ast.Attribute) and func.attr in ("register_buffer", "register_parameter") and args:
-                if isinstance(args[0], ast.Constant):
-                    yield str(args[0].value)
-        elif event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and isinstance(event.value, ast.Call):
-            if chain_of(event.value.func)[-1:] == ("Parameter",):
-                yield event.node.attr
+        node, value = event.node, event.value
+        if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
+            yield from (str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
+            yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []
 
 
 def _package_of(path: Path) -> str:
@@ -178,27 +176,16 @@ def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reac
     return "training" if training.leads_to(site.unit, site.guards, site.line, site.if_none) else "off"
 
 
-def _with_aliases(
-    found: Sequence[Site], covered: Sequence[tuple[str, ...]], alone: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    """Returns the patches of each finding; of an alias those of the function, if all that is found there has one.
-
-    Args:
-        found: The findings.
-        covered: The patches of each, without those of aliases.
-        alone: The patches without which a process group would be made: those of a helper over it.
-    """
+def _covered(known: Sequence[tuple[Site, Reach]], cover: coverage.Coverage) -> Iterator[tuple[str, ...]]:
+    """Yields the patches of each finding; of an alias those of the function, if all that is found there has one."""
+    covered = [cover.of(site) for site, _ in known]
     by_name: dict[str, list[tuple[str, ...]]] = {}
-    for site, ids in zip(found, covered, strict=True):
+    for (site, _), ids in zip(known, covered, strict=True):
         if site.kind != "alias":
             by_name.setdefault(f"{site.unit.module.name}.{site.unit.name}", []).append(ids)
-    result = []
-    for site, ids in zip(found, covered, strict=True):
-        if site.kind == "alias":
-            some = by_name.get(site.uses, [alone])
-            ids = tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
-        result.append(ids)
-    return result
+    for (site, _), ids in zip(known, covered, strict=True):
+        some = by_name.get(site.uses, [cover.alone]) if site.kind == "alias" else [ids]
+        yield tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
 
 
 def _text(node: ast.AST) -> str:
