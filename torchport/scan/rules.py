@@ -204,8 +204,8 @@ _ALL = (
         "hours",
         "rewrite",
         True,
-        "freqs = torch.arange(n, dtype=torch.float64)",
-        "freqs = torch.arange(n, dtype=torch.float32)",
+        "freqs = x.to(torch.float64)",
+        "freqs = x.to(torch.float32)",
     ),
     Rule(
         "PS503",
