@@ -187,6 +187,25 @@ def test_a_function_that_is_handed_on_is_reached(scanned):
     assert found == {"one": "path", "two": "path", "Net.three": "path", "Other.__call__": "off"}
 
 
+def test_a_table_is_followed_where_it_is_read(scanned):
+    files = {
+        "up.py": """
+            from tables import TABLE
+            from tables import OTHER
+            def run(x):
+                return TABLE["one"](x)
+            """,
+        "tables.py": """
+            def one(x): x.item()
+            def two(x): x.item()
+            TABLE = {"one": one}
+            OTHER = [two]
+            """,
+    }
+    found = reaches(scanned(files, "up:run"))
+    assert found == {"one": "path", "two": "off"}
+
+
 def test_properties_super_and_overrides_are_followed(scanned):
     text = """
     class Above:
@@ -260,5 +279,5 @@ def test_an_entry_that_is_not_there_is_refused(scanned, entry, said):
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     from torchport import scan
 
-    with pytest.raises(BadValueError, match="There is no such folder or file. Name the codebase's folder"):
+    with pytest.raises(BadValueError, match="There is no such folder or file"):
         scan.scan(tmp_path / "absent")

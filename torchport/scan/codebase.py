@@ -113,6 +113,7 @@ class Module:
         classes: Its classes by qualified name.
         bound: What its own imports and assignments of names bind, in full.
         stars: The modules that it imports everything of.
+        tables: What stands in the lists and dictionaries that its names are bound to.
     """
 
     name: str
@@ -121,6 +122,12 @@ class Module:
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
     stars: list[str] = dataclasses.field(default_factory=list)
+    tables: dict[str, list[ast.expr]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def in_tables(self) -> frozenset[int]:
+        """What stands in tables, by identity: it is used where a table is read."""
+        return frozenset(id(node) for nodes in self.tables.values() for node in nodes)
 
     @property
     def is_package(self) -> bool:
@@ -188,6 +195,13 @@ class Codebase:
             if module is not None:
                 return module, tuple(parts[end:])
         return None
+
+    def table(self, dotted: str) -> tuple[Module, list[ast.expr]] | None:
+        """Returns the table that a name in full is bound to, and its module."""
+        place = self._place(dotted)
+        if place is None or len(place[1]) != 1 or place[1][0] not in place[0].tables:
+            return None
+        return place[0], place[0].tables[place[1][0]]
 
     @functools.cache  # noqa: B019
     def definition(self, dotted: str) -> Unit | Class | None:
@@ -281,13 +295,21 @@ def _fill(module: Module) -> None:
         for event in body.events:
             if event.act is Act.IMPORT:
                 _bind(module, event.node, bound)
-    for event in module.units[MODULE].body.events:  # `klass = Other`, of names that no import binds
+    for event in module.units[MODULE].body.events:
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Name) and event.value is not None:
-            chain = chain_of(event.value)
-            if chain and event.node.id not in module.bound and chain[0] != event.node.id:
-                head = module.bound.get(chain[0]) or (f"{module.name}.{chain[0]}" if chain[0] in module.classes else "")
-                if head:
-                    module.bound[event.node.id] = ".".join((head, *chain[1:]))
+            _bind_value(module, event.node.id, event.value)
+
+
+def _bind_value(module: Module, name: str, value: ast.expr) -> None:
+    """Notes `klass = Other`, of names that no import binds, and tables."""
+    if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
+        nodes = [node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))]
+        module.tables.setdefault(name, []).extend(nodes)
+    chain = chain_of(value)
+    if chain and name not in module.bound and chain[0] != name:
+        head = module.bound.get(chain[0]) or (f"{module.name}.{chain[0]}" if chain[0] in module.classes else "")
+        if head:
+            module.bound[name] = ".".join((head, *chain[1:]))
 
 
 def _bind(module: Module, node: ast.AST, bound: dict[str, str]) -> None:

@@ -163,6 +163,7 @@ class Reached:
 
     def _process(self, unit: Unit) -> None:
         values, skipped = self._values(unit), _only_asked_about(unit)
+        skipped |= unit.module.in_tables if unit.name == MODULE else frozenset()
         for event in unit.body.events:
             if event.act not in (Act.CALL, Act.CHAIN, Act.IMPORT) or id(event.node) in skipped:
                 continue
@@ -198,6 +199,7 @@ class Reached:
             self._call_of_self(unit, unit.owner, chain, node)
         else:
             name = self._full(unit, node.func)
+            self._read_table(unit, f"{unit.module.name}.{chain[0]}")
             known = bool(name) and self._call_of_name(unit, name, node)
             if not known and len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
                 self._ask(chain[-1], unit, node)
@@ -259,13 +261,24 @@ class Reached:
                 self._method_of(unit, unit.owner, chain[1], None)
         elif chain:
             known = self._codebase.definition(name) if (name := self._full(unit, node)) else None
-            if isinstance(known, Class):
-                self._make(known, unit, None)
-            elif isinstance(known, Unit):
-                self._reach(known, unit, None)
+            self._hand_on(unit, known)
+            self._read_table(unit, name or f"{unit.module.name}.{chain[0]}")
         for name in chain[1:] if chain else ([node.attr] if isinstance(node, ast.Attribute) else []):
             if name in self._properties:
                 self._ask(name, unit, None)
+
+    def _hand_on(self, unit: Unit, known: Unit | Class | None) -> None:
+        if isinstance(known, Class):
+            self._make(known, unit, None)
+        elif isinstance(known, Unit):
+            self._reach(known, unit, None)
+
+    def _read_table(self, unit: Unit, name: str) -> None:
+        """Follows what stands in a table of functions or classes that is read."""
+        home, nodes = self._codebase.table(name) or (unit.module, [])
+        for node in nodes:
+            inner = self._codebase.full(home, chain_of(node), {})
+            self._hand_on(unit, self._codebase.definition(self._codebase.canonical(inner)) if inner else None)
 
 
 def _is_open(values: Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:

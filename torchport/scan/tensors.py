@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import re
 from collections.abc import Callable, Iterable
 
 from torchport.scan.codebase import Unit
@@ -64,6 +65,11 @@ _PLAIN_FUNCTIONS = {
     "get_rng_state", "Stream", "get_autocast_gpu_dtype", "can_cast", "result_type", "promote_types",
     "broadcast_shapes", "device_count",
 }  # fmt: skip
+_NUMBERS = re.compile(
+    r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
+    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn)(_|$)"
+)
+"""Parameters without an annotation that are no tensors, by the words of their names."""
 _PLACES = (
     "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
     "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
@@ -107,7 +113,8 @@ class Tensors:
                     self._containers.add(parameter.arg)
             else:
                 constant = isinstance(default, ast.Constant) and default.value is not None
-                kind = Kind.TENSOR if in_forward and default is None and not constant else Kind.UNKNOWN
+                assumed = in_forward and default is None and not constant and not _NUMBERS.search(parameter.arg)
+                kind = Kind.TENSOR if assumed else Kind.UNKNOWN
             self.kinds[parameter.arg] = kind
 
     def follow(self, event: Event) -> None:
