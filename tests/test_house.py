@@ -148,7 +148,9 @@ def test_light_modules_run_where_torch_and_jax_are_missing(root):
         "config.pack",
         "processes.child",
         "patch",
+        "scan.scanning",
         "commands.explain",
+        "commands.scan",
         "__main__",
     ]
     code = f"""

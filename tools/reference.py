@@ -1,4 +1,4 @@
-"""Prints the reference part of the pages on cards, jobs, families and patches, from the code.
+"""Prints the reference part of the pages on cards, jobs, families, patches and scans, from the code.
 
 python tools/reference.py            # prints all of it
 python tools/reference.py --write    # writes it into docs/, between the markers of each page
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchport.commands.explain import scan_section
 from torchport.commands.schema import meanings, schema, summary
+from torchport.scan.rules import RULES
 from torchport.stages import family
 from torchport.stages.module import NAMES, WITH_VARIANTS
 
@@ -171,11 +173,19 @@ def _helpers() -> list[str]:
     return texts
 
 
+def of_rules() -> str:
+    """Returns what a scan looks for: a table of all ids, and a section of each."""
+    rows = [(f"[{id}](#{id.lower()}-{rule.kind})", rule.kind, rule.title, rule.effort) for id, rule in RULES.items()]
+    sections = "\n\n".join(f"### {scan_section(id)}" for id in RULES)
+    return f"{_table(('id', 'kind', 'what is found', 'effort'), rows)}\n{sections}\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "cards.md": lambda: of_schema("card"),
     "jobs.md": lambda: of_schema("job"),
     "families.md": of_families,
     "patches.md": lambda: of_schema("patch").replace("\n## ", "\n### ").replace("## Entry", "### Entry", 1),
+    "scan.md": of_rules,
 }
 
 

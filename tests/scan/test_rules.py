@@ -69,9 +69,8 @@ def test_complex_numbers_are_found(scanned):
 def test_explain_shows_a_wrong_and_a_right_example_and_the_cure(id):
     text = explain.section(id.lower())
     assert text.startswith(f"{id} {RULES[id].kind}\n\n{RULES[id].title}")
-    assert re.search(
-        r"Wrong:\n\n```\w+\n.*\n```\n\nRight:\n\n```\w+\n.*\n```\n\nCure: .*\sEffort:\s\w+\.$", text, re.DOTALL
-    )
+    block = r"\n\n```\w+\n.*\n```\n\n"
+    assert re.search(rf"Wrong:{block}Right:{block}Cure: .*\sEffort:\s\w+\.$", text, re.DOTALL)
 
 
 def test_ids_and_kinds_are_unique():

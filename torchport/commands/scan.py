@@ -13,8 +13,8 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
 from torchport.files import folder
 from torchport.files.atomic import writing
-from torchport.scan import Finding, Report
-from torchport.scan import scan as scan_codebase
+from torchport.scan.finding import Finding, Report
+from torchport.scan.scanning import scan
 
 
 def report_of(path: Path, entries: Sequence[str], paths: Sequence[str]) -> Report:
@@ -23,7 +23,7 @@ def report_of(path: Path, entries: Sequence[str], paths: Sequence[str]) -> Repor
     Raises:
         ConfigError: The command line names what is not there, or a file of patches has a mistake.
     """
-    return scan_codebase(path, entries, find_pack(paths).folders)
+    return scan(path, entries, find_pack(paths).folders)
 
 
 def shown(report: Report, everything: bool = False) -> list[Finding]:

@@ -4,9 +4,28 @@
 
 From the first step to the last: `files` (what is read), `syntax` (a file as events), `codebase` (who is meant by a
 name), `detect` (the findings of a function), `constants` and `reach` (what an entry leads to), `coverage` (which
-patches take care of what), `scan`, where they meet. `rules` says what each finding means.
+patches take care of what), and `scanning`, where they meet. `rules` says what each finding means, and `finding` holds
+all that a draft of a patch needs.
 """
 
-from torchport.scan.finding import Finding as Finding
-from torchport.scan.finding import Report as Report
-from torchport.scan.scan import scan as scan
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchport.scan.finding import Finding as Finding
+    from torchport.scan.finding import Report as Report
+    from torchport.scan.scanning import scan as scan
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what scans when it is first asked for: whoever only explains a rule does not wait for it."""
+    if name == "scan":
+        from torchport.scan import scanning
+
+        return scanning.scan
+    if name in ("Finding", "Report"):
+        from torchport.scan import finding
+
+        return getattr(finding, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
