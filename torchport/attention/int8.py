@@ -72,7 +72,11 @@ def quantised(
         _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / step_k, head_size, axis=1)[:, None])
         for keys, _ in arrays
     ]
-    return _rounded(q_BSF, _over_features([1 / step for step in steps_q], head_size)), rows.reshape(-1, 1, queries), keys
+    return (
+        _rounded(q_BSF, _over_features([1 / step for step in steps_q], head_size)),
+        rows.reshape(-1, 1, queries),
+        keys,
+    )
 
 
 def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

@@ -201,7 +201,7 @@ class Journey:
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
-        if isinstance(call, StepCached) and call.curve:
+        if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
             hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:

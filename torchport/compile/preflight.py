@@ -74,9 +74,6 @@ def check(task: Task) -> None:
     memory = _memory(task)
     _require(task, memory, {})
     if task.original:
-        if task.job.cache is not None:
-            fact = "The original computes every step"
-            raise BadValueError(task.job_document.place(["cache"]), fact, "Leave it out, or --backend original")
         return
     network.check_heads(task)
     activation_bytes: dict[str, int] = {}
