@@ -82,7 +82,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_refuses_another_cache(
         (
             (CACHE, "stacked=false"),
             "torchax",
-            "A step cache reuses what stacked blocks compute, and 'stacked' is false. Remove one of the two: --set cache=null",
+            "and 'stacked' is false. Remove one of the two: --set cache=null, or --set stacked=true.",
         ),
         (
             (CACHE,),
@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_refuses_another_cache(
         (
             ("cache={kind: schedule, full: [0, 6]}",),
             "torchax",
-            "'cache.full' names step 6, and the job has 6, counted from 0. Name steps from 0 to 5, or take more: --set s",
+            "'cache.full' names step 6, and the job has 6, counted from 0. Name steps from 0 to 5, or take more: ",
         ),
     ],
 )

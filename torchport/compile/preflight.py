@@ -25,7 +25,7 @@ from torchport.attention import dispatch, sdpa
 from torchport.compile import network
 from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
 from torchport.config.machine import HOST
-from torchport.errors import AttentionError, BadValueError, MeshError
+from torchport.errors import AttentionError, MeshError
 from torchport.load import checkpoint
 from torchport.shard import activations
 from torchport.stages import family, guiding, outputs, recorder

@@ -364,8 +364,8 @@ def fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = No
         data: What is read. Of alternatives that a key tells apart, those that it is not are left out.
     """
     for part in location:
-        is_there = isinstance(data, list) and isinstance(part, int) or isinstance(data, dict) and part in data
-        data = data[part] if is_there else None
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        data = data[part] if part in keys else None
     fitting = candidates = _models(model, location)
     if isinstance(data, dict):
         fitting = [c for c in candidates if all(data.get(key, v[0]) in v for key, v in _literals(c).items())]
