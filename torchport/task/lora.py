@@ -32,7 +32,7 @@ def check_components(card: Card, job: Job, family: ModuleType, document: Documen
 def check_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
     """Refuses a LoRA that is not there, or that is a pickle.
 
-    A plan, which is made without the checkpoint's files too, needs no LoRA's: merged weights have the same shapes. Nor
+    A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
     does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
 
     Raises:
