@@ -206,5 +206,6 @@ def test_a_model_whose_pipeline_takes_no_guider_says_so(root, tmp_path):
     with pytest.raises(UnknownKeyError) as caught:
         accept(Request("wan", "configs/wan_demo.yaml", PROMPT, out=tmp_path, overrides=sets, paths=(str(root),)))
     assert str(caught.value).endswith(
-        ": 'wan' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'. Remove 'guider'."
+        ": 'wan' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'. "
+        "Remove 'guider', or take a card whose pipeline has one: hunyuan."
     )

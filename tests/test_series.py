@@ -127,6 +127,33 @@ def test_a_rerun_makes_what_is_left_and_nothing_twice(port, torchport, capsys, m
     }
 
 
+def test_a_rerun_with_another_rate_writes_the_video_again_and_nothing_else(port, torchport, capsys, caplog):
+    write(EIGHT[0])
+    assert torchport(*flags(), capsys=capsys)[0] == 0
+    [before] = made("out").values()
+    code, lines, _ = torchport(*flags("out", "--set", "fps=4"), capsys=capsys)
+    assert (code, table(lines)[1]) == (0, "1 videos: 1 reused")
+    [after] = made("out").values()
+    assert before[:3] == after[:3] and before[3] != after[3], "the tensors are the same, and the video is not"
+    assert "out/0001/video.mp4 had 8 frames per second: it is written again with 4" in caplog.messages
+    folder = Path("out/0001")
+    assert save.read_manifest(folder / "decode.safetensors").config["fps"] == 4
+    assert json.loads((folder / "manifest.json").read_text())["stages"]["decode"]["config"]["fps"] == 4
+    run.run(request(prompt=EIGHT[0]["prompt"], seed=EIGHT[0]["seed"], overrides=("fps=4",), out=Path("alone")))
+    assert bits(Path("alone")) == after
+    caplog.clear()
+    torchport(*flags("out", "--set", "fps=4"), capsys=capsys)
+    assert made("out") == {"0001": after} and not any("written again" in line for line in caplog.messages)
+
+
+def test_a_finished_video_without_the_latents_that_are_asked_for_is_refused(port, torchport, capsys, caplog):
+    write(EIGHT[0])
+    assert torchport(*flags(), capsys=capsys)[0] == 0
+    assert torchport(*flags("out", "--set", "keep_steps=true"), capsys=capsys)[0] == 1
+    said = "A finished video with keep_steps False lies here, and this one has True. Remove the folder to make it anew"
+    assert any(said in line for line in caplog.messages)
+
+
 def test_a_failed_video_is_reported_and_the_others_are_made(port, torchport, capsys, caplog):
     Path("out").mkdir()
     Path("out/0004").write_text("in the way")

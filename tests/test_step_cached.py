@@ -9,10 +9,11 @@ import torch
 import yaml
 from fakes.artefacts import difference, latents_of
 
+from torchport.config.step_cache import DeepCache
 from torchport.errors import ArtefactForeignError, BadValueError, StoppedError
 from torchport.processes.stopping import Stopping
 from torchport.run import run
-from torchport.task import Request, accept
+from torchport.task import Request, accept, step_cache
 
 SMALL = ("height=32", "width=48", "frames=9", "steps=6", "save_every=1")
 CACHE = "cache={kind: deepcache, start: 2, end: 6, every: 2, of: 6}"
@@ -78,12 +79,20 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_refuses_another_cache(
 @pytest.mark.parametrize(
     ("overrides", "backend", "text"),
     [
-        ((CACHE, "stacked=false"), "torchax", "It reuses what stacked blocks compute, and 'stacked' is false."),
-        ((CACHE,), "original", "The original computes every step. Leave it out, or --backend original."),
+        (
+            (CACHE, "stacked=false"),
+            "torchax",
+            "and 'stacked' is false. Remove one of the two: --set cache=null, or --set stacked=true.",
+        ),
+        (
+            (CACHE,),
+            "original",
+            "'cache' is for compiled programs, and --backend original computes every step in PyTorch. Remove it, --set",
+        ),
         (
             ("cache={kind: schedule, full: [0, 6]}",),
             "torchax",
-            "'full' has the steps 0 to 6, and the job has 6, from 0.",
+            "'cache.full' names step 6, and the job has 6, counted from 0. Name steps from 0 to 5, or take more: ",
         ),
     ],
 )
@@ -95,3 +104,39 @@ def test_a_cache_that_cannot_be_is_refused_before_anything_is_loaded(request_, t
         run(changed)
     assert text in str(caught.value) and str(caught.value).startswith("--set cache")
     assert not (tmp_path / "out" / "encode.safetensors").exists()
+
+
+def test_the_line_of_the_field_at_fault_is_named(request_, tmp_path, root):
+    job = tmp_path / "job.yaml"
+    text = (root / "configs" / "cogvideox_demo.yaml").read_text()
+    job.write_text(f"{text}cache:\n  kind: deepcache\n  start: 8\n  end: 7\n")
+    with pytest.raises(BadValueError) as caught:
+        accept(dataclasses.replace(request_, config=str(job), overrides=()))
+    start = 1 + text.count("\n") + 2
+    assert str(caught.value) == (
+        f"{job}:{start}: 'cache.start' is 8, 'cache.end' is 7, 'cache.of' is 50 by default. "
+        "Write all three in this order: start < end <= of."
+    )
+    with pytest.raises(BadValueError) as caught:
+        accept(dataclasses.replace(request_, config=str(job), overrides=("cache.end=6",)))
+    assert str(caught.value).startswith("--set cache.end=6: 'cache.start' is 8, 'cache.end' is 6,")
+
+
+def test_a_card_without_stacks_is_refused_before_anything_is_loaded(request_):
+    task = accept(request_)
+    job, card = task.job.model_copy(update={"cache": DeepCache(kind="deepcache")}), task.card
+    with pytest.raises(BadValueError) as caught:
+        step_cache.check(card.model_copy(update={"stacks": {}}), job, task.stages, False, task.job_document)
+    assert str(caught.value).endswith(
+        ": A step cache reuses what stacked blocks compute, and the card 'cogvideox' names none of 'transformer'. "
+        "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null."
+    )
+    stages = [dataclasses.replace(stage, outputs=("output", "memory")) for stage in task.denoising]
+    with pytest.raises(BadValueError) as caught:
+        step_cache.check(card, job, stages, False, task.job_document)
+    assert "'transformer' returns output, memory, and a step cache keeps what one output is of." in str(caught.value)
+
+
+def test_a_run_without_steps_reads_no_cache(request_):
+    sets = (*request_.overrides, CACHE)
+    accept(dataclasses.replace(request_, overrides=sets, stage="encode", backend="original"))

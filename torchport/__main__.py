@@ -186,6 +186,7 @@ def explain(id: str | None, everything: bool) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")
 @click.option("--scores", type=click.Choice(["bounded", "any"]), help="Assume bounded scores, or any [bounded].")
 @click.option("--stage", metavar="denoise|decode|all", help="Compile one stage alone [all with a network].")
+@click.option("--xla-flags", metavar="NAME", help="Compile with a named set of flags, as run: docs/profiling.md.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep the plan and the dump.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

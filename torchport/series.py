@@ -152,6 +152,9 @@ class _Taken:
         """Begins the video, or goes on with it, unless it is finished."""
         task = self.video.task
         if hosts.from_first(lambda: resume.is_finished(task, common.weights, common.upstream)):
+            journey = common.journey(task, stopping)
+            if journey.revise():
+                journey.finish()
             self.end("reused")
             return
         self.journey = common.journey(task, stopping)

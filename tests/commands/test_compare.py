@@ -138,6 +138,22 @@ def test_a_floor_of_another_job_or_the_same_mesh_is_refused(three, tmp_path, ref
     assert refused("a", "b", "--floor", "same") == text + OTHER_MESH
 
 
+INT8 = {**MESH, "attention": "splash_int8"}
+
+
+def test_a_floor_that_is_lossy_is_refused(three, tmp_path, refused):
+    without = "which is lossy: a floor shows rounding alone. Name a run without it, on another mesh than A."
+    write_run(tmp_path / "int8", job=INT8)
+    text = f"error[TP107] --floor int8: It was made with attention 'splash_int8', {without}"
+    assert refused("a", "b", "--floor", "int8") == text
+    assert refused("int8", "b", "--floor", "c") == (
+        f"error[TP107] --floor c: It is another job than A: attention: splash_int8 and none. {OTHER_MESH}"
+    )
+    write_run(tmp_path / "cached", job=MESH, cache={"kind": "deepcache", "steps": 2, "computed": [0]})
+    text = f"error[TP107] --floor cached: It was made with the step cache 'deepcache', {without}"
+    assert refused("a", "b", "--floor", "cached") == text
+
+
 def test_one_folder_is_not_compared_with_itself(three, refused):
     assert refused("a", "./a") == "error[TP107] a: It is the folder of the first run. Name another run."
     text = "error[TP107] --floor a: It is the folder of the first run. Name another run."

@@ -75,10 +75,13 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     assert run(*job, "--strategy", "tp", "--topology", "v5e:2x4", "--scores", "any") == "plan"
     [(_, (request, topology, keep, bounded, stages))] = calls
     assert stages == (), "those that denoise"
+    assert request.execution.xla_flags is None
     assert request.overrides == ("strategy=tp",) and (topology, keep, bounded) == ("v5e:2x4", None, False)
     assert run(*job, "--sweep", "--jobs", "3", "--keep", "kept") == "sweep"
     [(_, (request, topology, keep, bounded, jobs))] = calls
     assert (topology, keep, bounded, jobs) == (None, Path("kept"), True, 3)
+    run(*job, "--xla-flags", "less-memory")
+    assert calls[0][1][0].execution.xla_flags == "less-memory"
     assert run("--calibrate", "--json", "--write", "a.yaml") == '{\n  "what": "calibrate"\n}'
     [first, (second, (file, outcome))] = calls
     assert first == ("calibrate", ((), None)) and (second, file, outcome.what) == (

@@ -181,6 +181,14 @@ def test_the_most_similar_program_is_the_one_that_is_told_of(kept, said):
     assert any(line.endswith("is another: d is 3, was 2") for line in said())
 
 
+def test_programs_of_another_model_in_the_same_folder_are_not_told_of(kept, said):
+    kept.parts |= {"model": "one"}
+    kept.run()
+    kept.parts |= {"model": "two"}
+    kept.run()
+    assert not any("is another" in line for line in said())
+
+
 def test_a_patch_whose_function_has_changed_is_traced(kept, said):
     first, _ = kept.run()
     kept.world.python(PATCH.replace("silu", "gelu"))

@@ -12,7 +12,7 @@ from torchport.compile import step_cache
 from torchport.compile.step_cache import StepCached
 from torchport.config.card import Rule, Stack
 from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, TaylorSeer
-from torchport.errors import StackError
+from torchport.errors import BadValueError, StackError
 from torchport.stages.family import Steps
 
 STEPS, BLOCKS = 8, 4
@@ -212,6 +212,42 @@ def test_calibration_measures_the_curve_and_computes_every_step():
     loop(cached, cached.steps)
     assert cached.curve == pytest.approx(wanted, rel=1e-5)
     assert len(cached.compiled.programs) == 1
+
+
+def calibrated(steps, first=0, calls=1):
+    """Returns the curve of a loop of some of the steps, whose steps each call the network so often."""
+    cached = StepCached(compiled(Calibrate(kind="calibrate")), Calibrate(kind="calibrate"), steps, STEPS)
+    for step in range(first, first + STEPS // 2):
+        for call in range(calls):
+            cached(**inputs((1.0 + call) * torch.ones(2, 5, 6), step))
+        cached.steps.finished(step + 1, {})
+    return cached
+
+
+def test_the_curve_of_steps_with_two_calls_has_their_mean_once_for_each_step():
+    curve = calibrated(Steps(), calls=2).curve
+    one, other = calibrated(Steps()), StepCached(compiled(cache := Calibrate(kind="calibrate")), cache, Steps(), STEPS)
+    for step in range(STEPS // 2):
+        other(**inputs(2.0 * torch.ones(2, 5, 6), step))
+        other.steps.finished(step + 1, {})
+    wanted = [(a + b) / 2 for a, b in zip(one.curve, other.curve, strict=True)]
+    assert curve == pytest.approx(wanted, rel=1e-6) and len(curve) == STEPS // 2 and curve[1] != 1.0
+
+
+def test_a_second_network_goes_on_with_the_first_ones_curve():
+    first = calibrated(Steps())
+    both = calibrated(Steps(resume=(STEPS // 2, first.measured())), first=STEPS // 2)
+    assert both.curve[: STEPS // 2] == pytest.approx(first.curve) and len(both.curve) == STEPS
+    assert both.curve[STEPS // 2] == 1.0, "nothing is there that its first step could reuse"
+
+
+def test_a_curve_whose_first_steps_another_run_took_is_refused():
+    with pytest.raises(BadValueError) as caught:
+        calibrated(Steps(resume=(4, {"latents": torch.zeros(1)})))
+    assert str(caught.value) == (
+        "cache: 4 steps were taken before, and the curve of 0 of them is known. "
+        "Take all steps with 'cache: {kind: calibrate}': run every stage again."
+    )
 
 
 def test_a_network_without_stacked_blocks_is_refused():

@@ -2,10 +2,16 @@
 
 import pytest
 
-from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, TaylorSeer, described
-from torchport.errors import BadValueError
-
-NAMED = "and the job has 8, from 0. Name steps from 0 to 7, and 0 among them."
+from torchport.config import Frozen, parse_document, validated
+from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, StepCache, TaylorSeer, described
+from torchport.errors import (
+    BadValueError,
+    ConfigError,
+    MissingKeyError,
+    UnknownKeyError,
+    UnknownNameError,
+    WrongTypeError,
+)
 
 
 def test_deepcache_computes_the_published_25_of_50_steps():
@@ -51,15 +57,17 @@ def test_calibration_computes_all_steps():
     [
         (
             Schedule(kind="schedule", full=[0, 8]),
-            f"cache.full: 'full' has the steps 0 to 8, {NAMED}",
+            "cache: 'cache.full' names step 8, and the job has 8, counted from 0. "
+            "Name steps from 0 to 7, or take more: --set steps=9.",
         ),
         (
             Schedule(kind="schedule", full=[1, 2]),
-            f"cache.full: 'full' has the steps 1 to 2, {NAMED}",
+            "cache: 'cache.full' begins with step 1, and before it nothing is there to reuse. Add step 0.",
         ),
         (
             DeepCache(kind="deepcache", start=45, end=11),
-            "cache: 'start' is 45, 'end' 11 and 'of' 50. Write them in this order: start < end <= of.",
+            "cache: 'cache.start' is 45, 'cache.end' is 11, 'cache.of' is 50 by default. "
+            "Write all three in this order: start < end <= of.",
         ),
     ],
 )
@@ -67,3 +75,36 @@ def test_steps_that_the_job_has_not_are_refused(cache, text):
     with pytest.raises(BadValueError) as caught:
         cache.computed(8)
     assert str(caught.value) == text
+
+
+KINDS = "deepcache, schedule, magcache, taylorseer or calibrate"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "kind", "text"),
+    [
+        ("deepcache", WrongTypeError, "1: 'cache' is 'deepcache' (text). It must be a mapping of keys to values, such "
+         "as {kind: deepcache}."),
+        ("deep", WrongTypeError, "1: 'cache' is 'deep' (text). It must be a mapping of keys to values, such as "
+         f"{{kind: deepcache}}. Write a 'kind': {KINDS}."),
+        ("{}", MissingKeyError, f"1: 'cache.kind' is missing. Write a 'kind': {KINDS}."),
+        ("\n  start: 3\n  kind: deepcahce", UnknownNameError, "3: 'cache.kind' is 'deepcahce'. Did you mean "
+         "'deepcache'? Known: calibrate, deepcache, magcache, schedule, taylorseer."),
+        ("\n  kind: 3", WrongTypeError, f"2: 'cache.kind' is 3 (a number). Write a 'kind': {KINDS}."),
+        ("\n  kind:", WrongTypeError, f"2: 'cache.kind' is empty. Write a 'kind': {KINDS}."),
+        ("\n  kind: deepcache\n  evry: 3", UnknownKeyError, "3: Unknown key 'cache.evry'. Did you mean 'every'? "
+         "Known: end, every, keep, kind, of, start."),
+        ("\n  kind: schedule\n  full: []", WrongTypeError, "3: 'cache.full' is [] (a list). It must be a list of 1 "
+         "or more."),
+    ],
+)  # fmt: skip
+def test_what_is_no_cache_is_refused_by_line_with_the_kinds(yaml, kind, text):
+    with pytest.raises(ConfigError) as caught:
+        validated(_Job, parse_document(f"cache: {yaml}\n", "job.yaml"))
+    assert type(caught.value) is kind and str(caught.value) == f"job.yaml:{text}"
+
+
+class _Job(Frozen):
+    """A job of a cache alone."""
+
+    cache: StepCache | None = None

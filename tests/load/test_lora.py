@@ -232,6 +232,23 @@ def pair(name=TO_Q, down=DOWN, up=UP, **more):
             "'blocks.1.to_q.alpha' holds NaN or infinity. Download the file again.",
         ),
         (
+            pair(**{"blocks.1.to_q.alpha": torch.tensor(0.0)}),
+            CheckpointBrokenError,
+            "'blocks.1.to_q.alpha' is 0, and would add nothing. Write the file again with the alpha of its training; "
+            "a negative 'scale' in the job subtracts a LoRA.",
+        ),
+        (
+            pair(**{"blocks.1.to_q.alpha": torch.tensor(-4.0)}),
+            CheckpointBrokenError,
+            "'blocks.1.to_q.alpha' is -4, and an alpha is a positive number. Write the file again with the alpha of "
+            "its training; a negative 'scale' in the job subtracts a LoRA.",
+        ),
+        (
+            {},
+            CheckpointForeignError,
+            "It has no tensors, and would change nothing. Remove it from 'lora', or name a file that has some.",
+        ),
+        (
             pair(**{"blocks.1.to_q.alpha": torch.ones(2)}),
             CheckpointBrokenError,
             "'blocks.1.to_q.alpha' has shape [2]. It must be one number.",
@@ -294,8 +311,32 @@ def test_metadata_that_cannot_be_used_is_refused(filled):
         ('{"use_dora": true}', CheckpointForeignError, "'lora_adapter_metadata' has 'use_dora'"),
         ('{"alpha_pattern": {"(": 1}}', CheckpointBrokenError, "has an alpha that is none"),
         ('{"lora_alpha": "much"}', CheckpointBrokenError, "has an alpha that is none"),
+        ('{"lora_alpha": NaN}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is nan, and an alpha"),
+        ('{"lora_alpha": 0}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is 0, and would add"),
+        ('{"alpha_pattern": {"to_q": -1}}', CheckpointBrokenError, "The alpha of 'to_q' in 'lora_adapter_metadata' is"),
     ):
         assert fact in refusal(kind, lambda text=text: filled(pair(), metadata={"lora_adapter_metadata": text}))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_refused_by_its_content_with_the_command_that_converts_it(tmp_path, zipped):
+    file = tmp_path / "style.safetensors"
+    torch.save(pair(), file, _use_new_zipfile_serialization=zipped)
+    assert refusal(CheckpointForeignError, lambda: lora.check_format(file)) == (
+        f"{file}: It is a pickle, as torch.save writes it (.pt, .bin, .ckpt), and a pickle can run code. Convert it to "
+        f"safetensors: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{file}', "
+        f"weights_only=True), '{file}')\"."
+    )
+
+
+def test_a_header_that_begins_as_a_pickle_does_is_none(tmp_path):
+    file = tmp_path / "style.safetensors"
+    for padding in range(200):  # some length of the header ends in the byte 0x80
+        save_file(pair(), file, {"padding": "x" * padding})
+        lora.check_format(file)
+        if file.read_bytes()[0] == 0x80:
+            break
+    assert file.read_bytes()[0] == 0x80
 
 
 def test_a_file_that_is_cut_or_missing_is_refused(filled, tmp_path):

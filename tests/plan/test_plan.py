@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from torchport import shard
 from torchport.attention import dispatch, tiles
+from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.plan import aot, calibration, collectives, plan, report
@@ -18,7 +19,7 @@ from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut
 from torchport.processes import child
 from torchport.shard.grid import Spot
 from torchport.stages import recorder
-from torchport.task import Request, accept
+from torchport.task import Execution, Request, accept
 from torchport.tpu import absent, hlo
 
 needs_libtpu = pytest.mark.skipif(
@@ -491,6 +492,37 @@ def test_a_task_travels_to_another_process_as_it_is():
     """Nothing of it is read a second time there: the config may have changed on disk."""
     task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
     assert pickle.loads(pickle.dumps(task)) == task
+
+
+def test_a_plan_says_what_is_lossy_and_with_which_flags_it_was_compiled(monkeypatch):
+    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
+    sets = (*ULYSSES, "attention=splash_int8", "cache={kind: deepcache}")
+    asked = dataclasses.replace(request(*sets), execution=Execution(xla_flags="less-memory"))
+    job = plan.plan(asked, "v6e:2x4", stages=("denoise",))
+    assert job.lossy == [
+        "attention splash_int8 multiplies queries and keys in eight bits where scores have a bound",
+        "cache deepcache computes 5 of 8 steps: 0-2, 6-7",
+    ]
+    assert job.assumptions[-1] == "--xla-flags less-memory"
+    lines, page = report.lines(job), report.page(job, "torchport plan")
+    assert all(f"  lossy: {said}" in lines and f"<li>Lossy: {said}</li>" in page for said in job.lossy)
+    exact = plan.plan(request(*ULYSSES, "cache={kind: calibrate}"), "v6e:2x4", stages=("denoise",))
+    assert exact.lossy == [] and not any("lossy" in line for line in report.lines(exact))
+
+
+def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
+    seen = {}
+
+    def call(function, *args, ended, environment):
+        seen.update(environment)
+        return []
+
+    monkeypatch.setattr(child, "call", call)
+    asked = dataclasses.replace(request(*ULYSSES), execution=Execution(xla_flags="less-memory"))
+    task = accept(plan.on_slice(asked, "v6e:2x4"), dry=True)
+    aot.apart(task, "denoise", tmp_path / "dump")
+    chosen = xla_flags.set_of("less-memory", task.machine)
+    assert all(text in seen[chosen.variable] for text in chosen.texts) and "xla_dump_to" in seen["XLA_FLAGS"]
 
 
 def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatch):

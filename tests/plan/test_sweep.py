@@ -10,6 +10,7 @@ from torchport.plan import sweep
 from torchport.plan.figures import JobPlan
 from torchport.task import Request
 
+LOSSY = ["cache deepcache computes 5 of 8 steps"]
 TINY = ("checkpoint=tiny", "machine=v6e:2x4")
 MOVED = {"kind": "all-to-all", "bytes": 100_000_000, "count": 4, "group": 4, "source": None}
 MOVED |= {"links": "2x2 square", "ports": 2.0}
@@ -35,7 +36,9 @@ def outcomes(monkeypatch):
         else:
             fields |= {"per_block": BLOCK, "per_device": memory(peak_bytes=2**33)}
         job = plans.plan(denoise=plans.stage(**fields))
-        return JobPlan.model_validate(job | {"fits": outcome is not None, "assumptions": ["nothing overlaps"]})
+        return JobPlan.model_validate(
+            job | {"fits": outcome is not None, "assumptions": ["nothing overlaps"], "lossy": LOSSY}
+        )
 
     monkeypatch.setattr(sweep, "of_task", of_task)
     found["asked"] = asked
@@ -82,7 +85,7 @@ def test_a_sweep_is_sorted_by_the_modelled_step_and_what_does_not_fit_comes_last
     assert text[1].split("  ")[0] == "strategy" and text[1].split()[-2:] == ["model", "s"]
     assert text[2].split() == ["ulysses", "dp=2", "x", "sp=4", "yes", "8", "20", "400", "50", "3"]
     assert text[1 + len(found.planned)].split() == ["tp", "dp=2", "x", "tp=4", "NO", "64", "-", "-", "-", "-"]
-    assert text[-1] == "assumed: nothing overlaps"
+    assert text[-2:] == [f"lossy: {LOSSY[0]}", "assumed: nothing overlaps"] and data["lossy"] == LOSSY
 
 
 def test_meshes_that_divide_neither_the_batch_nor_the_heads_are_skipped_with_the_reason(outcomes):

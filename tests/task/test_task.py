@@ -12,6 +12,7 @@ from fakes.families import HUNYUAN, loaded
 from torchport.compile.network import check_heads
 from torchport.errors import (
     BadValueError,
+    CheckpointForeignError,
     CheckpointMissingError,
     MeshError,
     TorchportError,
@@ -285,6 +286,9 @@ def test_a_lora_must_be_there_where_steps_are_taken_and_be_of_a_network_that_tak
         assert text.endswith(f": There is no file '{file}'. Name a LoRA in safetensors.")
         assert "lora" in text.partition(": There")[0]
     assert refusal(CheckpointMissingError, lambda: asked(sets, stage="decode", prompt=None))  # a flag is compared
+    torch.save({}, file)
+    text = refusal(CheckpointForeignError, lambda: asked(sets))
+    assert text.startswith(f"{file}: It is a pickle, as torch.save writes it (.pt, .bin, .ckpt)")
     file.write_bytes(b"lora")
     [lora] = asked(sets).job.lora
     assert (lora.path, lora.scale, lora.component) == (str(file), 1.0, "transformer")
@@ -292,6 +296,11 @@ def test_a_lora_must_be_there_where_steps_are_taken_and_be_of_a_network_that_tak
     assert "'hunyuan' takes no steps with a network 'vae'." in text
     for scale in (101, ".nan"):
         refusal(WrongTypeError, lambda scale=scale: asked((f"lora=[{{path: {file}, scale: {scale}}}]",)))
+
+
+def test_no_lora_may_be_asked_for_where_there_is_none(asked):
+    task = asked(("lora=[]",))
+    assert task.job.lora == [] and task.flag_settings()["lora"] == []
 
 
 def test_a_lora_of_a_config_need_not_be_there_for_a_plan_or_a_stage_without_steps(request_for, root, tmp_path):

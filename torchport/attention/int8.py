@@ -48,6 +48,9 @@ def quantised(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns queries and keys in eight bits.
 
+    Heads are told apart by slices of features and by selecting among them. A dim of their own would lay the array out
+    anew, and XLA would write it in float32; so it reads queries and keys twice, and writes int8 alone.
+
     Args:
         q_BSF: Queries [B, S, F].
         arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
@@ -58,27 +61,57 @@ def quantised(
         Queries, int8 [B, S, F]; what the scores of each query are multiplied by, float32 [B * H, 1, S]; keys, int8.
     """
     batch, queries, features = q_BSF.shape
-    heads = features // head_size
-    valid = [jnp.arange(keys.shape[1])[:, None] < lengths[:, None, None] for keys, lengths in arrays]
-    wide = [jnp.where(here, keys.astype(jnp.float32), 0.0) for (keys, _), here in zip(arrays, valid, strict=True)]
-    count = sum(lengths for _, lengths in arrays)
-    mean = sum(keys.sum(1, keepdims=True) for keys in wide) / jnp.maximum(jnp.asarray(count), 1)[:, None, None]
-    centred = [
-        jnp.where(here, keys - mean, 0.0).reshape(batch, -1, heads, head_size)
-        for keys, here in zip(wide, valid, strict=True)
+    mean_B1F, peak_B1F = _mean_and_peak(arrays)
+    step_k = _step(peak_B1F.reshape(batch, -1, head_size).max(2))
+    steps_q = [
+        _step(jnp.abs(q_BSF[:, :, start : start + head_size].astype(jnp.float32)).max(2))
+        for start in range(0, features, head_size)
     ]
-    peaks = [jnp.abs(keys).max((1, 3), keepdims=True) for keys in centred]
-    step_k = _step(jnp.stack(peaks).max(0))
-    q = q_BSF.astype(jnp.float32).reshape(batch, queries, heads, head_size)
-    step_q = _step(jnp.abs(q).max(3, keepdims=True))
-    rows = (step_q * step_k * scale)[..., 0].swapaxes(1, 2).reshape(batch * heads, 1, queries)
-    eight = [jnp.round(x / step).astype(jnp.int8) for x, step in [(q, step_q), *((keys, step_k) for keys in centred)]]
-    first, *others = (x.reshape(batch, -1, features) for x in eight)
-    return first, rows, others
+    rows = jnp.stack([step * step_k[:, h, None] * scale for h, step in enumerate(steps_q)], axis=1)
+    keys = [
+        _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / step_k, head_size, axis=1)[:, None])
+        for keys, _ in arrays
+    ]
+    return (
+        _rounded(q_BSF, _over_features([1 / step for step in steps_q], head_size)),
+        rows.reshape(-1, 1, queries),
+        keys,
+    )
+
+
+def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean valid key, and for each feature the largest distance of a valid key from it: float32 [B, 1, F].
+
+    The key that is furthest from the mean is the largest or the smallest one, so keys are read once for both.
+    """
+    sums, largest, smallest = [], [], []
+    for keys, lengths in arrays:
+        valid = jnp.arange(keys.shape[1])[:, None] < lengths[:, None, None]
+        wide = keys.astype(jnp.float32)
+        sums.append(jnp.where(valid, wide, 0.0).sum(1, keepdims=True))
+        largest.append(jnp.where(valid, wide, -jnp.inf).max(1, keepdims=True))
+        smallest.append(jnp.where(valid, wide, jnp.inf).min(1, keepdims=True))
+    count = sum(lengths for _, lengths in arrays)
+    mean = sum(sums) / jnp.maximum(jnp.asarray(count), 1)[:, None, None]
+    return mean, jnp.maximum(jnp.stack(largest).max(0) - mean, mean - jnp.stack(smallest).min(0))
+
+
+def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
+    """Returns the heads' factors [B, S], each for all features of its head, as [B, S, F]."""
+    head = lax.broadcasted_iota(jnp.int32, (1, 1, len(factors) * head_size), 2) // head_size
+    every = factors[0][..., None]
+    for number, factor in enumerate(factors):
+        every = jnp.where(head == number, factor[..., None], every)
+    return every
 
 
 def _step(peak: jax.Array) -> jax.Array:
-    return jnp.where(peak == 0, 1.0, peak / STEPS)
+    """Returns what a step of int8 stands for; 1 where there is nothing to round, or no key."""
+    return jnp.where(peak > 0, peak / STEPS, 1.0)
+
+
+def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return jnp.round(x.astype(jnp.float32) * factor).astype(jnp.int8)
 
 
 class Int8Softmax(Softmax):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchport import compile, patch, save
-from torchport.bookkeeping import resume
+from torchport.bookkeeping import resume, video
 from torchport.bookkeeping.profile import Profile
 from torchport.compile import memory, network
 from torchport.compile.kept import Programs
@@ -27,10 +27,9 @@ from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
-from torchport.progress import log, track
+from torchport.progress import log
 from torchport.save import step_files
 from torchport.save.manifest import SCHEMA, Manifest, versions
-from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Execution, Task
 from torchport.task.devices import devices
@@ -97,6 +96,8 @@ class Journey:
             log.info("%s was finished before the stop", stage.name)
             self._note(stage, finished[stage.name])
             hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
+            if stage.name == self.task.stages[-1].name:
+                self.revise()
 
     def _finished_manifests(self) -> dict[str, Manifest]:
         """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
@@ -116,6 +117,22 @@ class Journey:
         names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
         outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
         self._tidy(stage, outputs, manifest)
+
+    def revise(self) -> bool:
+        """Writes the finished video again if the job has another `fps` by now; returns whether it did.
+
+        Raises:
+            OutputError: The folder cannot be written.
+        """
+
+        def written() -> dict[str, Any] | None:
+            manifest = video.at_jobs_rate(self.task, self.weights.digests)
+            return None if manifest is None else manifest.model_dump()
+
+        fields = hosts.from_first(written)
+        if fields is not None:
+            self._note(self.task.stages[-1], Manifest.model_validate(fields))
+        return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
         """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns.
@@ -201,7 +218,7 @@ class Journey:
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
         self.seconds[f"{stage.name} compile"] = compiling
         self.seconds[f"{stage.name} run"] -= compiling
-        if isinstance(call, StepCached) and call.curve:
+        if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
             hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
@@ -260,10 +277,7 @@ class Journey:
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
         if "frames" in outputs:
-            frames_FCHW = outputs["frames"][0]
-            every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
-            write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
-            write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
+            video.write(task, outputs["frames"][0])
 
     def clock(self, stage: family.Stage) -> Callable[[str], None]:
         """Returns a function that notes the seconds since its last call, or since now, as those of a verb."""
@@ -283,10 +297,11 @@ class Journey:
         Raises:
             OutputError: The folder cannot be written.
         """
-        video = self.task.folder / save.VIDEO if any(stage.name == "decode" for stage in self.task.stages) else None
-        hosts.from_first(lambda: _write_manifest(self.task, video, self._manifests))
+        has_video = any(stage.name == "decode" for stage in self.task.stages)
+        file = self.task.folder / save.VIDEO if has_video else None
+        hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
         hosts.from_first(lambda: resume.forget(self.task))
-        return video
+        return file
 
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""

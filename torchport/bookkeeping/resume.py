@@ -309,7 +309,10 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
         return False
     for stage in task.stages:
         file = save.file_of(task.folder, stage.name)
-        differs = _difference(task, stage, save.read_manifest(file), upstream) if file.is_file() else None
+        manifest = save.read_manifest(file) if file.is_file() else None
+        differs = None if manifest is None else _difference(task, stage, manifest, upstream)
+        if manifest is not None and task.job.keep_steps and not manifest.config.get("keep_steps"):
+            differs = differs or ("keep_steps", False, True)
         if differs is not None:
             key, theirs, ours = differs
             fact = f"A finished video with {key} {theirs!r} lies here, and this one has {ours!r}"

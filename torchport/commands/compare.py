@@ -70,14 +70,18 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
 
 
 def _check_floor(a: Run, floor: Run) -> None:
-    """Refuses a run that differs from the first one in more than how it rounds, or in nothing.
+    """Refuses a run that is lossy, or differs from the first one in more than how it rounds, or in nothing.
 
     Raises:
         BadValueError: It is one.
     """
+    lossy = facts.lossy(floor.manifests)
+    if lossy is not None:
+        fact = f"It was made with {lossy}, which is lossy: a floor shows rounding alone"
+        raise BadValueError(f"--floor {floor.folder}", fact, "Name a run without it, on another mesh than A")
     rows = facts.differences(a.manifests, floor.manifests)
     for row in rows:
-        if row.key not in facts.MESH:
+        if row.key not in facts.MESH or facts.LOSSY_ATTENTION in (row.a, row.b):
             fact = f"It is another job than A: {row.words()}"
             raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
     if not rows:

@@ -9,7 +9,7 @@ from typing import Any
 from torchport.errors import BadValueError
 from torchport.files import folder
 from torchport.plan import calibrate, plan, report, sweep
-from torchport.task import Request
+from torchport.task import Execution, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,12 @@ class Flags:
     scores: str | None = None
     stage: str | None = None
     report: Path | None = None
+    xla_flags: str | None = None
     keep: Path | None = None
     paths: tuple[str, ...] = ()
 
 
-NAMES = {"overrides": "set", "upstream_path": "upstream-path"}
+NAMES = {"overrides": "set", "upstream_path": "upstream-path", "xla_flags": "xla-flags"}
 """What flags are called where their fields are called otherwise."""
 OF_CALIBRATION = ("calibrate", "write", "jobs", "paths")
 
@@ -72,7 +73,10 @@ def answer(flags: Flags, command: str) -> Answer:
     assert flags.model is not None and flags.config is not None
     overrides = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
     place = None if flags.upstream_path is None else str(flags.upstream_path)
-    request = Request(flags.model, flags.config, paths=flags.paths, upstream_path=place, overrides=overrides)
+    how = Execution(xla_flags=flags.xla_flags)
+    request = Request(
+        flags.model, flags.config, paths=flags.paths, upstream_path=place, overrides=overrides, execution=how
+    )
     bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)

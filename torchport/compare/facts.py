@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchport.config.card import StageName
+from torchport.config.card import DENOISING, StageName
 from torchport.save.manifest import Manifest
 
 MESH = ("machine", "mesh", "strategy", "attention", "stacked")
 """Fields that change how numbers are rounded and nothing else; a floor differs in these."""
+LOSSY_ATTENTION = "splash_int8"
+"""The implementation of attention that is another result, and not another rounding."""
 WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 """Fields that say what a video shows: runs that differ in one of these make two videos."""
 PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
@@ -136,6 +138,19 @@ def _patches(manifest: Manifest) -> dict[str, str]:
         promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))
         rows[f"patches.{row.id}"] = row.state if row.state in _OF_NO_EFFECT else promise
     return rows
+
+
+def lossy(manifests: Mapping[StageName, Manifest]) -> str | None:
+    """Returns what made a run's result another one than the model's: its first loss, in words; None without one."""
+    for manifest in manifests.values():
+        if manifest.stage not in DENOISING or manifest.backend == "original":
+            continue
+        cache, attention = manifest.cache, manifest.config.get("attention")
+        if cache is not None and len(cache.computed) < cache.steps:
+            return f"the step cache '{cache.kind}'"
+        if attention == LOSSY_ATTENTION:
+            return f"attention '{attention}'"
+    return None
 
 
 def name(field: str) -> str:

@@ -25,7 +25,7 @@ from torchport.attention import dispatch, sdpa
 from torchport.compile import network
 from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
 from torchport.config.machine import HOST
-from torchport.errors import AttentionError, BadValueError, MeshError
+from torchport.errors import AttentionError, MeshError
 from torchport.load import checkpoint
 from torchport.shard import activations
 from torchport.stages import family, guiding, outputs, recorder
@@ -74,9 +74,6 @@ def check(task: Task) -> None:
     memory = _memory(task)
     _require(task, memory, {})
     if task.original:
-        if task.job.cache is not None:
-            fact = "The original computes every step"
-            raise BadValueError(task.job_document.place(["cache"]), fact, "Leave it out, or --backend original")
         return
     network.check_heads(task)
     activation_bytes: dict[str, int] = {}

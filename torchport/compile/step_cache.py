@@ -23,7 +23,7 @@ from torchport.compile.eager import How
 from torchport.compile.program import Compiled
 from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, StepCache
-from torchport.errors import StackError
+from torchport.errors import BadValueError, StackError
 from torchport.stages import family
 from torchport.stages.outputs import TENSORS, leaves, of_call
 
@@ -109,10 +109,14 @@ class StepCached:
         steps: The loop's; what a saved step kept is among its state.
         total: The number of steps.
 
+    Raises:
+        BadValueError: A curve is to be measured whose first steps another run took.
+
     Attributes:
         full: The steps that compute all blocks.
         steps: The loop's, for the stage.
-        curve: By step, the norm of what was kept over that of the step before (`calibrate`).
+        curve: By step, the norm of what was kept over that of the step before, the mean of its calls (`calibrate`). A
+            stage that goes on from another one's steps goes on with its curve, too.
     """
 
     batches = True
@@ -126,12 +130,16 @@ class StepCached:
         self.step, self.calls = (0, 0) if steps.resume is None else (steps.resume[0], 0)
         self.slots: list[_Slot] = []
         self.curve: list[float] = []
+        self._ratios: list[float] = []  # of the calls of the step in progress
         self.saved: dict[str, torch.Tensor] = {}
         resume = steps.resume
         if resume is not None:
             self.saved = {key.removeprefix(STATE): t for key, t in resume[1].items() if key.startswith(STATE)}
             self.curve = self.saved.pop(CURVE, torch.zeros(0)).tolist()
             resume = resume[0], {key: t for key, t in resume[1].items() if not key.startswith(STATE)}
+        if isinstance(cache, Calibrate) and len(self.curve) != self.step:
+            fact = f"{self.step} steps were taken before, and the curve of {len(self.curve)} of them is known"
+            raise BadValueError("cache", fact, "Take all steps with 'cache: {kind: calibrate}': run every stage again")
         self.finished = steps.finished
         self.steps = dataclasses.replace(steps, finished=self._finished, resume=resume)
 
@@ -167,7 +175,7 @@ class StepCached:
             slot.differences = before = []  # its memory is free for what comes
         output, kept = self.compiled(**inputs, **{MODE: "full"})
         if isinstance(self.cache, Calibrate):
-            self.curve.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
+            self._ratios.append(float(_ratio(kept[0][0], before[0][0][0])) if before else 1.0)
         slot.differences = _differences(kept, before[: self.cache.differences], float(self.step - slot.step))
         slot.step = self.step
         return output
@@ -200,6 +208,9 @@ class StepCached:
     ) -> None:
         """Notes that a step is over; what the next one needs of it is saved with it."""
         self.step, self.calls = number, 0
+        if self._ratios:
+            self.curve.append(sum(self._ratios) / len(self._ratios))
+            self._ratios = []
         is_needed = number not in self.full or self.cache.differences > 0 or isinstance(self.cache, Calibrate)
         self.finished(number, state, timestep, self._kept if is_needed else kept)
 
@@ -211,7 +222,11 @@ class StepCached:
             for order, difference in enumerate(slot.differences)
             for path, array in leaves({KEPT: difference}).items()
         }
-        return {**tensors, STATE + CURVE: torch.tensor(self.curve)} if self.curve else tensors
+        return {**tensors, **self.measured()}
+
+    def measured(self) -> dict[str, torch.Tensor]:
+        """Returns the curve by its name in a saved step; nothing where there is none."""
+        return {STATE + CURVE: torch.tensor(self.curve)} if self.curve else {}
 
 
 def _divided(kept: Any, before: list[Any], interval: jax.Array) -> list[Any]:

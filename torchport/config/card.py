@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -621,15 +621,25 @@ class Job(Frozen):
         return {} if self.vae.implementation is None else {"vae": self.vae.implementation}
 
 
-def check_job(job: Job, card: Card, document: Document) -> None:
+Cards = Iterable[tuple[str, tuple[Card, Document] | TorchportError]]
+"""Models' names, each with its card or with why it cannot be read."""
+
+
+def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> None:
     """Refuses a job that this model cannot do, with all its mistakes, before anything is loaded.
+
+    Args:
+        job: The job.
+        card: The model's.
+        document: The job's lines.
+        cards: All cards, by name, which a refusal may name; read if there is one.
 
     Raises:
         BadValueError: Frames or sizes that the VAE cannot divide, or a dtype for what has no weights.
         UnknownNameError: A strategy or an implementation that the card has not.
         UnknownKeyError: A dtype for a component that the card has not, or a choice where it has one implementation.
     """
-    mistakes = list(_job_mistakes(job, card, document))
+    mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
     if mistakes:
         raise together(mistakes)
 
@@ -641,12 +651,16 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     try:
         job.cache.computed(job.steps)
     except BadValueError as error:
-        yield BadValueError(document.place(error.place.split(".")), error.fact, error.remedy)
+        paths = [
+            ("cache", key) for key in getattr(error, "keys", ())
+        ]  # a flag that sets one of them is at fault, or a line
+        path = next((path for path in paths if path in document.flags), None)
+        path = path or next((path for path in paths if path in document.lines), ("cache",))
+        yield BadValueError(document.place(path), error.fact, error.remedy)
     if not job.stacked:
-        remedy = "Leave one of the two out"
-        yield BadValueError(
-            document.place(["cache"]), "It reuses what stacked blocks compute, and 'stacked' is false", remedy
-        )
+        fact = "A step cache reuses what stacked blocks compute, and 'stacked' is false"
+        remedy = "Remove one of the two: --set cache=null, or --set stacked=true"
+        yield BadValueError(document.place(["cache"]), fact, remedy)
 
 
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
@@ -684,16 +698,17 @@ def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchpor
     yield from _implementation_mistakes(job, card, document)
     yield from _dtype_mistakes(job, card, document)
     yield from _argument_mistakes(job, card, document)
-    yield from _guider_mistakes(job, card, document)
 
 
-def _guider_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
+def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> Iterator[TorchportError]:
     if job.guider is None:
         return
     place = document.place(["guider"])
     if "guider" not in card.components:
         fact = f"'{card.model}' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'"
-        yield UnknownKeyError(place, fact, "Remove 'guider'", key="guider")
+        others = [name for name, one in cards if isinstance(one, tuple) and "guider" in one[0].components]
+        remedy = f"Remove 'guider', or take a card whose pipeline has one: {', '.join(others) or 'none here has'}"
+        yield UnknownKeyError(place, fact, remedy, key="guider")
     elif not isinstance(job.guider.get("class"), str):
         fact = f"'guider' has {'no' if job.guider.get('class') is None else 'a number for its'} 'class'"
         yield MissingKeyError(place, fact, "Name a class of diffusers.guiders: docs/jobs.md", key="class")

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import pydantic
 import yaml
@@ -18,6 +18,7 @@ from torchport.errors import (
     SyntaxYamlError,
     TorchportError,
     UnknownKeyError,
+    UnknownNameError,
     WrongTypeError,
     nearest,
     together,
@@ -280,17 +281,57 @@ def _refusal(model: type[Frozen], document: Document, location: Location, error:
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
         key = str(location[-1])
-        names = fields_at(model, location[:-1])
+        names = fields_at(model, location[:-1], document.data)
         return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, names), key=name)
     if error["type"] == "missing":
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
     if error["type"] == "value_error":
         return WrongTypeError(place, f"'{name}' is {error['input']!r}", str(error["ctx"]["error"]), key=name)
-    expected = _WANTED.get(error["type"]) or str(error["msg"]).removeprefix("Input should be ").rstrip(".")
-    value, kind = error["input"], type(error["input"]).__name__
-    text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    fact = f"'{name}' is empty" if value is None else f"'{name}' is {text} ({_KINDS.get(kind, kind)})"
-    return WrongTypeError(place, fact, f"It must be {expected}", key=name)
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
+        return _kind_refusal(model, document, location, error["input"])
+    expected = _WANTED.get(error["type"], "").format(**error.get("ctx", {})) or str(error["msg"]).removeprefix(
+        "Input should be "
+    ).rstrip(".")
+    return WrongTypeError(place, _fact(name, error["input"]), f"It must be {expected}", key=name)
+
+
+def _fact(name: str, value: Any) -> str:
+    kind, text = type(value).__name__, repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    return f"'{name}' is empty" if value is None else f"'{name}' is {text} ({_KINDS.get(kind, kind)})"
+
+
+def _kind_refusal(model: type[Frozen], document: Document, location: Location, value: Any) -> TorchportError:
+    """Returns the refusal of a value that is of none of the kinds which a key of it tells apart."""
+    name, place = ".".join(str(part) for part in location), document.place(location)
+    key, kinds = _kinds(model, location)
+    if not isinstance(value, dict):
+        like = value if value in kinds else kinds[0]
+        remedy = f"It must be a mapping of keys to values, such as {{{key}: {like}}}"
+        return WrongTypeError(place, _fact(name, value), remedy if like == value else f"{remedy}. {_known(key, kinds)}")
+    if key not in value:
+        return MissingKeyError(place, f"'{name}.{key}' is missing", _known(key, kinds), key=f"{name}.{key}")
+    place = document.place((*location, key))
+    if isinstance(value[key], str):
+        fact = f"'{name}.{key}' is '{value[key]}'"
+        return UnknownNameError(place, fact, nearest(value[key], kinds), name=value[key])
+    return WrongTypeError(place, _fact(f"{name}.{key}", value[key]), _known(key, kinds), key=f"{name}.{key}")
+
+
+def _known(key: str, kinds: Sequence[str]) -> str:
+    return f"Write a '{key}': {', '.join(kinds[:-1])} or {kinds[-1]}"
+
+
+def _kinds(model: type[Frozen], location: Location) -> tuple[str, list[str]]:
+    """Returns the key that tells the alternatives at a location apart, and its value in each of them."""
+    literals = [_literals(candidate) for candidate in _models(model, location)]
+    key = next(key for key in literals[0] if all(key in other for other in literals))
+    return key, [str(values[key][0]) for values in literals]
+
+
+def _literals(model: type[pydantic.BaseModel]) -> dict[str, tuple[Any, ...]]:
+    """Returns the values of the fields that have certain values alone."""
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
 
 
 _WANTED = {
@@ -302,6 +343,7 @@ _WANTED = {
     "model_type": "a mapping of keys to values",
     "dict_type": "a mapping of keys to values",
     "list_type": "a list",
+    "too_short": "a list of {min_length} or more",
 }
 _KINDS = {
     "str": "text",
@@ -313,13 +355,29 @@ _KINDS = {
 }
 
 
-def fields_at(model: type[Frozen], location: Sequence[str | int]) -> list[str]:
-    """Returns the keys that a model reads at a location inside it."""
+def fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = None) -> list[str]:
+    """Returns the keys that a model reads at a location inside it.
+
+    Args:
+        model: The model.
+        location: The path from the root.
+        data: What is read. Of alternatives that a key tells apart, those that it is not are left out.
+    """
+    for part in location:
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        data = data[part] if part in keys else None
+    fitting = candidates = _models(model, location)
+    if isinstance(data, dict):
+        fitting = [c for c in candidates if all(data.get(key, v[0]) in v for key, v in _literals(c).items())]
+    return sorted({field.alias or name for c in fitting or candidates for name, field in c.model_fields.items()})
+
+
+def _models(model: type[Frozen], location: Sequence[str | int]) -> list[type[pydantic.BaseModel]]:
+    """Returns the models that a value at a location may be."""
     current: Any = model
     for part in location:
         current = _inside(current, part)
-    candidates = [c for c in _alternatives(current) if isinstance(c, type) and issubclass(c, pydantic.BaseModel)]
-    return sorted({field.alias or name for c in candidates for name, field in c.model_fields.items()})
+    return [c for c in _alternatives(current) if isinstance(c, type) and issubclass(c, pydantic.BaseModel)]
 
 
 def _alternatives(annotation: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +19,29 @@ LONGEST_NAME = 255
 """Bytes of a folder's name, on common file systems."""
 
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors of Windows write in front of UTF-8."""
+DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "LPT") for number in range(1, 10))}
+"""Names that Windows keeps for devices, with any ending: a folder that is to be copied there cannot have them."""
+
+
 def _name(text: str) -> str:
-    """Returns the name of a folder.
+    """Returns the name of a folder, which every system can have and no command takes for a flag.
 
     Raises:
         ValueError: It is none, or one that leads elsewhere.
     """
     if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError("It must be the name of one folder in --out: no slash, and no dot in front")
+    bad = next((letter for letter in text if not letter.isprintable() or letter in '<>:"|?*'), None)
+    if bad is not None:
+        raise ValueError(f"A folder's name has no {bad!r}: use letters, digits, '-', '_', '.' and spaces")
+    if text != text.strip() or text.endswith("."):
+        raise ValueError("A folder's name neither begins with a space nor ends with a space or a dot: remove it")
+    if text.startswith("-"):
+        raise ValueError("Commands take a name with '-' in front for a flag: begin with a letter or a digit")
+    if text.partition(".")[0].rstrip().upper() in DEVICES:
+        raise ValueError(f"Windows has no folder of this name: write for example 'video-{text}'")
     return text
 
 
@@ -40,7 +56,8 @@ class Prompt(Frozen):
         width: Pixels; by default the config's.
         frames: Their number; by default the config's.
         image: A file with the first frame, for image-to-video; by default that of `--image`.
-        out: The name of the video's folder in `--out`; by default the number of the line, as `0001`.
+        out: The name of the video's folder in `--out`, one that every system can have; by default the number of the
+            line, as `0001`.
     """
 
     prompt: str
@@ -88,7 +105,9 @@ def read_prompts(file: Path) -> list[Line]:
         raise SyntaxYamlError(f"{file}:1", f"Byte {error.start} is not UTF-8", "Save the file as UTF-8") from error
     lines: list[Line] = []
     mistakes: list[TorchportError] = []
-    for number, line in enumerate(text.split("\n"), 1):  # JSON's strings may hold what `splitlines` also splits at
+    for number, line in enumerate(
+        text.removeprefix(BYTE_ORDER_MARK).split("\n"), 1
+    ):  # JSON's strings may hold what `splitlines` also splits at
         if line.strip():
             try:
                 lines.append(_line(line, str(file), number))
@@ -108,7 +127,7 @@ def _line(text: str, file: str, number: int) -> Line:
     try:
         data = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, place))
     except json.JSONDecodeError as error:
-        raise SyntaxYamlError(place, f"Not JSON: {error.msg} (character {error.pos + 1})", remedy) from error
+        raise SyntaxYamlError(f"{place}:{error.pos + 1}", f"Not JSON: {error.msg}", remedy) from error
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         raise SyntaxYamlError(place, f"Not JSON: {' '.join(str(error).split())[:200]}", remedy) from error
     if not isinstance(data, dict):
@@ -128,12 +147,13 @@ def _mapping(pairs: list[tuple[str, Any]], place: str) -> dict[str, Any]:
 
 
 def _twice(lines: list[Line]) -> list[TorchportError]:
-    """Returns an error for each line whose folder is another line's."""
+    """Returns an error for each line whose folder is another line's; some disks tell no capital letters from small."""
     first: dict[str, Line] = {}
     mistakes: list[TorchportError] = []
     for line in lines:
-        other = first.setdefault(line.name, line)
+        other = first.setdefault(unicodedata.normalize("NFC", line.name).casefold(), line)
         if other is not line:
-            fact = f"Its folder is '{line.name}', and so is that of {other.place}"
+            also = "so is that" if other.name == line.name else f"'{other.name}', the same on some disks, is that"
+            fact = f"Its folder is '{line.name}', and {also} of {other.place}"
             mistakes.append(BadValueError(line.place, fact, "Give each line an 'out' of its own", key="out"))
     return mistakes

@@ -57,8 +57,13 @@ class _Periodic(_Kind):
     def computed(self, steps: int) -> tuple[int, ...]:
         """Returns the steps that compute all blocks, from 0."""
         if not self.start < self.end <= self.of:
-            fact = f"'start' is {self.start}, 'end' {self.end} and 'of' {self.of}"
-            raise BadValueError("cache", fact, "Write them in this order: start < end <= of")
+            keys = ("start", "end") if self.start >= self.end else ("of", "end")
+            values = [
+                f"'cache.{key}' is {getattr(self, key)}{'' if key in self.model_fields_set else ' by default'}"
+                for key in ("start", "end", "of")
+            ]
+            fact, remedy = ", ".join(values), "Write all three in this order: start < end <= of"
+            raise BadValueError("cache", fact, remedy, keys=keys)
         start, end = (max(1, round(step * steps / self.of)) for step in (self.start, self.end))
         return tuple(n for n in range(steps) if n < start or n >= end or (n - start) % self.every == 0)
 
@@ -102,9 +107,13 @@ class Schedule(_Kind):
     def computed(self, steps: int) -> tuple[int, ...]:
         """Returns the steps that compute all blocks, from 0."""
         numbers = sorted(set(self.full))
-        if numbers[0] != 0 or numbers[-1] >= steps:
-            fact = f"'full' has the steps {numbers[0]} to {numbers[-1]}, and the job has {steps}, from 0"
-            raise BadValueError("cache.full", fact, f"Name steps from 0 to {steps - 1}, and 0 among them")
+        if numbers[-1] >= steps:
+            fact = f"'cache.full' names step {numbers[-1]}, and the job has {steps}, counted from 0"
+            remedy = f"Name steps from 0 to {steps - 1}, or take more: --set steps={numbers[-1] + 1}"
+            raise BadValueError("cache", fact, remedy, keys=("full",))
+        if numbers[0] != 0:
+            fact = f"'cache.full' begins with step {numbers[0]}, and before it nothing is there to reuse"
+            raise BadValueError("cache", fact, "Add step 0", keys=("full",))
         return tuple(numbers)
 
 

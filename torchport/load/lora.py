@@ -53,6 +53,9 @@ METADATA = "lora_adapter_metadata"
 
 OF_THIS = "Name a LoRA that was made for this model"
 
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+"""How files of `torch.save` begin: of PyTorch 1.6 and later, and of those before."""
+
 
 class Lora(NamedTuple):
     """A LoRA file, and how much of it is added."""
@@ -127,6 +130,26 @@ class Additions:
         return _finite(self._streams[file].get_tensor(key), file, key).to(torch.float32)
 
 
+def check_format(file: Path) -> None:
+    """Refuses a file of `torch.save`, by its first bytes, whatever it is called.
+
+    Raises:
+        CheckpointForeignError: It is one.
+    """
+    with file.open("rb") as stream:
+        start = stream.read(8)
+    # A header's length may begin with the same byte as a pickle, and is never as large.
+    is_pickle = start.startswith(_PICKLE) and int.from_bytes(start, "little") > checkpoint.LARGEST_HEADER
+    if start.startswith(_ZIP) or is_pickle:
+        fact = "It is a pickle, as torch.save writes it (.pt, .bin, .ckpt), and a pickle can run code"
+        remedy = (
+            "Convert it to safetensors: "
+            f"python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{file}', weights_only=True), "
+            f"'{file.with_suffix('.safetensors')}')\""
+        )
+        raise CheckpointForeignError(str(file), fact, remedy)
+
+
 def _finite(tensor: torch.Tensor, file: Path, key: str) -> torch.Tensor:
     if not torch.isfinite(tensor).all():
         raise CheckpointBrokenError(str(file), f"'{key}' holds NaN or infinity", "Download the file again", key=key)
@@ -144,7 +167,8 @@ def additions(loras: Loras | None, shapes: Mapping[str, Sequence[int]], name_in_
     Raises:
         CheckpointMissingError, CheckpointBrokenError: Files that cannot be read, half a pair, or an alpha that is no
             number.
-        CheckpointForeignError: A key that is no layer's, or whose rank, shape or dtype does not fit.
+        CheckpointForeignError: A pickle, a file without tensors, or a key that is no layer's, or whose rank, shape or
+            dtype does not fit.
         DeadRuleError: A rule of the card that names no layer.
     """
     of_tensor: dict[str, list[Addition]] = {}
@@ -203,7 +227,12 @@ class _Reader:
         self.file, self.scale = lora
         self.component = component
         self.shapes = shapes
+        if self.file.is_file():
+            check_format(self.file)
         self.entries = checkpoint.header(self.file)
+        if not self.entries:
+            fact = "It has no tensors, and would change nothing"
+            raise CheckpointForeignError(str(self.file), fact, "Remove it from 'lora', or name a file that has some")
         self.stream: Any = safe_open(str(self.file), framework="pt")
         self.prefixes = (*PREFIXES, f"{component}.")
         self.config = self._config()
@@ -310,7 +339,15 @@ class _Reader:
         if math.prod(self.entries[key]["shape"]) != 1:
             fact = f"'{key}' has shape {self.entries[key]['shape']}"
             raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=key)
-        return float(_finite(self.stream.get_tensor(key), self.file, key))
+        return self._positive(float(_finite(self.stream.get_tensor(key), self.file, key)), f"'{key}'")
+
+    def _positive(self, alpha: float, name: str) -> float:
+        """Returns an alpha that may be one: it is a rank's measure, and a file's strength is its `scale`."""
+        if alpha > 0 and math.isfinite(alpha):
+            return alpha
+        does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
+        remedy = "Write the file again with the alpha of its training; a negative 'scale' in the job subtracts a LoRA"
+        raise CheckpointBrokenError(str(self.file), f"{name} is {alpha:g}, {does}", remedy, key=name)
 
     def _config(self) -> dict[str, Any]:
         """Returns PEFT's configuration of the network's adapter, if the file's metadata has one."""
@@ -334,8 +371,8 @@ class _Reader:
         try:
             for pattern, value in patterns.items():
                 if any(re.fullmatch(rf"(.*\.)?({pattern})", each) for each in self._bare(name)):
-                    return float(value)
-            return float(default)
+                    return self._positive(float(value), f"The alpha of '{pattern}' in '{METADATA}'")
+            return self._positive(float(default), f"'lora_alpha' in '{METADATA}'")
         except (re.error, AttributeError, TypeError, ValueError) as error:
             fact = f"'{METADATA}' in its metadata has an alpha that is none: {error}"
             raise CheckpointBrokenError(str(self.file), fact, checkpoint.AGAIN) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -20,11 +21,12 @@ import jax
 from torchport import compile, engine, patch, shard
 from torchport.attention import dispatch
 from torchport.compile import failure, network, preflight, step_cache
-from torchport.config import checkout
+from torchport.config import checkout, xla_flags
 from torchport.config.machine import Machine
 from torchport.config.step_cache import StepCache
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
+from torchport.plan import loras
 from torchport.plan.figures import Overflow
 from torchport.processes import child
 from torchport.shard import grid
@@ -63,6 +65,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
 
     Raises:
         BadValueError: The stage has no network, or does not say what its inputs are like.
+        LoadError: A LoRA file that is here does not fit.
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
@@ -74,6 +77,7 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         with engine.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
             network.check_classes(task)
             network.check_heads(task)
+            loras.check(task, stage)
             outline = _outline(task, stage, devices)
             if not bounded:
                 outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
@@ -306,6 +310,19 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[Co
         ended=lambda end: TopologyError(
             f"plan {task.machine.name}", f"The compiler {end}", "Mend that, or plan another size"
         ),
-        environment=absent.compiling(dump),
+        environment=_environment(task, dump),
     )
     return programs
+
+
+def _environment(task: Task, dump: Path) -> dict[str, str]:
+    """Returns the variables of a process that compiles a task, the request's compiler flags among them.
+
+    Raises:
+        BadValueError: A flag contradicts the environment.
+    """
+    variables, name = absent.compiling(dump), task.request.execution.xla_flags
+    if name is None:
+        return variables
+    chosen = xla_flags.set_of(name, task.machine)
+    return variables | {chosen.variable: xla_flags.added(name, chosen, {**os.environ, **variables})}

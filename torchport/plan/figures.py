@@ -305,6 +305,8 @@ class JobPlan(Figure):
     """versions of the packages that decide the figures"""
     assumptions: list[str]
     """what is taken for granted; the first says what the plan was calibrated with"""
+    lossy: list[str] = []
+    """what makes the result another than the model's own: attention in eight bits, a step cache"""
     stages: dict[str, Annotated[StagePlan | StageLeftOut, pydantic.Field(discriminator="status")]]
     """the stages, by name"""
 

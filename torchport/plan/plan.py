@@ -13,11 +13,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from torchport import progress, shard
+from torchport.bookkeeping.journey import LOSSY_INT8
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
+from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, calibration
+from torchport.plan import aot, calibration, loras
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -61,7 +63,7 @@ def plan(
         OutputError: The folder has a dump already, or cannot be written.
         TorchportError: Whatever the job is refused for; see `task.accept`.
     """
-    return of_task(accept(on_slice(request, topology_name)), keep, bounded, stages)
+    return of_task(accept(on_slice(request, topology_name), dry=True), keep, bounded, stages)
 
 
 def on_slice(request: Request, topology_name: str | None) -> Request:
@@ -85,6 +87,7 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
         fits=all(stage.fits for stage in planned.values()),
         versions=versions(),
         assumptions=[calibration.said(calibration.shipped(), versions()), *_assumptions(task, bounded)],
+        lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
     )
     if keep is not None:
@@ -145,7 +148,18 @@ def _left_out(stage: Stage) -> StageLeftOut:
 def _assumptions(task: Task, bounded: bool) -> list[str]:
     said = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
     known = [said.format(name) for name in task.card.score_bounds]
-    return [*known, "every token is valid", "nothing overlaps"]
+    flags = task.request.execution.xla_flags
+    chosen = [] if flags is None else [f"--xla-flags {flags}"]
+    return [*known, "every token is valid", "nothing overlaps", *chosen, *loras.unchecked(task)]
+
+
+def lossy(task: Task) -> list[str]:
+    """Returns what makes a job's result another than the model's own, in words."""
+    eight_bits = [f"attention splash_int8 {LOSSY_INT8}"] if task.job.attention == "splash_int8" else []
+    cache, steps = task.job.cache, task.job.steps
+    if cache is None or len(cache.computed(steps)) == steps:
+        return eight_bits
+    return [*eight_bits, f"cache {cache.kind} computes {described(cache, steps)}"]
 
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:

@@ -76,6 +76,7 @@ def lines(job: JobPlan) -> list[str]:
         calls = ", ".join(f"{one.times} x {largest_shape(one.inputs)}" for one in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
     text += _at_once_lines(job)
+    text += [f"  lossy: {said}" for said in job.lossy]
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
 

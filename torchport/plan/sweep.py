@@ -165,7 +165,7 @@ def _task(request: Request, choice: Choice) -> Task:
     Raises:
         MeshError: The mesh divides neither the batch nor the heads.
     """
-    task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)))
+    task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)), dry=True)
     # Heads are counted by the network's configuration, which its class has.
     with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
         network.check_heads(task)
@@ -185,6 +185,7 @@ def data(swept: Sweep) -> dict[str, Any]:
         "machine": swept.machine,
         "versions": versions(),
         "assumptions": _assumptions(swept),
+        "lossy": _lossy(swept),
         "rows": [dataclasses.asdict(_row(choice, job)) for choice, job in swept.planned],
         **{
             key: [{"strategy": c.strategy, "mesh": c.mesh, "id": e.id, "error": str(e)} for c, e in pairs]
@@ -195,6 +196,10 @@ def data(swept: Sweep) -> dict[str, Any]:
 
 def _assumptions(swept: Sweep) -> list[str]:
     return swept.planned[0][1].assumptions if swept.planned else []
+
+
+def _lossy(swept: Sweep) -> list[str]:
+    return swept.planned[0][1].lossy if swept.planned else []
 
 
 def _row(choice: Choice, job: JobPlan) -> SweepRow:
@@ -231,6 +236,7 @@ def lines(swept: Sweep) -> list[str]:
         text.append("  ".join((*left, *right)).rstrip())
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
+    text += [f"lossy: {said}" for said in _lossy(swept)]
     if swept.planned:
         text.append(f"assumed: {'; '.join(_assumptions(swept))}")
     return text

@@ -12,6 +12,7 @@ from torchport.config import Document
 from torchport.config.card import DENOISING, Card, Job
 from torchport.errors import CheckpointMissingError, UnknownNameError, nearest
 from torchport.files.folder import expand_home, has_file
+from torchport.load.lora import check_format
 
 
 def check_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
@@ -29,20 +30,22 @@ def check_components(card: Card, job: Job, family: ModuleType, document: Documen
 
 
 def check_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
-    """Refuses a LoRA that is not there.
+    """Refuses a LoRA that is not there, or that is a pickle.
 
-    A plan, which is made without the checkpoint's files too, needs no LoRA's: merged weights have the same shapes. Nor
+    A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
     does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
 
     Raises:
         CheckpointMissingError: One is missing.
+        CheckpointForeignError: One is a pickle.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
     for number, lora in enumerate(job.lora):
-        if not has_file(expand_home(lora.path)):
-            fact = f"There is no file '{lora.path}'"
-            raise CheckpointMissingError(document.place(["lora", number, "path"]), fact, "Name a LoRA in safetensors")
+        place, file = document.place(["lora", number, "path"]), expand_home(lora.path)
+        if not has_file(file):
+            raise CheckpointMissingError(place, f"There is no file '{lora.path}'", "Name a LoRA in safetensors")
+        check_format(file)
 
 
 def rows(job: Job) -> list[dict[str, Any]]:

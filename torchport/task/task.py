@@ -25,7 +25,7 @@ from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
-from torchport.task import lora
+from torchport.task import lora, step_cache
 from torchport.task.execution import COMPILED, Execution, check
 from torchport.task.family import family as load_family
 
@@ -287,7 +287,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     card, card_document = pack.card(request.model)
     job, job_document = pack.job(request.config, request.overrides)
     _check_request(request, dry)
-    check_job(job, card, job_document)
+    check_job(job, card, job_document, pack.cards())
     job_as_read, job = job, shard.with_mesh(job, card.strategies[job.strategy], job_document)
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
@@ -295,6 +295,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     lora.check_components(card, job, family, job_document)
     stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
     check(request.execution, stages, request.backend == "original", job, slice_)
+    step_cache.check(card, job, stages, request.backend == "original", job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])

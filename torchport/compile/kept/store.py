@@ -309,6 +309,8 @@ class StagePrograms:
         nearest: tuple[int, dict[str, tuple[Any, Any]], str] | None = None
         for path, manifest in self._manifests():
             parts = key.differences(manifest.key, current)
+            if "model" in parts:  # another model shares the folder
+                continue
             if path.name not in keys and (nearest is None or len(parts) < nearest[0]):
                 nearest = (len(parts), parts, manifest.created)
         if nearest is not None:
