@@ -292,6 +292,39 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
         sys.exit(errors.DRIFT_EXIT_CODE)
 
 
+@cli.group()
+def new() -> None:
+    """Writes drafts into a pack: a patch to fill in, or the card of a model."""
+
+
+@new.command("patch")
+@click.argument("target", metavar="PACKAGE.MODULE:NAME")
+@click.option(
+    "--kind",
+    required=True,
+    type=click.Choice(["replace", "wrap", "rewrite", "op", "stub", "instance", "value"]),
+    help="What kind of patch: docs/patches.md. A value is refused, with the functions that read it.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder of your pack.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--file", metavar="NAME", help="Its files in patches/<package>/, without endings [the module's name].")
+@click.option("--line", type=click.IntRange(1), metavar="N", help="For rewrite: the statement's line in upstream.")
+@click.option("--component", metavar="NAME", help="For instance: the component in the card.")
+@click.option("--submodules", "path", metavar="REGEX", help="For instance: the names of its submodules.")
+@click.option("--importer", "importers", multiple=True, metavar="MODULE", help="For stub: who imports it. Repeatable.")
+@click.option("--why", metavar="TEXT", help="What fails without it.")
+def new_patch(out: Path, upstream_path: Path | None, why: str | None, **options: Any) -> None:
+    """Writes an entry, a function with the target's parameters, a test that fails until both are filled in, a lock row.
+
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
+    """
+    from torchport.commands import new as command
+    from torchport.new.patch import Wish
+
+    wish = Wish(**options, **({"why": why} if why is not None else {}))
+    terminal.say("\n".join(command.new_patch(wish, out, upstream_path)))
+
+
 @patches.command("schema")
 def patch_schema() -> None:
     """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""
