@@ -62,8 +62,8 @@ def _function(target: Target, node: Function, name: str, original: str | None) -
     doc = "\n".join(lines) + ('"""' if len(lines) == 1 else '\n    """')
     word = "async def" if target.is_async else "def"
     body = f'    raise NotImplementedError("fill in {name}")\n'
-    if target.is_generator and original is None:
-        body += "    yield  # or it would be no generator function\n"
+    if target.is_generator and original is None:  # one statement, which makes it a generator function
+        body = f'    yield from (_ for _ in ()).throw(NotImplementedError("fill in {name}"))\n'
     return f"{word} {name}({given.text}):\n    {doc}\n{body}"
 
 

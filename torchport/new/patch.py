@@ -180,6 +180,7 @@ def _common(wish: Wish, path: str) -> dict[str, Any]:
         "target": wish.target,
         "why": wish.why,
         "equivalence": proposal.PROMISE,
+        "fits": proposal.fits(wish.package),  # it reads what is installed: once
     }
     probe = proposal.entry_of({**fields, "replace": "a.py:a"}, wish.package)
     if probe.is_shared and wish.kind in ("replace", "wrap", "rewrite"):
@@ -228,6 +229,11 @@ def _check_callable(wish: Wish, target: Target) -> None:
     if target.kind == "class" and wish.kind == "wrap":
         fact = f"{what} ({target.place}) is a class, and a wrapper takes a function"
         raise TargetError(wish.place, fact, f"Wrap one of its methods, such as {what}.__init__", target=wish.target)
+    if target.kind == "class":
+        for other in target.source.tree.body:
+            if isinstance(other, ast.ClassDef) and what in map(ast.unparse, other.bases):
+                fact = f"{other.name} in the same module derives from {what} ({target.place}), and would keep it"
+                raise TargetError(wish.place, fact, f"Replace methods of {what}", target=wish.target)
     if target.path[-1] == "__new__":
         fact = f"{what} ({target.place}) makes the object before there is one"
         raise TargetError(wish.place, fact, "Replace the class, or wrap __init__", target=wish.target)
