@@ -319,10 +319,37 @@ def new_patch(out: Path, upstream_path: Path | None, why: str | None, **options:
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
     from torchport.commands import new as command
-    from torchport.new.patch import Wish
+    from torchport.new.draft import Wish
 
-    wish = Wish(**options, **({"why": why} if why is not None else {}))
+    wish = Wish(**options) if why is None else Wish(**options, why=why)
     terminal.say("\n".join(command.new_patch(wish, out, upstream_path)))
+
+
+@new.command("model")
+@click.argument("name")
+@click.option(
+    "--entry",
+    "entries",
+    required=True,
+    multiple=True,
+    metavar="[COMPONENT=]PACKAGE.MODULE:CLASS",
+    help="A class of the model, the network first. Repeatable.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder of your pack.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The published weights.")
+def new_model(
+    name: str, entries: tuple[str, ...], out: Path, upstream_path: Path | None, checkpoint: str | None
+) -> None:
+    """Writes a model card, its demo's config and its stages, with `tiny:` from the class's own arguments.
+
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
+    """
+    from torchport.commands import new as command
+    from torchport.new.model import Wish
+
+    wish = Wish(name, entries) if checkpoint is None else Wish(name, entries, checkpoint)
+    terminal.say("\n".join(command.new_model(wish, out, upstream_path)))
 
 
 @patches.command("schema")

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-UPSTREAM = '''
+UPSTREAM = """
 import asyncio
 import functools
 import torch
@@ -65,7 +65,7 @@ class Net(torch.nn.Module):
 
 class Child(Net):
     pass
-'''
+"""
 
 
 class World:

@@ -10,7 +10,10 @@ FILLED = {
     "scaled": (f"({X},), {{'limit': 9}}", "return x * min(by, 3 if limit is ... else limit)"),
     "later": (f"({X},), {{'by': 2}}", "return x + by"),
     "rows": (f"({X},), {{}}", "yield from (x[n] * 2 for n in range(count))"),
-    "Net.forward": (f"({NET}, {X}, torch.zeros(1)), {{}}", "return self.up(x) + torch.where(text == 0, text + 1, text)"),
+    "Net.forward": (
+        f"({NET}, {X}, torch.zeros(1)), {{}}",
+        "return self.up(x) + torch.where(text == 0, 1, text)",
+    ),
     "Net.size": (f"({NET},), {{}}", "return len(self.up.weight)"),
     "Net.twice": (f"({NET},), {{}}", "return len(self.up.weight) * 2"),
     "Net.halved": (f"({X},), {{}}", "return x * (1 / by)"),
@@ -39,7 +42,8 @@ def body_of(name, kind, path, body):
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [*(("replace", path) for path in FILLED), ("wrap", "later"), ("wrap", "rows"), ("wrap", "Net.size")]
+    ("kind", "path"),
+    [*(("replace", path) for path in FILLED), ("wrap", "later"), ("wrap", "rows"), ("wrap", "Net.size")],
 )
 def test_a_test_fails_until_function_and_arguments_are_filled_in(world, path, kind):
     world.patch(path, kind)
@@ -224,24 +228,49 @@ def test_a_target_that_drifted_from_the_lock_is_refused(world):
     ("path", "kind", "flags", "says"),
     [
         ("LIMIT", "value", (), "up.model:LIMIT is a value (up/model.py:7), and other modules may hold it already. "),
-        ("LIMIT", "replace", (), "Replace, wrap or rewrite a function that reads it; in this module: scaled (line 10)."),
+        (
+            "LIMIT",
+            "replace",
+            (),
+            "rewrite a function that reads it; in this module: scaled (line 10).",
+        ),
         ("scaled", "value", (), "up.model:scaled is a function, and no value. Write --kind replace, or wrap."),
         ("stream", "wrap", (), "stream (up/model.py:24) is an asynchronous generator function. Patch the function"),
         ("Net", "wrap", (), "Net (up/model.py:28) is a class, and a wrapper takes a function. Wrap one of its methods"),
-        ("Net", "replace", (), "Child in the same module derives from Net (up/model.py:28), and would keep it. Replace "),
+        (
+            "Net",
+            "replace",
+            (),
+            "Child in the same module derives from Net (up/model.py:28), and would keep it. ",
+        ),
         ("Child.forward", "wrap", (), "If it is inherited from Net, name the class that defines it."),
         ("scald", "wrap", (), "There is no 'scald' in up/model.py that a patch can name. Did you mean 'scaled'?"),
-        ("shifted", "wrap", (), "(up/model.py:5: from up.other import shifted). Name it where it is defined: up.other:sh"),
+        (
+            "shifted",
+            "wrap",
+            (),
+            "(up/model.py:5: from up.other import shifted). Name it where it is defined: up.other:",
+        ),
         ("Net forward", "wrap", (), "'up.model:Net forward' is no target. Write package.module:function, or "),
         ("Net.forward", "rewrite", (), "--kind rewrite has no --line N. Add --line N."),
         ("Net.forward", "rewrite", ("--line", 3), "--line 3: Line 3 is not in the body of a function Net.forward"),
         ("Net.forward", "wrap", ("--line", 3), "--line is for --kind rewrite. Leave it out."),
         ("Net.forward", "instance", (), "--kind instance has no --component NAME. Add --component NAME."),
         ("Net", "instance", ("--component", "net"), "Name its submodules with --submodules REGEX, or a method of it."),
-        ("Net.size", "instance", ("--component", "net"), "Net.size (up/model.py:39) is a property, which is not looked"),
+        (
+            "Net.size",
+            "instance",
+            ("--component", "net"),
+            "Net.size (up/model.py:39) is a property, which is not",
+        ),
         ("scaled", "stub", ("--importer", "up.x"), "The package up is installed, and a stub is for one that is not."),
         ("scaled", "op", (), "up.model:scaled is not torch's. Name torch.ops.aten:name.overload, or write --kind"),
-        ("scaled", "wrap", ("--file", "a/b"), "--file a/b: It is no name of a file of patches. Write letters and digits."),
+        (
+            "scaled",
+            "wrap",
+            ("--file", "a/b"),
+            "--file a/b: It is no name of a file of patches. Write letters",
+        ),
     ],
 )
 def test_what_cannot_be_patched_is_refused_by_name(world, path, kind, flags, says):

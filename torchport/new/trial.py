@@ -47,7 +47,7 @@ import torch
 from torchport import engine, patch
 from torchport.config.pack import find_pack"""
 
-_AGREE = '''
+_AGREE = """
 def test_{name}_computes_what_upstream_does():
     one = entry()
     with patch.applied([one]) as ledger:
@@ -55,7 +55,7 @@ def test_{name}_computes_what_upstream_does():
     assert ledger.rows()[0]["calls"], "result() does not call the patch"
     exact = {{"rtol": 0, "atol": 0}} if one.equivalence.bitwise else {{}}
     torch.testing.assert_close(ours, result(), **exact)
-'''
+"""
 
 _CALL = '''
 def arguments(module):
@@ -123,11 +123,11 @@ def test_{name}_computes_what_torch_does():
     torch.testing.assert_close(torch.from_numpy(numpy.array(ours)), {operator}(*args, **kwargs))
 '''
 
-_STUB = '''
+_STUB = """
 def test_{module_name}_is_imported_without_{package}():
     with patch.applied([entry()]):
         importlib.import_module("{module}")
-'''
+"""
 
 
 @dataclasses.dataclass(frozen=True)
