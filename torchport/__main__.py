@@ -292,6 +292,42 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
         sys.exit(errors.DRIFT_EXIT_CODE)
 
 
+@cli.command()
+@click.option("--model", required=True, metavar="NAME", help="The model card.")
+@click.option("--config", metavar="FILE", help="The job [the card's demo].")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--without-patches", is_flag=True, help="Without the card's patches: what upstream itself stops at.")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@path_option
+def trace(
+    model: str,
+    config: str | None,
+    upstream_path: Path | None,
+    without_patches: bool,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    paths: tuple[str, ...],
+) -> None:
+    """Lists every place that stops the networks from being traced; the exit code is 1 if there is one.
+
+    No weights are read. After a stopper the trace goes on with a value that it names. It also lists the constants of
+    the programs, and what makes a second program.
+    """
+    import json
+
+    from torchport.commands import trace as command
+    from torchport.trace.trace import trace as traced
+
+    terminal.log_to_stderr()
+    report = traced(command.request_of(model, config, upstream_path, overrides, paths), not without_patches)
+    if as_json:
+        terminal.say(json.dumps(command.data(report), indent=2))
+    else:
+        terminal.say("\n".join(command.lines(report, not without_patches)))
+    sys.exit(1 if report.stoppers else 0)
+
+
 @cli.group()
 def new() -> None:
     """Writes drafts into a pack: a patch to fill in, or the card of a model."""
