@@ -296,6 +296,102 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
         sys.exit(errors.DRIFT_EXIT_CODE)
 
 
+@cli.command()
+@click.option("--model", required=True, metavar="NAME", help="The model card.")
+@click.option("--config", metavar="FILE", help="The job [the card's demo].")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--without-patches", is_flag=True, help="Without the card's patches: what upstream itself stops at.")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@path_option
+def trace(
+    model: str,
+    config: str | None,
+    upstream_path: Path | None,
+    without_patches: bool,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    paths: tuple[str, ...],
+) -> None:
+    """Lists every place that stops the networks from being traced; the exit code is 1 if there is one.
+
+    No weights are read. After a stopper the trace goes on with a value that it names. It also lists the constants of
+    the programs, and what makes a second program.
+    """
+    import json
+
+    from torchport.commands import trace as command
+    from torchport.trace.trace import trace as traced
+
+    terminal.log_to_stderr()
+    report = traced(command.request_of(model, config, upstream_path, overrides, paths), not without_patches)
+    if as_json:
+        terminal.say(json.dumps(command.data(report), indent=2))
+    else:
+        terminal.say("\n".join(command.lines(report, not without_patches)))
+    sys.exit(1 if report.stoppers else 0)
+
+
+@cli.group()
+def new() -> None:
+    """Writes drafts into a pack: a patch to fill in, or the card of a model."""
+
+
+@new.command("patch")
+@click.argument("target", metavar="PACKAGE.MODULE:NAME")
+@click.option(
+    "--kind",
+    required=True,
+    type=click.Choice(["replace", "wrap", "rewrite", "op", "stub", "instance", "value"]),
+    help="What kind of patch: docs/patches.md. A value is refused, with the functions that read it.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder of your pack.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--file", metavar="NAME", help="Its files in patches/<package>/, without endings [the module's name].")
+@click.option("--line", type=click.IntRange(1), metavar="N", help="For rewrite: the statement's line in upstream.")
+@click.option("--component", metavar="NAME", help="For instance: the component in the card.")
+@click.option("--submodules", "path", metavar="REGEX", help="For instance: the names of its submodules.")
+@click.option("--importer", "importers", multiple=True, metavar="MODULE", help="For stub: who imports it. Repeatable.")
+@click.option("--why", metavar="TEXT", help="What fails without it.")
+def new_patch(out: Path, upstream_path: Path | None, why: str | None, **options: Any) -> None:
+    """Writes an entry, a function with the target's parameters, a test that fails until both are filled in, a lock row.
+
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
+    """
+    from torchport.commands import new as command
+    from torchport.new.draft import Wish
+
+    wish = Wish(**options) if why is None else Wish(**options, why=why)
+    terminal.say("\n".join(command.new_patch(wish, out, upstream_path)))
+
+
+@new.command("model")
+@click.argument("name")
+@click.option(
+    "--entry",
+    "entries",
+    required=True,
+    multiple=True,
+    metavar="[COMPONENT=]PACKAGE.MODULE:CLASS",
+    help="A class of the model, the network first. Repeatable.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder of your pack.")
+@click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The published weights.")
+def new_model(
+    name: str, entries: tuple[str, ...], out: Path, upstream_path: Path | None, checkpoint: str | None
+) -> None:
+    """Writes a model card, its demo's config and its stages, with `tiny:` from the class's own arguments.
+
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
+    """
+    from torchport.commands import new as command
+    from torchport.new.model import Wish
+
+    wish = Wish(name, entries) if checkpoint is None else Wish(name, entries, checkpoint)
+    terminal.say("\n".join(command.new_model(wish, out, upstream_path)))
+
+
 @patches.command("schema")
 def patch_schema() -> None:
     """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""

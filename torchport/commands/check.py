@@ -100,7 +100,7 @@ def report_of(flags: Flags) -> Report:
     if models and not names:  # the card cannot be read
         return report
     chosen = None if names else tuple(one.patches for one in pack.checked)
-    names = names or patch.upstreams([one.patches for one in pack.checked])
+    names = names or static_check.with_entries([one.patches for one in pack.checked])
     if not names:  # a pack of cards alone; without names, all patches would be checked
         return report
     if flags.static:

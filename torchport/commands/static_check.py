@@ -69,6 +69,11 @@ def check(
     return report
 
 
+def with_entries(folders: patch.Folders) -> list[str]:
+    """Returns the upstreams of which folders have a file of patches; such a folder may hold a family alone."""
+    return [name for name in patch.upstreams(folders) if any(_files(root, name) for root in _stack(folders))]
+
+
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
     """Returns the names, or all upstreams if there are none.
 

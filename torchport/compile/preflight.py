@@ -193,7 +193,7 @@ def _tensor_bytes(task: Task, stage: family.Stage) -> int:
         return 2 * 3 * task.settings.frames * task.settings.height * task.settings.width * dtype.itemsize
     if stage.name not in DENOISING or last.like is None:
         return 0
-    with _without_values():
+    with without_values():
         latents = last.like(network.outlines(task, last), task.settings).values()
     sizes: list[int] = [tensor.numel() * tensor.dtype.itemsize for tensor in latents]
     return 3 * sum(sizes)
@@ -227,7 +227,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
     patches = patch.applied(task.patches([stage]), stage=stage.name)  # of all in force, this stage's exchange its parts
-    with patches, _without_values(), jax.sharding.use_abstract_mesh(mesh):
+    with patches, without_values(), jax.sharding.use_abstract_mesh(mesh):
         parts = network.as_shapes(task, stage)
         module = network.module_of(stage, parts)
         weights = network.weight_rules(task, stage, module)
@@ -392,6 +392,7 @@ class _Large(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _without_values() -> Iterator[None]:
+def without_values() -> Iterator[None]:
+    """Makes large tensors without values or memory while the context lasts."""
     with _Large(), load.default_dtype(torch.float32):
         yield

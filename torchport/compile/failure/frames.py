@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Literal
 
 from torchport.foreign import is_absence
@@ -103,19 +103,32 @@ def _upstream_packages(task: Task) -> set[str]:
     return (names | {entry.package for entry in task.patches(task.stages)}) - ENGINE - sys.stdlib_module_names
 
 
+def live(task: Task) -> list[Frame]:
+    """Returns the frames of whoever calls, the innermost last; see `frames`."""
+    packages, frames = _upstream_packages(task), []
+    frame = sys._getframe(1)
+    while frame is not None:
+        frames.append(_frame(frame, frame.f_lineno, task, packages))
+        frame = frame.f_back  # type: ignore[assignment]
+    return frames[::-1]
+
+
 def _frames_of(trace: TracebackType | None, task: Task, packages: set[str]) -> list[Frame]:
     frames = []
     while trace is not None:
-        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
-        linecache.checkcache(code.co_filename)  # a porter edits all day
-        statement = linecache.getline(code.co_filename, trace.tb_lineno, trace.tb_frame.f_globals).strip()
-        file = code.co_filename
-        if file.startswith("<torchport: "):  # rewritten code has upstream's lines
-            file = file.rpartition(" in ")[2].removesuffix(">")
-        owner = _owner(module, file, task, packages)
-        frames.append(Frame(owner, module, file, trace.tb_lineno, _name(code.co_qualname), statement))
+        frames.append(_frame(trace.tb_frame, trace.tb_lineno, task, packages))
         trace = trace.tb_next
     return frames
+
+
+def _frame(frame: FrameType, line: int, task: Task, packages: set[str]) -> Frame:
+    code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+    linecache.checkcache(code.co_filename)  # a porter edits all day
+    statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    file = code.co_filename
+    if file.startswith("<torchport: "):  # rewritten code has upstream's lines
+        file = file.rpartition(" in ")[2].removesuffix(">")
+    return Frame(_owner(module, file, task, packages), module, file, line, _name(code.co_qualname), statement)
 
 
 def _name(qualified: str) -> str:

@@ -236,6 +236,27 @@ def review(entry: Entry, entries: Iterable[Entry]) -> str:
     return "\n".join(difflib.unified_diff(old, new, name, name, lineterm="", n=2))
 
 
+def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
+    """Returns the text of the lock file with a row for one entry's target; the rows of other targets stay as they are.
+
+    Args:
+        entry: The entry.
+        entries: All entries of its folder; those of the same target share its rows.
+
+    Returns:
+        None if its target has no source that a lock could record, or the lock has it as it is.
+
+    Raises:
+        DriftError: The lock has the target, with another source.
+    """
+    if not entry.has_source or check(entry) != "unlocked":
+        return None
+    before = read_lock(entry.folder)
+    same = [one for one in (*entries, entry) if one.target == entry.target and one.has_source]
+    after, _ = _new_lock({}, same)
+    return _yaml((before | after).values())
+
+
 def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")

@@ -41,11 +41,17 @@ class Proposal:
         text: The entry as YAML, a list with one item. It follows the schema.
         names: What to list in a card: `upstream/file`.
         write: The Python to write beside it, as `forward_12(x, mask), which returns y`; empty for a stub.
+        fields: The entry's fields; those that every entry has are left out.
+        parameters: Of a rewrite, those of its function.
+        gives: Of a rewrite, what its function returns, in words; empty where it returns nothing.
     """
 
     text: str
     names: str
     write: str = ""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: Sequence[str] = ()
+    gives: str = ""
 
     def remedy(self, listed: str) -> str:
         """Returns what to do with it. `listed` is where the card lists its patches."""
@@ -64,14 +70,14 @@ def stub(module: str, imported: ast.stmt, package: str, why: str) -> Proposal:
     """
     home = module.partition(".")[0]
     fields = {
-        "id": f"{_slug(home)}.{_slug(package)}",
+        "id": f"{slug(home)}.{slug(package)}",
         "target": f"{package}:{_taken(imported, package)}",
         "stub": {"package": package, "importers": [module]},
         "why": why,
         "plumbing": True,
         "equivalence": "bitwise",
     }
-    return Proposal(_entry(fields, home), f"{home}/imports")
+    return Proposal(written(fields, home), f"{home}/imports")
 
 
 def _taken(imported: ast.stmt, package: str) -> str:
@@ -92,14 +98,14 @@ def operator(target: str, module: str, why: str) -> Proposal:
     home = module.partition(".")[0]
     name = re.sub(r"\W", "_", target.partition(":")[2].removesuffix(".default")).strip("_")
     fields = {
-        "id": f"{_slug(home)}.{_slug(name)}",
+        "id": f"{slug(home)}.{slug(name)}",
         "target": target,
         "op": f"lowerings.py:{name}",
         "why": why,
         "equivalence": PROMISE,
     }
     write = f"{name}(...), which computes the operator with torchport.engine.call_jax,"
-    return Proposal(_entry(fields, "torch"), f"{home}/lowerings", write)
+    return Proposal(written(fields, "torch"), f"{home}/lowerings", write)
 
 
 def function(target: str, module: str, why: str, parameters: str, *, importing: bool = False) -> Proposal:
@@ -116,7 +122,7 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
     path = target.partition(":")[2]
     name = re.sub(r"\W", "_", path)
     fields = {
-        "id": f"{_slug(home)}.{_slug(target)}",
+        "id": f"{slug(home)}.{slug(target)}",
         "target": target,
         "replace": f"cuda.py:{name}",
         "why": why,
@@ -128,10 +134,10 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
     if importing:
         fields |= {"lifetime": {"while_importing": home}, "scope_reason": f"In force only while {home} is imported."}
     write = f"{name}{parameters}, which answers without CUDA,"
-    return Proposal(_entry(fields, "torch"), f"{home}/cuda", write)
+    return Proposal(written(fields, "torch"), f"{home}/cuda", write)
 
 
-def statement(module: str, text: str, line: int, why: str) -> Proposal | None:
+def statement(module: str, text: str, line: int, why: str, file: str = "tracing") -> Proposal | None:
     """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
 
     Args:
@@ -139,6 +145,7 @@ def statement(module: str, text: str, line: int, why: str) -> Proposal | None:
         text: Its source.
         line: From 1.
         why: Of the entry.
+        file: The name of the files that the entry and its function go into, without their endings.
 
     Returns:
         None for a statement outside all functions, or in one that no entry can name: no patch can change it.
@@ -151,20 +158,21 @@ def statement(module: str, text: str, line: int, why: str) -> Proposal | None:
         return None
     home, name = module.partition(".")[0], f"{spot.names[-1].strip('_')}_{line}"
     fields = {
-        "id": f"{_slug(home)}.{_slug('.'.join(spot.names))}-{line}",
+        "id": f"{slug(home)}.{slug('.'.join(spot.names))}-{line}",
         "target": f"{module}:{'.'.join(spot.names)}",
         "why": why,
         "equivalence": PROMISE,
     }
-    for change in _changes(spot, f"tracing.py:{name}"):
+    for change in _changes(spot, f"{file}.py:{name}"):
         candidate, parameters = {**fields, "rewrite": change}, _parameters(spot)
         if _is_possible(candidate, home, text, line, parameters):
             gives = change.get("gives", sorted(names_bound([spot.statement])))
             returns = "what the statement returns" if isinstance(spot.statement, ast.Return) else ", ".join(gives)
             write = f"{name}({', '.join(parameters)}){f', which returns {returns},' if returns else ''}"
-            return Proposal(_entry(candidate, home), f"{home}/tracing", write)
+            return Proposal(written(candidate, home), f"{home}/{file}", write, candidate, parameters, returns)
     write = f"{name}({ast.unparse(spot.function.args)}), which does what the function does,"
-    return Proposal(_entry({**fields, "replace": f"tracing.py:{name}"}, home), f"{home}/tracing", write)
+    replaced = {**fields, "replace": f"{file}.py:{name}"}
+    return Proposal(written(replaced, home), f"{home}/{file}", write, replaced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +288,7 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
         assert spot is not None
         return spot.function
 
-    entry = Entry.model_validate(_whole(fields, home))
+    entry = entry_of(fields, home)
     try:
         rewrite.edit(entry, text, find, parameters)
     except (RewriteError, ConflictError):
@@ -288,15 +296,16 @@ def _is_possible(fields: Mapping[str, Any], home: str, text: str, line: int, par
     return True
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """Returns a text as a part of an entry's id."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "x"
 
 
 def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
     """Returns all fields of an entry, in their usual order."""
-    fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fits(package)}
-    order = ("id", "target", "replace", "rewrite", "op", "stub", "why", *fixed, "equivalence")
-    every = {**fields, **fixed}
+    fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
+    order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "instance", "why", *fixed, "equivalence")
+    every = {**fixed, **fields}
     return {key: every[key] for key in (*order, *(key for key in every if key not in order)) if key in every}
 
 
@@ -309,8 +318,18 @@ def fits(package: str) -> dict[str, str]:
     return {names[0]: f"=={version.base_version}" if version.local else f"=={version}"}
 
 
-def _entry(fields: Mapping[str, Any], package: str) -> str:
-    """Returns an entry as YAML. The only place that makes one, so that each follows the schema."""
+def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
+    """Returns fields as an entry, with those that every entry has."""
+    return Entry.model_validate(_whole(fields, package))
+
+
+def written(fields: Mapping[str, Any], package: str) -> str:
+    """Returns an entry as YAML. The only place that makes one, so that each follows the schema.
+
+    Args:
+        fields: Its fields; those that every entry has may be left out.
+        package: The upstream package whose versions it fits.
+    """
     whole = _whole(fields, package)
     first = mistake(Entry.model_validate(whole))
     assert first is None, first
@@ -321,7 +340,7 @@ def _entry(fields: Mapping[str, Any], package: str) -> str:
 def _lines(key: str, value: Any) -> list[str]:
     """Returns a field as lines of YAML, a text of several lines as a block."""
     if key == "rewrite":
-        return ["rewrite:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
+        return [f"{key}:", *(f"  {line}" for name, part in value.items() for line in _lines(name, part))]
     if isinstance(value, str) and "\n" in value:
         return [f"{key}: |", *(f"  {line}" for line in value.splitlines())]
     flow = isinstance(value, dict | list)

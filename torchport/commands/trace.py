@@ -1,0 +1,89 @@
+"""`torchport trace`: what stops a job's networks from being traced, as text or as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchport.config.pack import find_pack
+from torchport.progress import size_text
+from torchport.task import Request
+from torchport.trace.notes import Stopper
+from torchport.trace.trace import Report
+
+SHOWN = 10
+"""Constants that are listed, the largest ones."""
+
+
+def request_of(
+    model: str, config: str | None, upstream_path: Path | None, overrides: tuple[str, ...], paths: tuple[str, ...]
+) -> Request:
+    """Returns the job to trace: without a config, the card's demo.
+
+    Raises:
+        UnknownNameError: There is no such model.
+    """
+    if config is None:
+        pack = find_pack(paths)
+        config = pack.demo(pack.card(model)[0])
+    place = None if upstream_path is None else str(upstream_path)
+    return Request(model, config, paths=paths, upstream_path=place, overrides=overrides)
+
+
+def data(report: Report) -> dict[str, Any]:
+    """Returns a report as plain data."""
+    return dataclasses.asdict(report)
+
+
+def lines(report: Report, patched: bool) -> list[str]:
+    """Returns a report as text.
+
+    Args:
+        report: What a trace found.
+        patched: Whether the card's patches were in force.
+    """
+    text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
+    text += _of_programs(report)
+    if report.constants:
+        total = sum(one.bytes for one in report.constants)
+        text.append(f"constants: {len(report.constants)} tensors of the host, {size_text(total)}")
+        for one in report.constants[:SHOWN]:
+            made = "" if one.made == one.used else f", made at {one.made}"
+            text.append(f"  {size_text(one.bytes):>9}  {one.dtype} {one.shape} at {one.used}{made}")
+        more = len(report.constants) - SHOWN
+        text += [f"  and {more} smaller ones"] if more > 0 else []
+    text += [f"{stage}: not traced, {reason}" for stage, reason in report.skipped.items()]
+    return [*text, _last(report, patched)]
+
+
+def _of_stopper(stopper: Stopper) -> Iterator[str]:
+    often = f" ({stopper.times} times)" if stopper.times > 1 else ""
+    yield f"{stopper.id} {stopper.place}: {stopper.fact}{often}. {stopper.remedy}."
+    for frame in reversed(stopper.frames):
+        yield f"  {frame}"
+    yield f"  ({stopper.folded} more frames of JAX, torch and torchport)"
+    yield f"  assumed, to go on: {stopper.assumed}"
+    yield from (f"  {line}" for line in stopper.entry.splitlines())
+
+
+def _of_programs(report: Report) -> Iterator[str]:
+    for program in report.programs:
+        if not program.because:
+            yield f"{program.stage}: one program, called {program.times} times"
+        elif program.times:
+            yield f"{program.stage}: another program, called {program.times} times: {program.because}"
+        else:
+            yield f"{program.stage}: another program {program.because}"
+
+
+def _last(report: Report, patched: bool) -> str:
+    stages = ", ".join(report.stages) or "no stage"
+    patches = "with" if patched else "without"
+    if not report.stoppers:
+        return f"nothing stops {stages} {patches} the card's patches"
+    count = len(report.stoppers)
+    word = f"{count} places stop" if count != 1 else "1 place stops"
+    after = "; what follows the first one was traced under the assumptions above" if count > 1 else ""
+    return f"{word} {stages} {patches} the card's patches{after}"

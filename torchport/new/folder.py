@@ -1,0 +1,134 @@
+"""The folder of a pack that drafts are written to: never an upstream's own, and nothing in it is written over."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchport.errors import OutputError, TakenNameError
+from torchport.files import atomic, folder
+from torchport.files.folder import as_named
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Text for one file of a pack.
+
+    Attributes:
+        file: The file, by its path in the pack.
+        text: What is written; where the file is there, what is added at its end.
+        head: What stands above it in a new file.
+        mode: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
+    """
+
+    file: str
+    text: str
+    head: str = ""
+    mode: str = "append"
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """The folder of a pack.
+
+    Attributes:
+        root: The folder.
+        place: What named it, for errors: `--out DIR`.
+    """
+
+    root: Path
+    place: str
+
+    def text(self, file: str) -> str:
+        """Returns a file's text; of one that is not there, an empty one.
+
+        Raises:
+            OutputError: It cannot be read.
+        """
+        path = self.root / file
+        return folder.text(path) if os.path.lexists(path) else ""
+
+    def write(self, pieces: Sequence[Piece]) -> list[str]:
+        """Writes all pieces, or none if one of them cannot be; returns a line for each.
+
+        Raises:
+            TakenNameError: A file or a name in it is there already.
+            OutputError: The folder cannot be written.
+        """
+        texts = [self._text(piece) for piece in pieces]
+        lines = []
+        for piece, text in zip(pieces, texts, strict=True):
+            path = self.root / piece.file
+            word = "appended to" if path.exists() else "wrote"
+            atomic.make_folder(path.parent)
+            atomic.write_text(path, text)
+            lines.append(f"{word:11} {as_named(path)}")
+        return lines
+
+    def _text(self, piece: Piece) -> str:
+        """Returns the whole text that a file is to have."""
+        path = folder.inside(self.root, self.root / piece.file)
+        before = self.text(piece.file)
+        if piece.mode == "whole":
+            return piece.text
+        if not os.path.lexists(path):
+            return piece.head + piece.text
+        if piece.mode == "new":
+            fact = "It is there already"
+            raise TakenNameError(as_named(path), fact, "Choose another name, or delete it first")
+        if path.suffix == ".py":
+            _check_free(path, before, piece.text)
+        gap = "\n\n" if path.suffix == ".py" else "\n"
+        return f"{before.rstrip()}\n{gap}{piece.text}"
+
+
+def _check_free(path: Path, before: str, text: str) -> None:
+    """Refuses Python that defines a name which the file has."""
+    try:
+        tree = ast.parse(before)
+    except SyntaxError as error:
+        fact = f"It is not Python: line {error.lineno}, {error.msg}"
+        raise OutputError(as_named(path), fact, "Mend the file first") from error
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    known = {node.name: node.lineno for node in tree.body if isinstance(node, kinds)}
+    known |= {name.id: name.lineno for name in ast.walk(tree) if isinstance(name, ast.Name) and _is_stored(name)}
+    for node in ast.parse(text).body:
+        if isinstance(node, kinds) and node.name in known:
+            place = f"{as_named(path)}:{known[node.name]}"
+            raise TakenNameError(place, f"'{node.name}' is there already", "Choose another file with --file")
+
+
+def _is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store) and name.col_offset == 0
+
+
+def home(out: Path, upstreams: Sequence[Path]) -> Home:
+    """Returns the folder that drafts go to.
+
+    Args:
+        out: What `--out` names.
+        upstreams: Folders of upstream: the checkout, the package that the target is in.
+
+    Raises:
+        OutputError: It lies in site-packages or in an upstream, or is a file.
+    """
+    place, root = f"--out {out}", folder.expand_home(str(out)).absolute()
+    # Links are followed: one that leads into an upstream is not seen in its own path.
+    paths = [Path(os.path.realpath(root / part)) for part in ("", "patches", "configs", "tests")]
+    for upstream in upstreams:
+        if any(path.is_relative_to(os.path.realpath(upstream)) for path in paths):
+            fact = f"It lies in the upstream at {as_named(upstream)}, which is never written to"
+            raise OutputError(place, fact, "Name a folder of your own")
+    installed = [Path(os.path.realpath(sysconfig.get_paths()[key])) for key in ("purelib", "platlib", "stdlib")]
+    for path in paths:
+        is_installed = {"site-packages", "dist-packages"} & set(path.parts)
+        if is_installed or any(path.is_relative_to(one) for one in installed):
+            fact = "It lies among installed packages, where nothing is written"
+            raise OutputError(place, fact, "Name a folder of your own")
+    if root.exists() and not root.is_dir():
+        raise OutputError(place, "It is a file, not a folder", "Name a folder of your own")
+    return Home(root, place)

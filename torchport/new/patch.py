@@ -1,0 +1,91 @@
+"""Writes a patch that is to be filled in: its entry, its function, its test, and the row of its target in the lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchport.config import parse_document
+from torchport.errors import TakenNameError, WrongTypeError
+from torchport.files.folder import as_named
+from torchport.new import function
+from torchport.new.draft import Draft, Wish, draft
+from torchport.new.folder import Home, Piece
+from torchport.new.target import package_folder
+from torchport.patch import patch_set
+from torchport.patch.declared.entry import Entry, mistake
+from torchport.patch.declared.reading import LOCK, read_file
+from torchport.patch.source import checks, drift, proposal
+
+
+def write(wish: Wish, home: Home) -> list[str]:
+    """Drafts a patch and writes it into a pack's folder, all of it or nothing.
+
+    Returns:
+        A line for each file, and then what is left to fill in.
+
+    Raises:
+        TakenNameError: The entry, its function or its test is there already.
+        PatchError: The target cannot be patched in this way, or drifted from the lock.
+    """
+    one = draft(wish)
+    file = f"patches/{wish.names}.yaml"
+    text = proposal.written(one.fields, wish.package) + "\n"
+    entry = _checked(wish, one, home, file, text)
+    pieces = [Piece(file, text)]
+    if one.python:
+        reference = entry.reference or ""
+        python = f"patches/{wish.package}/{reference.partition(':')[0]}"
+        pieces.append(Piece(python, one.python, function.head(wish.names)))
+    pieces.append(Piece(one.trial.file, one.test, mode="new"))
+    others = _entries(home, wish.package)
+    lock = drift.with_row(entry, others)
+    pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
+    lines = home.write(pieces)
+    listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
+    locked = [] if lock or not entry.has_source else ["Its target has no row of its own in the lock: it was there"]
+    return [*lines, *(f"fill in     {each}." for each in (*one.left, listed, *locked))]
+
+
+def _entries(home: Home, package: str) -> list[Entry]:
+    """Returns the entries that the pack has of a package."""
+    folder = home.root / "patches" / package
+    files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
+    return [entry for file in files for entry in read_file(file)]
+
+
+def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
+    """Returns the entry, if it can stand in its file beside the others.
+
+    Raises:
+        TakenNameError: Its id is there.
+        ConflictError: Another entry of the file changes its target.
+        WrongTypeError: The file is no list in lines.
+    """
+    entry = proposal.entry_of(one.fields, wish.package)
+    wrong = mistake(entry)
+    assert wrong is None, wrong
+    path = home.root / file
+    before = home.text(file)
+    known = _entries(home, wish.package)
+    for other in known:
+        if other.id == entry.id:
+            fact = f"The patch '{entry.id}' is there already"
+            raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
+    entry._place = wish.place
+    patch_set.check_claims([], [*read_file(path), entry] if before else [entry])
+    document = parse_document(f"{before.rstrip()}\n\n{text}" if before else text, as_named(path))
+    if not isinstance(document.data, list):
+        fact = "It is no list whose items stand on lines of their own"
+        raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
+    entry._place = f"{as_named(path)}:{(before.rstrip().count(chr(10)) + 3) if before else 1}"
+    entry._folder = path.parent
+    if entry.has_source:
+        checks.check_source(entry, checks.UNKNOWN)
+    return entry
+
+
+def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
+    """Returns the folders of upstream that a draft must not be written into."""
+    modules = [wish.target.partition(":")[0], *wish.importers]
+    found = [package_folder(module) for module in modules if module.partition(".")[0] != "torch"]
+    return [*([checkout] if checkout else []), *(one for one in found if one is not None)]

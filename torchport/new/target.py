@@ -1,0 +1,243 @@
+"""What stands under the target of a patch that is to be written: its kind and its parameters, from source alone."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Literal
+
+from torchport.errors import AliasError, BadValueError, TargetError, nearest
+from torchport.patch.source.capture import imported_from
+from torchport.patch.source.source import SourceFile, at_import, read_source, shown
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Kind = Literal["function", "method", "static method", "class method", "property", "class"]
+_TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_PLAIN = {"staticmethod", "classmethod", "property", "cached_property", "abstractmethod", "override", "final"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A function or class of upstream, as its source has it.
+
+    Attributes:
+        name: `module:attribute.path`.
+        source: Its module.
+        node: Its definition.
+        kind: What it is.
+    """
+
+    name: str
+    source: SourceFile
+    node: Function | ast.ClassDef
+    kind: Kind
+
+    @property
+    def module(self) -> str:
+        """The name of its module."""
+        return self.source.module
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Its attribute path."""
+        return tuple(self.name.partition(":")[2].split("."))
+
+    @property
+    def place(self) -> str:
+        """`file:line` in upstream."""
+        return f"{shown(self.source.file)}:{self.node.lineno}"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it is a coroutine function."""
+        return isinstance(self.node, ast.AsyncFunctionDef)
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is a generator function, or an asynchronous one."""
+        return not isinstance(self.node, ast.ClassDef) and _yields(self.node)
+
+    @property
+    def decorators(self) -> list[str]:
+        """Its decorators that are no kind of method: what takes its place stands outside them."""
+        written = [ast.unparse(one) for one in self.node.decorator_list]
+        return [one for one in written if one.rpartition(".")[2] not in _PLAIN]
+
+
+def check_name(target: str, place: str) -> None:
+    """Refuses a text that is no target.
+
+    Raises:
+        BadValueError: It is not `module:attribute.path`.
+    """
+    if not _TARGET.fullmatch(target):
+        fact = f"'{target}' is no target"
+        raise BadValueError(place, fact, "Write package.module:function, or package.module:Class.method")
+
+
+def package_folder(module: str) -> Path | None:
+    """Returns the folder of a module's top-level package, or its file. None if there is no such source."""
+    try:
+        source = read_source(module)
+    except ModuleNotFoundError:
+        return None
+    if source is None:
+        return None
+    file = Path(source.file)
+    depth = len(module.split(".")) - (file.name != "__init__.py")
+    return file.parents[depth - 1] if depth else file
+
+
+def find(target: str, place: str) -> Target:
+    """Returns what stands under a target.
+
+    Args:
+        target: `module:attribute.path`.
+        place: What names it, for errors.
+
+    Raises:
+        BadValueError: It is no target.
+        TargetError: There is no such module or name, it is inherited, or it is neither a function nor a class.
+        AliasError: Its module imports it from another one.
+    """
+    check_name(target, place)
+    module, _, path = target.partition(":")
+    try:
+        source = read_source(module)
+    except ModuleNotFoundError as error:
+        remedy = "Install the upstream, or name its checkout with --upstream-path"
+        raise TargetError(place, f"There is no module {module}: {error}", remedy) from error
+    if source is None:
+        raise TargetError(place, f"{module} has no Python source", "Patch the function that calls it")
+    parts = tuple(path.split("."))
+    binding = source.where(parts)
+    node = binding.node
+    if isinstance(node, ast.ImportFrom | ast.Import):
+        raise _imported(target, source, node, parts, place)
+    if node is None or binding.depth < len(parts):
+        raise _absent(target, source, parts, binding.depth, place)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        raise _value(target, source, parts, node, place)
+    return Target(target, source, node, _kind(node, len(parts)))
+
+
+def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    names = {ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list}
+    if depth == 1:
+        return "function"
+    if "staticmethod" in names or node.name == "__new__":
+        return "static method"
+    if "classmethod" in names:
+        return "class method"
+    return "property" if names & {"property", "cached_property"} else "method"
+
+
+def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str, ...], place: str) -> AliasError:
+    home = source.module
+    if isinstance(node, ast.ImportFrom):
+        home = imported_from(node, source.module, source)
+        name = next((one.name for one in node.names if parts[0] in (one.asname, one.name)), parts[0])
+        home = f"{home}:{'.'.join([name, *parts[1:]])}"
+    fact = f"{target} is imported ({shown(source.file)}:{node.lineno}: {ast.unparse(node)})"
+    return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
+
+
+def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
+    holder = source.where(parts[:depth]).node if depth else source.tree
+    body = getattr(holder, "body", [])
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    known = [node.name for node in at_import(body) if isinstance(node, kinds)]
+    if isinstance(holder, ast.ClassDef) and holder.bases:
+        bases = ", ".join(map(ast.unparse, holder.bases))
+        fact = f"{'.'.join(parts[:depth])} ({shown(source.file)}:{holder.lineno}) does not define '{parts[depth]}'"
+        remedy = f"If it is inherited from {bases}, name the class that defines it"
+        remedy += f". {nearest(parts[depth], known)}" if known else ""
+        return TargetError(place, fact, remedy, target=target)
+    fact = f"There is no '{parts[min(depth, len(parts) - 1)]}' in {shown(source.file)} that a patch can name"
+    return TargetError(place, fact, nearest(parts[min(depth, len(parts) - 1)], known), target=target)
+
+
+def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.stmt, place: str) -> TargetError:
+    """Returns the refusal of a constant, with the functions that read it."""
+    name, readers = parts[-1], []
+    for outer in ast.walk(source.tree):
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+            read = (one.id if isinstance(one, ast.Name) else getattr(one, "attr", None) for one in ast.walk(outer))
+            readers += [f"{outer.name} (line {outer.lineno})"] if name in read else []
+    fact = f"{target} is a value ({shown(source.file)}:{node.lineno}), and other modules may hold it already"
+    several = f"; in this module: {', '.join(readers[:4])}" if readers else ""
+    return TargetError(place, fact, f"Replace, wrap or rewrite a function that reads it{several}", target=target)
+
+
+def _yields(node: Function) -> bool:
+    pending: list[ast.AST] = list(node.body)
+    while pending:
+        one = pending.pop()
+        if isinstance(one, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            pending += ast.iter_child_nodes(one)
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """The parameters of a function, as Python.
+
+    Attributes:
+        text: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
+        names: Their names, with stars.
+        unknown: Those whose default is no literal, as `mode=DEFAULT`.
+    """
+
+    text: str
+    names: list[str]
+    unknown: list[str]
+
+
+def parameters(node: Function, before: str | None = None) -> Parameters:
+    """Returns a function's parameters.
+
+    Args:
+        node: Its definition.
+        before: A parameter that stands before all of them.
+    """
+    spec: ast.arguments = copy.deepcopy(node.args)
+    positional = [*spec.posonlyargs, *spec.args]
+    every = [*positional, *spec.kwonlyargs, *(one for one in (spec.vararg, spec.kwarg) if one is not None)]
+    for one in every:
+        one.annotation = None
+    with_default = [one.arg for one in positional[len(positional) - len(spec.defaults) :]]
+    pairs = [*zip(with_default, spec.defaults, strict=True)]
+    pairs += [(one.arg, value) for one, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value]
+    unknown = [f"{name}={ast.unparse(value)}" for name, value in pairs if not is_literal(value)]
+    spec.defaults = [value if is_literal(value) else ast.Constant(...) for value in spec.defaults]
+    spec.kw_defaults = [
+        value if value is None or is_literal(value) else ast.Constant(...) for value in spec.kw_defaults
+    ]
+    if before is not None:
+        (spec.posonlyargs if spec.posonlyargs else spec.args).insert(0, ast.arg(before))
+    stars = [f"*{spec.vararg.arg}"] if spec.vararg else []
+    names = [one.arg for one in positional] + stars + [one.arg for one in spec.kwonlyargs]
+    return Parameters(ast.unparse(spec), [*names, *([f"**{spec.kwarg.arg}"] if spec.kwarg else [])], unknown)
+
+
+def is_literal(node: ast.expr) -> bool:
+    """Returns whether an expression is a literal of Python."""
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return True
+
+
+def summary(node: Function | ast.ClassDef) -> str:
+    """Returns the first line of a definition's docstring, or nothing."""
+    text = ast.get_docstring(node)
+    return inspect.cleandoc(text).splitlines()[0] if text else ""

@@ -1,0 +1,1 @@
+"""What stops a network from being traced: every place in one go, from shapes alone."""
