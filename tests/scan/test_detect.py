@@ -176,3 +176,31 @@ def test_a_helper_over_a_process_group_is_found_where_it_is_called_and_held(scan
     }
     found = [(one.kind, one.line, one.text) for one in scanned(files).findings if one.file.endswith("net.py")]
     assert found == [("alias", 2, "size"), ("parallel-state", 4, "size()")]
+
+
+def test_a_tuple_that_a_function_says_it_returns_has_parts(kinds):
+    text = """
+    import torch
+    def parts(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x, 1
+    def f(x: torch.Tensor):
+        y, n = parts(x)
+        return y[:n], int(n), int(y)
+    """
+    assert kinds(text) == [("item", 7)]
+
+
+def test_a_number_and_a_dictionary_without_annotation_are_no_tensors(kinds):
+    text = """
+    import torch
+    class Net(torch.nn.Module):
+        def forward(self, x, text_len, options):
+            if text_len > 1 and options["fast"] > 2:
+                return x[:, :text_len]
+            return x
+    """
+    assert kinds(text) == []
+
+
+def test_a_square_of_features_is_no_mask(kinds):
+    assert kinds("import torch\ndef f(x: torch.Tensor, D, n):\n    return torch.eye(D, device=x.device)\n") == []

@@ -46,6 +46,23 @@ def test_null_bytes_and_deep_nesting_are_syntax_errors(codebase):
     assert set(findings(folder)) == {("good.py", "PS402"), ("deep.py", "PS901"), ("null.py", "PS901")}
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "y = " + " + ".join(["x.sum()"] * 1400),
+        "y = x" + ".clone()" * 900,
+        "if x:\n        pass\n" + "    elif y:\n        pass\n" * 900,
+        "assert " + "not " * 1400 + "x",
+        "y = " + " or ".join(["x"] * 5000),
+        "y = " + "[" * 90 + "x" + "]" * 90,
+    ],
+)
+def test_a_long_expression_is_no_end(codebase, statement):
+    text = f"import torch\ndef f(x: torch.Tensor, y):\n    {statement}\ndef g(x):\n    return x.item()\n"
+    found = findings(codebase({"long.py": text}))
+    assert ("long.py", "PS402") in found and ("long.py", "PS901") not in found
+
+
 def test_a_file_of_50_mb_is_not_read(codebase, monkeypatch):
     folder = codebase({"good.py": GOOD})
     with (folder / "table.py").open("wb") as file:

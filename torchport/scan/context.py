@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torchport.scan.codebase import Codebase, Unit
 from torchport.scan.syntax import MODULE, Act, Event, Guards, chain_of
-from torchport.scan.tensors import Tensors, names_tensor
+from torchport.scan.tensors import Tensors
 
 _BUILDERS = {
     "__init__", "reset_parameters", "init_weights", "_init_weights", "initialize_weights", "__new__",
@@ -57,7 +57,7 @@ class Context:
         self.unit = unit
         self.codebase = codebase
         self._names: dict[tuple[str, ...], str] = {}
-        self.tensors = Tensors(unit, self.full, attributes, self._returns_tensor)
+        self.tensors = Tensors(unit, self.full, attributes, self._returns)
         self.builds = unit.name.rpartition(".")[2] in _BUILDERS
         self.at_import = unit.name == MODULE
         self.asks_for_autocast = {id(node) for event in unit.body.events for node in _arguments_of_autocast(event)}
@@ -75,12 +75,11 @@ class Context:
             self._names[chain] = self.codebase.canonical(name) if name else ""
         return self._names[chain]
 
-    def _returns_tensor(self, name: str) -> bool:
-        """Returns whether a function of the codebase says that it returns a tensor."""
+    def _returns(self, name: str) -> ast.expr | None:
+        """Returns what a function of the codebase is annotated to return."""
         known = self.codebase.definition(name) if name else None
         node = known.body.node if isinstance(known, Unit) else None
-        returns = node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-        return returns is not None and names_tensor(returns)
+        return node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
         """Returns a finding at an event."""

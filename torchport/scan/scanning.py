@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import gc
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from torchport.scan import coverage, files, parallel
 from torchport.scan.codebase import Class, Codebase, Unit
 from torchport.scan.context import Site
 from torchport.scan.detect import sites
-from torchport.scan.files import Unread
+from torchport.scan.files import Source, Unread
 from torchport.scan.finding import Finding, Reach, Report
 from torchport.scan.reach import Reached, roots
 from torchport.scan.rules import BY_KIND
@@ -26,6 +28,8 @@ _TRAINS = {
     "optimizers", "loss", "losses", "backward", "pretrain",
 }  # fmt: skip
 _LONGEST = 90
+_DEEPEST = 50_000
+"""Calls inside each other: the parser nests 3000 levels, and the deepest walk takes some calls for each."""
 
 
 def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> Report:
@@ -44,7 +48,26 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     with _without_collection():
-        return _scan(path, entries, folders)
+        sources, unread = files.read(path)
+        with _deep():
+            report = _scan(path, sources, entries, folders)
+    findings = sorted([*report.findings, *(_of_unread(path, one) for one in unread)], key=_place)
+    return dataclasses.replace(report, findings=tuple(findings))
+
+
+def _place(one: Finding) -> tuple[str, int, str]:
+    return one.file, one.line, one.rule
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    """Lets Python call itself as deep as its parser nests: a sum of a thousand terms is a thousand levels."""
+    was = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(was, _DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(was)
 
 
 @contextlib.contextmanager
@@ -59,8 +82,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _scan(path: Path, entries: Sequence[str], folders: Sequence[Path]) -> Report:
-    sources, unread = files.read(path)
+def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> Report:
     codebase = Codebase(sources, _package_of(path))
     chosen = [_entry(codebase, entry) for entry in entries]
     patches = coverage.read(codebase, folders)
@@ -78,8 +100,6 @@ def _scan(path: Path, entries: Sequence[str], folders: Sequence[Path]) -> Report
     findings = [
         _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
     ]
-    findings += [_of_unread(path, one) for one in unread]
-    findings.sort(key=lambda one: (one.file, one.line, one.rule))
     return Report(tuple(findings), len(sources), sum(source.lines for source in sources), tuple(entries))
 
 

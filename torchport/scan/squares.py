@@ -9,6 +9,8 @@ from torchport.scan.context import Context, Site
 from torchport.scan.syntax import Event
 
 _OUTER = (ast.BitAnd, ast.BitOr, ast.Sub)
+_FEATURES = {"d", "dim", "c", "channels", "head_dim", "hidden_size", "features", "embed_dim", "self.head_dim"}
+"""Sizes of what is no position."""
 _MADE = {"zeros", "ones", "full", "empty", "eye", "tri", "new_zeros", "new_ones", "new_full"}
 
 
@@ -37,11 +39,12 @@ def _called(context: Context, node: ast.Call) -> str:
 
 def _is_square(node: ast.Call, name: str) -> bool:
     if name in ("eye", "tri"):
-        return bool(node.args) and not _is_small(node.args[0])
+        return bool(node.args) and not _is_small(node.args[0]) and ast.unparse(node.args[0]).lower() not in _FEATURES
     parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.Tuple, ast.List)) else node.args
     if not 2 <= len(parts) <= 4 or any(_is_small(part) for part in parts[-2:]):  # more dims are those of a video
         return False
-    return ast.unparse(parts[-2]) == ast.unparse(parts[-1])
+    size = ast.unparse(parts[-1])
+    return ast.unparse(parts[-2]) == size and size.lower() not in _FEATURES
 
 
 def _is_small(node: ast.expr) -> bool:

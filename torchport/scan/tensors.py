@@ -85,20 +85,21 @@ class Tensors:
         unit: The function.
         full: Who is meant by a chain of names in it.
         attributes: Those of `self` that are parameters or buffers.
-        returns_tensor: Whether a function of the codebase says that it returns a tensor.
+        returns: What a function of the codebase is annotated to return.
     """
 
     def __init__(
-        self, unit: Unit, full: Full, attributes: frozenset[str], returns_tensor: Callable[[str], bool]
+        self, unit: Unit, full: Full, attributes: frozenset[str], returns: Callable[[str], ast.expr | None]
     ) -> None:
         self._full = full
-        self._returns_tensor = returns_tensor
+        self._returns = returns
         self._self = unit.first
         self._attributes = attributes
         self.kinds: dict[str, Kind] = {}
         self.made_from: dict[str, ast.expr] = {}
         self._containers: set[str] = set()
         self._evidence = {name for event in unit.body.events for name in _used_as_tensor(event)}
+        self._dictionaries = {name for event in unit.body.events for name in _used_as_dictionary(event)}
         in_forward = unit.name.endswith(".forward") and unit.owner is not None
         self._enter(unit.parameters, unit.defaults, in_forward)
 
@@ -113,7 +114,8 @@ class Tensors:
                     self._containers.add(parameter.arg)
             else:
                 constant = isinstance(default, ast.Constant) and default.value is not None
-                assumed = in_forward and default is None and not constant and not _NUMBERS.search(parameter.arg)
+                number = parameter.arg in self._dictionaries or _NUMBERS.search(parameter.arg) is not None
+                assumed = in_forward and default is None and not constant and not number
                 kind = Kind.TENSOR if assumed else Kind.UNKNOWN
             self.kinds[parameter.arg] = kind
 
@@ -135,16 +137,31 @@ class Tensors:
                 collects = isinstance(value, (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
                 (self._containers.add if collects else self._containers.discard)(target.id)
         elif isinstance(target, (ast.Tuple, ast.List)):
-            each = value.elts if isinstance(value, (ast.Tuple, ast.List)) and not loops_over else None
-            if loops_over and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-                if value.func.id == "enumerate" and len(target.elts) == 2 and value.args:
-                    self._bind(target.elts[0], ast.Constant(0), False)
-                    self._bind(target.elts[1], value.args[0], True)
-                    return
-                each = value.args if value.func.id == "zip" else None
-            for number, inner in enumerate(target.elts):
-                one = each[number] if each and number < len(each) else value
-                self._bind(inner, one, loops_over)
+            self._unpack(target.elts, value, loops_over)
+
+    def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
+        """Binds each target of `a, b = ...` or `for a, b in ...`."""
+        called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+        parts = self._parts_returned(value) if not loops_over else []
+        values: list[ast.expr] = [value] * len(targets)
+        if not loops_over and isinstance(value, (ast.Tuple, ast.List)):
+            values[: len(value.elts)] = value.elts[: len(targets)]
+        elif loops_over and isinstance(value, ast.Call) and called == "zip":
+            values[: len(value.args)] = value.args[: len(targets)]
+        elif loops_over and isinstance(value, ast.Call) and called == "enumerate" and value.args:
+            values = [ast.Constant(0), *[value.args[0]] * (len(targets) - 1)]
+        for number, target in enumerate(targets):
+            if len(parts) == len(targets) and isinstance(target, ast.Name):
+                self.kinds[target.id] = Kind.TENSOR if names_tensor(parts[number]) else Kind.PLAIN
+            else:
+                self._bind(target, values[number], loops_over)
+
+    def _parts_returned(self, value: ast.expr) -> list[ast.expr]:
+        """Returns the annotations of a tuple that a function of the codebase returns."""
+        returned = self._returns(self._full(value.func)) if isinstance(value, ast.Call) else None
+        if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
+            return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
+        return []
 
     def is_container(self, node: ast.expr) -> bool:
         """Returns whether an expression is a list or dictionary of tensors and none itself."""
@@ -207,7 +224,8 @@ class Tensors:
         name = self._full(node.func)
         if name.startswith("torch."):
             return _of_torch(name, node, self)
-        if name.startswith("einops.") or self._returns_tensor(name):
+        returned = self._returns(name)
+        if name.startswith("einops.") or (returned is not None and names_tensor(returned)):
             return Kind.TENSOR
         if isinstance(node.func, ast.Name):
             if node.func.id in _SAME and node.args and not name:
@@ -286,7 +304,17 @@ def _is_collection(annotation: ast.expr) -> bool:
             inner = annotation.slice
             return any(_is_collection(part) for part in (inner.elts if isinstance(inner, ast.Tuple) else [inner]))
         return outer != ()
+    if isinstance(annotation, ast.BinOp):
+        return _is_collection(annotation.left) or _is_collection(annotation.right)
     return False
+
+
+def _used_as_dictionary(event: Event) -> Iterable[str]:
+    """Yields the name of which an event reads what a word names."""
+    if isinstance(event.node, ast.Subscript) and isinstance(event.node.value, ast.Name):
+        index = event.node.slice
+        if isinstance(index, ast.Constant) and isinstance(index.value, str):
+            yield event.node.value.id
 
 
 def _used_as_tensor(event: Event) -> Iterable[str]:

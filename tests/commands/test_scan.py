@@ -1,0 +1,135 @@
+"""`torchport scan`: its lines, its formats, its exit code."""
+
+import json
+
+import pytest
+from fakes import sarif
+
+CODE = """\
+import torch
+def run(x: torch.Tensor):
+    torch.cuda.set_device(0)
+    return x.to("cuda")
+def other(x: torch.Tensor):
+    return x[x > 0]
+"""
+
+
+@pytest.fixture
+def code(tmp_path):
+    """A codebase of one module in the current folder."""
+    (tmp_path / "up.py").write_text(CODE, encoding="utf-8")
+
+
+def test_what_the_entry_leads_to_is_listed_and_counted(torchport, code, capsys):
+    code, out, _ = torchport("scan", ".", "--entry", "up:run", capsys=capsys)
+    assert (code, out) == (
+        0,
+        [
+            "up.py:3: PS102 cuda-call in run: torch.cuda.set_device(0) [covered by torch.cuda.set-device]",
+            "up.py:4: PS103 cuda-device in run: 'cuda' [look at it]",
+            "1 that the entry does not lead to: add --all",
+            "2 on the inference path: 1 covered, 0 need a rewrite, 1 unknown",
+        ],
+    )
+
+
+def test_the_rest_is_listed_on_demand(torchport, code, capsys):
+    code, out, _ = torchport("scan", ".", "--entry", "up:run", "--all", capsys=capsys)
+    assert code == 0 and out[2] == "up.py:6: PS403 mask-index in other: x[x > 0] [not reached; needs a patch (hours)]"
+
+
+def test_what_needs_a_patch_on_the_path_is_exit_code_1(torchport, code, capsys):
+    code, out, _ = torchport("scan", "up.py", "--entry", "up:other", capsys=capsys)
+    assert (code, out[-1]) == (1, "1 on the inference path: 0 covered, 1 needs a rewrite, 0 unknown")
+    code, out, _ = torchport("scan", ".", capsys=capsys)
+    assert (code, out[-1]) == (1, "3 outside training: 1 covered, 1 needs a rewrite, 1 unknown")
+
+
+def test_json_has_all_that_a_draft_of_a_patch_needs(torchport, code, capsys):
+    code, out, _ = torchport("scan", ".", "--entry", "up:other", "--json", capsys=capsys)
+    data = json.loads("\n".join(out))
+    [row] = data["findings"]
+    assert code == 1 and {key: row[key] for key in ("rule", "kind", "file", "line", "target", "draft", "verdict")} == {
+        "rule": "PS403",
+        "kind": "mask-index",
+        "file": "up.py",
+        "line": 6,
+        "target": "up:other",
+        "draft": "replace",
+        "verdict": "rewrite",
+    }
+    assert (row["reach"], row["covered_by"], row["effort"]) == ("path", [], "hours")
+    assert (data["files"], data["lines"], data["entries"]) == (1, 7, ["up:other"])
+    assert data["count"].startswith("1 on the inference path")
+
+
+def test_sarif_is_what_its_schema_accepts(torchport, code, capsys):
+    _, out, _ = torchport("scan", ".", "--sarif", capsys=capsys)
+    log = json.loads("\n".join(out))
+    sarif.check(log)
+    [run] = log["runs"]
+    assert [(one["ruleId"], one["level"]) for one in run["results"]] == [
+        ("PS102", "note"),
+        ("PS103", "warning"),
+        ("PS403", "error"),
+    ]
+    assert [rule["name"] for rule in run["tool"]["driver"]["rules"]] == ["cuda-call", "cuda-device", "mask-index"]
+    assert run["tool"]["driver"]["rules"][0]["help"]["text"].endswith("See: torchport explain PS102")
+
+
+def test_a_report_is_written_in_the_format_of_its_ending(torchport, code, capsys, tmp_path):
+    for name in ("out.json", "out.sarif", "out.txt"):
+        assert torchport("scan", "up.py", "--report", name, capsys=capsys)[0] == 1
+    assert len(json.loads((tmp_path / "out.json").read_text())["findings"]) == 3
+    assert json.loads((tmp_path / "out.sarif").read_text())["version"] == "2.1.0"
+    assert (tmp_path / "out.txt").read_text().count("\n") == 4
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_scan(torchport, code, capsys):
+    exit_code, _, err = torchport("scan", "absent", "--report", "out.xml", capsys=capsys)
+    assert exit_code == 2 and err == [
+        "error[TP107] --report out.xml: '.xml' is the ending of no format. "
+        "Known: .txt (text), .json (json), .sarif (sarif)."
+    ]
+    exit_code, _, err = torchport("scan", ".", "--report", "absent/out.json", capsys=capsys)
+    assert exit_code == 2 and err[0].startswith("error[TP604] --report absent/out.json: ")
+
+
+def test_what_is_not_there_is_refused(torchport, code, capsys):
+    exit_code, _, err = torchport("scan", "absent", capsys=capsys)
+    said = "error[TP107] torchport scan absent: There is no such folder or file. Name the codebase's folder."
+    assert (exit_code, err) == (2, [said])
+    exit_code, _, err = torchport("scan", ".", "--entry", "up:runs", capsys=capsys)
+    assert exit_code == 2 and err[0].startswith("error[TP106] --entry up:runs: 'up' has no 'runs'. Did you mean 'run'?")
+
+
+def test_a_file_that_cannot_be_read_is_listed_and_does_not_fail(torchport, capsys, tmp_path):
+    (tmp_path / "old.py").write_text('print "x"\n', encoding="utf-8")
+    code, out, _ = torchport("scan", ".", capsys=capsys)
+    assert (code, out) == (
+        0,
+        [
+            "old.py:1: PS902 python-2: It is written for Python 2",
+            "0 outside training: 0 covered, 0 need a rewrite, 0 unknown",
+        ],
+    )
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(torchport, capsys, tmp_path):
+    (tmp_path / "up.py").write_text("import torch\ndef f(x):\n    x['\x1b[31m'].item()\n", encoding="utf-8")
+    _, out, _ = torchport("scan", ".", capsys=capsys)
+    assert "\x1b" not in "".join(out)
+
+
+def test_a_pack_of_ones_own_covers_too(torchport, code, capsys, tmp_path):
+    folder = tmp_path / "pack" / "patches" / "up"
+    folder.mkdir(parents=True)
+    (folder / "all.yaml").write_text(
+        "- id: up.other\n  target: up:other\n  replace: all.py:put\n  why: A test.\n  reported: 'none: a test'\n"
+        "  until: never\n  fits: {up: '*'}\n  equivalence: bitwise\n",
+        encoding="utf-8",
+    )
+    (folder / "all.py").write_text("def put(x): return x\n", encoding="utf-8")
+    exit_code, out, _ = torchport("scan", "up.py", "--entry", "up:other", "--path", "pack", capsys=capsys)
+    assert exit_code == 0 and out[0].endswith("[covered by up.other]")
