@@ -109,6 +109,8 @@ def is_needed(file: str, line: int) -> bool:
     return True
 
 
+INNER = 1
+"""Calls of modules around one that may be left out: the network's own."""
 _MEMORY = 80 * 2**30
 _PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132)
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -178,12 +180,22 @@ def assumed(notes: Notes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
-    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced."""
-    original = torch.nn.Module.__call__
+    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced.
+
+    What the network itself raises ends its trace: nobody can say what it would return.
+    """
+    original, depth = torch.nn.Module.__call__, 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Raised() as raised:
-            return original(self, *args, **kwargs)
+        nonlocal depth
+        depth += 1
+        try:
+            with Raised() as raised:
+                return original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth < INNER:
+            raise raised.error  # type: ignore[misc]  # or it would have returned
         first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
         assert raised.error is not None
         if first is None:
