@@ -139,32 +139,19 @@ def test_an_operator_without_a_lowering_is_zeros(plain):
 
 
 def test_a_module_that_raises_returns_its_first_tensor(plain):
-    plain.change(
-        "        return x + self.down",
-        "        raise ValueError('no kernel')\n        return x + self.down",
-        "../site/up/model.py",
-    )
+    raises = "        raise ValueError('no kernel')\n"
+    statement = "        return x + self.down"
+    plain.change(statement, raises + statement, "../site/up/model.py")
     report = traced(plain)
-    assert rows(report) == [
-        (
-            "TP901",
-            "raise ValueError('no kernel')",
-            "Block returns its first tensor, and the rest of its forward is not traced",
-        )
-    ]
+    assumed = "Block returns its first tensor, and the rest of its forward is not traced"
+    assert rows(report) == [("TP901", "raise ValueError('no kernel')", assumed)]
 
 
 def test_what_makes_a_second_program_is_named(plain):
-    plain.change(
-        "def batch(guidance_scale):\n    return 1",
-        "def batch(guidance_scale):\n    return 1 + (guidance_scale > 1)",
-        "patches/up/stages.py",
-    )
-    plain.change(
-        "    for number in steps.track",
-        "    latents = latents.repeat(batch(settings.guidance_scale), 1, 1)\n    for number in steps.track",
-        "patches/up/stages.py",
-    )
+    stages, head = "patches/up/stages.py", "def batch(guidance_scale):\n    return 1"
+    plain.change(head, f"{head} + (guidance_scale > 1)", stages)
+    loop = "    for number in steps.track"
+    plain.change(loop, f"    latents = latents.repeat(batch(settings.guidance_scale), 1, 1)\n{loop}", stages)
     text = command.lines(traced(plain), True)
     assert "denoise: one program, called 2 times" in text
     assert "denoise: another program with guidance (guidance_scale 5.0): 'x' is [2, 8, 4], not [1, 8, 4]" in text
