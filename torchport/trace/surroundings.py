@@ -11,8 +11,10 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import linecache
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -178,6 +180,22 @@ def assumed(notes: Notes) -> Iterator[None]:
             del sys.modules[name]
 
 
+def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """Returns in words and as a value what a module may return of its arguments; None where nothing can be said.
+
+    A `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    source = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    for node in ast.walk(source):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            names = [one.id for one in node.value.elts if isinstance(one, ast.Name) and one.id in given]
+            if len(names) == len(node.value.elts):
+                return f"its arguments {', '.join(names)}", tuple(given[name] for name in names)
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    return "its first tensor", next((one for one in tensors if one.is_floating_point()), None)
+
+
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
     """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced.
@@ -196,13 +214,13 @@ def modules_go_on(notes: Notes) -> Iterator[None]:
             depth -= 1
         if depth < INNER:
             raise raised.error  # type: ignore[misc]  # or it would have returned
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
         assert raised.error is not None
-        if first is None:
+        words, value = returned(self, args, kwargs)
+        if value is None:
             raise raised.error
         kind = type(self).__qualname__
-        notes.record(raised.error, f"{kind} returns its first tensor, and the rest of its forward is not traced")
-        return first
+        notes.record(raised.error, f"{kind} returns {words}, and the rest of its forward is not traced")
+        return value
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
