@@ -118,9 +118,11 @@ def test_the_example_of_the_page_on_porting_runs_as_it_is_printed(example, torch
                 exit_code, out, err = torchport(*words, capsys=capsys)
                 assert (program, exit_code) == ("torchport", 0), (line, out, err)
                 printed.append("\n".join(out))
-    original, port, rules, lock, check, plan = printed
+    original, port, rules, lock, check, plan, model, draft, static = printed
     assert original.endswith("a/video.mp4") and port.endswith("b/video.mp4")
     assert "[-, tp]" in rules and lock.endswith("1 target(s) changed.") and check == "clean"
+    assert "fill in     The stages in patches/ripples/stages.py" in model and static == "clean"
+    assert "fill in     waves_forward in patches/waves/model.py" in draft
     assert "fits" in plan and "denoise: 1 program(s)" in plan
     assert f'- commit: "{commit}"' in (tmp_path / "patches" / "waves" / "lock.yaml").read_text()
 

@@ -125,7 +125,7 @@ class GoingOn(TorchFunctionMode):
         like = _first_network(args, kwargs)
         meta = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
         self.notes.record(error, "the result is zeros")
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             output = function(*meta[0], **meta[1])
         return pytree.tree_map_only(
             torch.Tensor, lambda leaf: like.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
@@ -138,7 +138,7 @@ class GoingOn(TorchFunctionMode):
         made = next((self.made[leaf] for leaf in hosts if leaf in self.made), None)
         if not any(map(is_networks, tensors)):  # numbers that are drawn: their shape alone counts
             self.notes.record_made(error, "the numbers are drawn once", made)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 return torch.zeros(tuple(function(*args, **kwargs).shape))
         like = next(leaf for leaf in tensors if is_networks(leaf))
         if "writes" in str(error):

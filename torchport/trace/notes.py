@@ -112,6 +112,11 @@ class Notes:
             if made is not None and made not in self.stoppers[key].fact:
                 self.stoppers[key].fact += f" (the tensor is made at {made})"
 
+    def record_refusal(self, error: TorchportError, assumed: str) -> None:
+        """Notes a refusal of torchport's own, which an earlier assumption may have led to."""
+        stopper = Stopper(error.id, self.stage, error.place, error.fact, error.remedy, [], 0, "", assumed)
+        self.stoppers.setdefault((error.id, error.place), stopper)
+
     def note_constant(self, tensor: Any, made: str, used: str) -> None:
         """Notes a constant, once for each place and shape."""
         shape = tuple(tensor.shape)

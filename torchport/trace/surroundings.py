@@ -11,8 +11,10 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import linecache
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -109,6 +111,8 @@ def is_needed(file: str, line: int) -> bool:
     return True
 
 
+INNER = 1
+"""Calls of modules around one that may be left out: the network's own."""
 _MEMORY = 80 * 2**30
 _PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132)
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -176,21 +180,47 @@ def assumed(notes: Notes) -> Iterator[None]:
             del sys.modules[name]
 
 
+def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """Returns in words and as a value what a module may return of its arguments; None where nothing can be said.
+
+    A `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    source = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    for node in ast.walk(source):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            names = [one.id for one in node.value.elts if isinstance(one, ast.Name) and one.id in given]
+            if len(names) == len(node.value.elts):
+                return f"its arguments {', '.join(names)}", tuple(given[name] for name in names)
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    return "its first tensor", next((one for one in tensors if one.is_floating_point()), None)
+
+
 @contextlib.contextmanager
 def modules_go_on(notes: Notes) -> Iterator[None]:
-    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced."""
-    original = torch.nn.Module.__call__
+    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced.
+
+    What the network itself raises ends its trace: nobody can say what it would return.
+    """
+    original, depth = torch.nn.Module.__call__, 0
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with Raised() as raised:
-            return original(self, *args, **kwargs)
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        nonlocal depth
+        depth += 1
+        try:
+            with Raised() as raised:
+                return original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth < INNER:
+            raise raised.error  # type: ignore[misc]  # or it would have returned
         assert raised.error is not None
-        if first is None:
+        words, value = returned(self, args, kwargs)
+        if value is None:
             raise raised.error
         kind = type(self).__qualname__
-        notes.record(raised.error, f"{kind} returns its first tensor, and the rest of its forward is not traced")
-        return first
+        notes.record(raised.error, f"{kind} returns {words}, and the rest of its forward is not traced")
+        return value
 
     torch.nn.Module.__call__ = call  # type: ignore[method-assign]
     try:

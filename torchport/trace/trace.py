@@ -14,7 +14,7 @@ from torchport import engine, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.eager import plainly
 from torchport.config import checkout
-from torchport.errors import TopologyError
+from torchport.errors import TopologyError, TorchportError
 from torchport.processes import child
 from torchport.stages import recorder
 from torchport.stages.family import Stage
@@ -60,6 +60,8 @@ def trace(request: Request, patched: bool = True) -> Report:
     """
     accept(request, dry=True)  # refusals come before a process is started
     calls = None if patched else child.call("torchport.trace.trace:called", request, ended=_ended)
+    if not patched:  # blocks that a stopper changes cannot be stacked, and patches may be what makes them equal
+        request = dataclasses.replace(request, overrides=(*request.overrides, "stacked=false"))
     report: Report = child.call("torchport.trace.trace:traced", request, calls, ended=_ended)
     return report
 
@@ -106,11 +108,18 @@ def traced(request: Request, calls: Calls | None) -> Report:
             report.skipped[stage.name] = reason
             continue
         notes.stage = stage.name
-        with Raised() as raised:
-            report.programs += _of_stage(task, stage, notes, calls)
         report.stages.append(stage.name)
-        if raised.error is not None:
-            notes.record(raised.error, f"nothing: the trace of {stage.name} ends here")
+        ends = f"nothing: the trace of {stage.name} ends here"
+        try:
+            with Raised() as raised:
+                report.programs += _of_stage(task, stage, notes, calls)
+        except TorchportError as error:
+            if not notes.stoppers:  # else an assumption may have led to it
+                raise
+            notes.record_refusal(error, ends)
+        else:
+            if raised.error is not None:
+                notes.record(raised.error, ends)
     report.stoppers = list(notes.stoppers.values())
     report.constants = sorted(notes.constants.values(), key=lambda one: -one.bytes)
     return report
