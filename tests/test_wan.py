@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from diffusers import WanPipeline, WanTransformer3DModel
 from fakes.artefacts import bits, difference, frames_of, latents_of, levels, same_frames, tensor_of, video_of
 from fakes.plants import plant
@@ -276,3 +277,13 @@ def test_a_network_in_bfloat16_has_the_dtypes_that_upstream_loads(pack):
         assert {name: t.dtype for name, t in (*ours.named_parameters(), *ours.named_buffers())} == dtypes
     state = theirs.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in filled.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_curve_has_the_steps_of_both_networks_in_turn(request_of, tmp_path):
+    """Each step calls a network with and without the prompt; a curve of a network alone would be another one's."""
+    run(request_of("wan", out=tmp_path, sets=("cache={kind: calibrate}",)))
+    curve = yaml.safe_load((tmp_path / "magcache.yaml").read_text())["cache"]["curve"]
+    first = FIRST_STEPS[3]
+    assert len(curve) == 3 and curve[0] == curve[first] == 1.0 and curve[2] != 1.0
+    assert tensor_of(tmp_path, "denoise_first", "step_cache.curve").tolist() == curve[:first]

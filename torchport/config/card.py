@@ -651,12 +651,10 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     try:
         job.cache.computed(job.steps)
     except BadValueError as error:
-        paths = [
-            ("cache", key) for key in getattr(error, "keys", ())
-        ]  # a flag that sets one of them is at fault, or a line
-        path = next((path for path in paths if path in document.flags), None)
-        path = path or next((path for path in paths if path in document.lines), ("cache",))
-        yield BadValueError(document.place(path), error.fact, error.remedy)
+        keys = getattr(error, "keys", ())  # a flag that sets one of them is at fault, or else a line
+        flagged = [key for key in keys if ("cache", key) in document.flags]
+        written = [key for key in keys if ("cache", key) in document.lines]
+        yield BadValueError(document.place(["cache", *(flagged or written)[:1]]), error.fact, error.remedy)
     if not job.stacked:
         fact = "A step cache reuses what stacked blocks compute, and 'stacked' is false"
         remedy = "Remove one of the two: --set cache=null, or --set stacked=true"
