@@ -2,6 +2,8 @@
 
 import torch
 
+import torchport
+
 CPU = torch.device("cpu")
 
 
@@ -19,3 +21,27 @@ def created_on_host(original, cls, *args, **kwargs):
     # Upstream writes 1152, its published network's; without an image it makes so many zeros for it.
     pipe.register_to_config(vision_states_dim=pipe.transformer.config.vision_states_dim)
     return pipe
+
+
+def with_programs(original, self, *args, **kwargs):
+    """Calls upstream's pipeline with its transformer and its decoder compiled.
+
+    Args:
+        original: Upstream's method.
+        self: The pipeline.
+        *args: What it is called with.
+        **kwargs: Likewise.
+    """
+    if not hasattr(self.transformer, "compiled"):
+        # ByT5's embeddings are in a dict here; a run passes them by name.
+        glyphs = {"match": r"extra_kwargs\.byt5_text_(states|mask)", "spec": ["dp"]}
+        self.transformer = torchport.port(self.transformer, component="transformer", inputs=[glyphs])
+        self.transformer.register_forward_pre_hook(_with_tables, with_kwargs=True)
+        self.vae.decoder = torchport.port(self.vae.decoder, component="vae")
+    return original(self, *args, **kwargs)
+
+
+def _with_tables(transformer, args, kwargs):
+    """Returns a call of the transformer with its rotary tables: computed inside, they would be large constants."""
+    cos, sin = transformer.get_rotary_pos_embed(args[0].shape[2:])
+    return args, {**kwargs, "freqs_cos": cos, "freqs_sin": sin}
