@@ -14,10 +14,10 @@ from typing import Any
 from torchport.errors import NotCalledError, StaleTraceError, TargetError, TorchportError, nearest
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import file_digest
+from torchport.patch.live import twins
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
 from torchport.patch.live.exchange import Claim, Exchanged, check_apart, exchange
-from torchport.patch.live import twins
 from torchport.patch.live.registry import registry
 
 

@@ -11,7 +11,15 @@ from importlib import import_module
 from typing import Any
 
 from torchport.config.card import STAGES
-from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, TwinModuleError, UnknownNameError, nearest
+from torchport.errors import (
+    ConflictError,
+    ThreadError,
+    TooLateError,
+    TorchportError,
+    TwinModuleError,
+    UnknownNameError,
+    nearest,
+)
 from torchport.patch import aliases
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import load_all

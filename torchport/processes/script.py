@@ -33,7 +33,7 @@ def check(words: Sequence[str]) -> None:
         BadValueError: It names none, or a file that is not there.
     """
     place = "torchport exec"
-    if not words or words[0] == "-m" and len(words) < 2:
+    if not words or (words[0] == "-m" and len(words) < 2):
         raise BadValueError(place, "No script is named", "Add it: -- script.py ARGS, or -- -m package.module ARGS")
     if words[0] != "-m" and words[0].startswith("-"):
         fact = f"'{words[0]}' is no script, and Python's own flags are not taken"
@@ -61,7 +61,7 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], va
 
 
 def begin() -> None:
-    """Runs in the new process, in place of its `sitecustomize`: calls the function, and removes all traces of itself."""
+    """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
     told = json.loads(os.environ.pop(_BEGIN, "{}"))
     _give_way(told)
     if told.get("process") != os.getpid():  # a child of a program that has kept the variables

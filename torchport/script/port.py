@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ def _rules(
     inputs: Sequence[Mapping[str, object]],
 ) -> rules.Rules:
     """Returns what is said of a module: by the card, or by its caller."""
-    is_name = strategy is None or isinstance(strategy, str) and strategy.isidentifier()
+    is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
     if not is_name:
         if inputs:
             fact = "'strategy' has rules for inputs already"
@@ -155,7 +155,7 @@ class _Call:
         autocast: The regions that the call is in.
     """
 
-    tree: Hashable
+    tree: Any
     fixed: tuple[Any, ...]
     names: tuple[str, ...]
     autocast: tuple[Any, ...]
