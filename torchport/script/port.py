@@ -23,6 +23,8 @@ from torchport.tpu import absent
 
 CALL = "(call)"
 """The name of the static argument that says how a module is called; no parameter has it."""
+CONSTANTS = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None
+"""What a module may return beside tensors."""
 
 
 def port(
@@ -264,6 +266,11 @@ class Ported(torch.nn.Module):
         arguments = _pytree.tree_unflatten(leaves, call.tree)
         bound = inspect.BoundArguments(self.signature, arguments)
         returned, tree = _pytree.tree_flatten(module(*bound.args, **bound.kwargs))
+        for leaf in returned:
+            if not isinstance(leaf, torch.Tensor | CONSTANTS):
+                fact = f"It returns a '{type(leaf).__name__}', of which PyTorch knows no tensors"
+                remedy = "Return tensors in tuples, lists and dicts, or an output class of diffusers or transformers"
+                raise BadValueError(self.compiled.network.name, fact, remedy)
         self.outputs[call] = tree, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in returned]
         return (tuple(leaf for leaf in returned if isinstance(leaf, torch.Tensor)),)
 

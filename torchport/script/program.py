@@ -119,7 +119,8 @@ def begin(**arguments: Any) -> None:
 def _report(session: Session) -> None:
     """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
     errors, nothing = unreached(), session.nothing()
-    for error in [*errors, *([nothing] if nothing is not None and not errors else [])]:
+    is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
+    for error in [*errors, *([nothing] if nothing is not None and not errors and not is_failed else [])]:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()
     with contextlib.suppress(TorchportError):  # they are what was written

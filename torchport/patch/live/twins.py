@@ -32,24 +32,27 @@ def check(entries: Iterable[Entry]) -> None:
 def _twins(patched: set[str]) -> dict[str, tuple[str, str]]:
     """Returns the file and the second name of each patched module that has one."""
     names = {name: sys.modules[name] for name in sorted(patched) if name in sys.modules}
-    files = {name: _file(module) for name, module in names.items()}
-    endings = {os.path.basename(file) for file in files.values()}  # noqa: PTH119 - of thousands of modules
-    by_file: dict[str, list[tuple[str, types.ModuleType]]] = {}
+    by_file: dict[tuple[int, int], list[tuple[str, object]]] = {}
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(tuple(endings - {""})) and isinstance(module, types.ModuleType):
-            by_file.setdefault(os.path.realpath(file), []).append((name, module))
+        if (file := _identity(module)) is not None:
+            by_file.setdefault(file, []).append((name, module))
     twins = {}
-    for name, file in files.items():
-        others = [other for other, module in by_file.get(file, ()) if module is not names[name]]
+    for name, module in names.items():
+        file = _identity(module)
+        others = [other for other, second in by_file.get(file, ()) if second is not module] if file else []
         if others:
-            twins[name] = file, others[0]
+            twins[name] = str(module.__file__), others[0]
     return twins
 
 
-def _file(module: object) -> str:
-    file = getattr(module, "__file__", None)
-    return os.path.realpath(file) if isinstance(file, str) else ""
+def _identity(module: object) -> tuple[int, int] | None:
+    """Returns what names a module's file on its disk; None for a module without one."""
+    path = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+    try:
+        status = os.stat(path) if isinstance(path, str) else None  # noqa: PTH116 - of thousands of modules
+    except OSError:
+        return None  # in an archive, or removed since
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _remedy(file: str, name: str, other: str) -> str:
