@@ -1,5 +1,7 @@
 """What a whole script of Tencent's HunyuanVideo-1.5 needs beside the patches of its networks."""
 
+import importlib.util
+
 import torch
 
 import torchport
@@ -45,3 +47,23 @@ def _with_tables(transformer, args, kwargs):
     """Returns a call of the transformer with its rotary tables: computed inside, they would be large constants."""
     cos, sin = transformer.get_rotary_pos_embed(args[0].shape[2:])
     return args, {**kwargs, "freqs_cos": cos, "freqs_sin": sin}
+
+
+def without_ffmpeg():
+    """Returns whether imageio writes videos with PyAV here."""
+    return importlib.util.find_spec("imageio_ffmpeg") is None
+
+
+def with_codec(original, uri, ims, format=None, **kwargs):
+    """Writes pictures into a file; into an MP4 as H.264, as imageio-ffmpeg does.
+
+    Args:
+        original: imageio's function.
+        uri: The file.
+        ims: The pictures.
+        format: Its format, where the name does not say it.
+        **kwargs: For the plugin.
+    """
+    if str(uri).endswith(".mp4"):
+        kwargs.setdefault("codec", "libx264")
+    return original(uri, ims, format, **kwargs)
