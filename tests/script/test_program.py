@@ -23,7 +23,7 @@ import json, os, sys, __main__
 from up.m import answer
 print(json.dumps([
     sys.argv, __name__, __file__, __main__.__dict__ is globals(), sys.path, __spec__ and __spec__.name,
-    sorted(name for name in os.environ if name != "TORCHPORT_APPLIED"), os.environ.get("PYTHONPATH"), sys.flags.safe_path,
+    sorted(name for name in os.environ if name != "TORCHPORT_APPLIED"), os.environ.get("PYTHONPATH"),
 ]))
 print(answer())
 """

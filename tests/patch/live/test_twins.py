@@ -39,8 +39,8 @@ def test_a_folder_inside_the_package_on_the_path_makes_a_second_module(world, mo
 
             assert (m.f(1), second.f(1)) == (-1, 1)
     assert str(caught.value) == (
-        f"patches/up/p.yaml:1: {folder / 'sub' / 'm.py'} was imported twice, as 'up.sub.m' and as 'sub.m', and 'up.one' "
-        f"changes the first alone. Take {folder} off sys.path (and PYTHONPATH), and import 'up.sub.m' there."
+        f"patches/up/p.yaml:1: {folder / 'sub' / 'm.py'} was imported twice, as 'up.sub.m' and as 'sub.m', and "
+        f"'up.one' changes the first alone. Take {folder} off sys.path (and PYTHONPATH), and import 'up.sub.m' there."
     )
     assert (caught.value.patch, caught.value.names) == ("up.one", "sub.m")
 
@@ -48,7 +48,7 @@ def test_a_folder_inside_the_package_on_the_path_makes_a_second_module(world, mo
 def test_the_ledger_of_a_stage_refuses_it_before_anything_is_saved(world, monkeypatch):
     entries = entries_of(world)
     monkeypatch.syspath_prepend(str(world.site / "up"))
-    with pytest.raises(TwinModuleError, match="as 'up.sub.m' and as 'sub.m'"):
+    with pytest.raises(TwinModuleError, match=r"as 'up\.sub\.m' and as 'sub\.m'"):
         with patch.applied(entries, stage="denoise") as ledger:
             importlib.import_module("sub.m")
             importlib.import_module("up.sub.m")
