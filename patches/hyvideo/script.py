@@ -37,8 +37,10 @@ def with_programs(original, self, *args, **kwargs):
     if not hasattr(self.transformer, "compiled"):
         # ByT5's embeddings are in a dict here; a run passes them by name.
         glyphs = {"match": r"extra_kwargs\.byt5_text_(states|mask)", "spec": ["dp"]}
-        self.transformer = torchport.port(self.transformer, component="transformer", inputs=[glyphs])
-        self.transformer.register_forward_pre_hook(_with_tables, with_kwargs=True)
+        ported = torchport.port(self.transformer, component="transformer", inputs=[glyphs])
+        if ported is not self.transformer:  # it is, where the original is asked for
+            ported.register_forward_pre_hook(_with_tables, with_kwargs=True)
+        self.transformer = ported
         self.vae.decoder = torchport.port(self.vae.decoder, component="vae")
     return original(self, *args, **kwargs)
 

@@ -50,14 +50,14 @@ class PlainScript:
         """Runs a script under the patches; returns the process, with what it wrote."""
         command = self.command(*words, flags=flags)
         return subprocess.run(
-            command, cwd=self.root, env=self.environment(**more), capture_output=True, text=True, timeout=120
+            command, cwd=self.root, env=self.environment(**more), capture_output=True, text=True, timeout=6000
         )
 
     def plainly(self, *words, **more):
         """Runs the same script with Python alone."""
         return subprocess.run(
             [sys.executable, *map(str, words)], cwd=self.root, env=self.environment(**more), capture_output=True,
-            text=True, timeout=120,
+            text=True, timeout=6000,
         )  # fmt: skip
 
 

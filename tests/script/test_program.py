@@ -79,7 +79,7 @@ def test_a_signal_is_the_scripts_own(here, number):
         )
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
         ends.append((process.returncode, err.splitlines()[-1:]))
     assert ends[0] == ends[1] and ends[1][0] == -number
 

@@ -1,8 +1,4 @@
-"""The pipeline: here only what it holds by value, how it chooses the VAE's tiles, and what a script calls."""
-
-import types
-
-import torch
+"""The pipeline: here only what it holds by value, and how it chooses the VAE's tiles."""
 
 import torchvision.transforms as transforms  # noqa: F401
 
@@ -21,21 +17,3 @@ class HunyuanVideo_1_5_Pipeline:
         memory = get_gpu_memory() if memory_limitation is None else memory_limitation
         large = memory > 21 * 1024**3
         return {"sample_size": 256 if large else 128, "tile_overlap_factor": 0.125 if large else 0.25}
-
-    @classmethod
-    def create_pipeline(cls, parts, transformer_version, device=None, transformer_init_device=None, **kwargs):
-        pipe = cls()
-        pipe.transformer, pipe.vae = parts
-        pipe.config = types.SimpleNamespace(vision_states_dim=1152)
-        pipe.execution_device = torch.device("cuda")
-        pipe.created_on = (device, transformer_init_device)
-        return pipe
-
-    def register_to_config(self, **kwargs):
-        vars(self.config).update(kwargs)
-
-    @torch.no_grad()
-    def __call__(self, latents, **inputs):
-        with torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=inputs.pop("autocast", False)):
-            noise = self.transformer(latents.to(self.execution_device), **inputs)[0]
-        return self.vae.decoder(noise)
