@@ -5,10 +5,13 @@ import importlib.util
 import sys
 
 import pytest
-from fakes.patch_world import World
+from fakes.patch_world import TAIL, World
+from fakes.small_port import SmallPort
 
 from torchport import patch
 from torchport.errors import TwinModuleError
+from torchport.run import run
+from torchport.task import Request
 
 
 @pytest.fixture
@@ -90,3 +93,25 @@ def test_check_finds_it_in_an_upstream_that_puts_its_own_folder_on_the_path(worl
     report = check(world.patches, ["up"], upstream_path=world.site)
     found = [finding for finding in report.findings if finding.id == "TP215"]
     assert found and "as 'up.sub.m' and as 'sub.m'" in found[0].text
+
+
+def test_a_run_ends_where_upstream_has_a_second_copy_of_its_network(tmp_path, monkeypatch):
+    """The stage whose patch may have done nothing leaves no artefact."""
+    port = SmallPort(tmp_path, monkeypatch)
+    port.upstream("__init__.py", "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nimport model\n")
+    port.write("patches/up/p.py", "def doubled(original, self, x):\n    return 2 * original(self, x)\n")
+    entry = "- id: up.doubled\n  target: up.model:Net.forward\n  wrap: p.py:doubled\n"
+    port.write("patches/up/p.yaml", entry + TAIL)
+    port.change("configs/models/small.yaml", "denoise: []", "denoise: [up/p]")
+    request = Request(
+        "small", "configs/small.yaml", prompt="x", paths=(str(port.pack),), out=tmp_path / "out", cache=False
+    )
+    try:
+        with pytest.raises(
+            TwinModuleError, match=r"as 'up\.model' and as 'model', and 'up\.doubled' changes the first"
+        ):
+            run(request)
+        assert not (tmp_path / "out" / "denoise.safetensors").exists()
+    finally:
+        port.forget()
+        sys.modules.pop("model", None)
