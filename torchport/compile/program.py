@@ -354,8 +354,7 @@ class Compiled:
         """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.
 
         Raises:
-            BadValueError: An array that an earlier call has taken, a tensor without storage, or something in the tree
-                that is no tensor.
+            BadValueError: An array that an earlier call has taken, a tensor without storage, or no tensor in the tree.
         """
         return each(self._to_device, name, plain(name, value, self.network.name))
 
