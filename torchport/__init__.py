@@ -1,3 +1,18 @@
 """torchport carries PyTorch models written for GPUs onto TPU, without editing the models' own repositories."""
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "applied": "torchport.script.applied",
+    "arm": "torchport.script.children",
+    "port": "torchport.script.port",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports what people call from Python when it is first asked for: neither torch nor jax is imported before."""
+    if name not in _LAZY:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

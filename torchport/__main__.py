@@ -124,6 +124,34 @@ def run(
         terminal.say("\n".join(lines(summary, quiet)))
 
 
+@cli.command("exec")
+@click.option("--model", required=True, metavar="NAME", help="The model card whose patches the script gets.")
+@click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
+@click.option("--patches", multiple=True, metavar="NAME", help="More patches: folder or folder/file. Repeatable.")
+@click.option("--strategy", metavar="NAME", help="The sharding rules of a network that is compiled [the card's first].")
+@click.option("--mesh", metavar="A=N", help="The devices along each axis of its mesh, as dp=2,tp=4 [one device].")
+@click.option("--machine", metavar="NAME", help="The devices, such as cpu:8 for 8 virtual ones [all that JAX finds].")
+@click.option("--attention", metavar="NAME", help="The implementation of attention [the platform's own].")
+@click.option(
+    "--backend",
+    type=click.Choice(["torchax", "original"]),
+    default="torchax",
+    show_default=True,
+    help="torchax compiles with JAX; original runs upstream in eager PyTorch.",
+)
+@path_option
+@click.argument("words", nargs=-1, metavar="-- SCRIPT ARGS")
+def execute(**options: Any) -> None:
+    """Runs somebody else's script under a model's patches, unchanged: -- script.py ARGS, or -- -m pkg.module ARGS.
+
+    Arguments, exit code, traceback and signals are the script's own. Its children call torchport.arm.
+    """
+    from torchport.script.program import Flags
+    from torchport.script.program import run as become
+
+    become(Flags(**options))
+
+
 @cli.command()
 @path_option
 def models(paths: tuple[str, ...]) -> None:

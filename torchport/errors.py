@@ -26,7 +26,9 @@ TorchportError
 │   ├── ThreadError            TP211  a second thread applies or undoes patches
 │   ├── StaleTraceError        TP212  a program is traced again without its patches
 │   ├── ReplacementError       TP213  the Python file or function of an entry is missing or unusable
-│   └── StubCalledError        TP214  code called something from a package that is not installed
+│   ├── StubCalledError        TP214  code called something from a package that is not installed
+│   ├── TwinModuleError        TP215  a patched module is there twice, under two names
+│   └── NothingAppliedError    TP216  the code under a set of patches imported nothing that they change
 ├── LoadError              TP300  weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
 │   ├── CheckpointBrokenError  TP302  a file that is truncated or is not safetensors
@@ -310,6 +312,22 @@ class StubCalledError(PatchError):
     """Code called something from a package that is not installed. A stub stands in for that package."""
 
     id = "TP214"
+
+
+class TwinModuleError(PatchError):
+    """A file was imported under two names, which makes two modules of it, and a patch changes one of them alone.
+
+    Most often a folder inside the package is on `sys.path` too, so that `models` and `package.models` are one file. Or
+    the file is run as a script, `__main__`, and imported by its name as well.
+    """
+
+    id = "TP215"
+
+
+class NothingAppliedError(PatchError):
+    """Code ran under `torchport exec` or `torchport.applied`, and imported nothing that the patches change."""
+
+    id = "TP216"
 
 
 class LoadError(TorchportError):

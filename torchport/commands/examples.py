@@ -338,6 +338,36 @@ with patch.applied(entries) as ledger:
         "install the package.",
         upstream="import flash_attn\n\n\ndef f(x):\n    return flash_attn.flash_attn_func(x)",
     ),
+    "TP215": Example(
+        "python",
+        """\
+import sys
+
+sys.path.insert(0, "site/up")  # a folder inside the package
+
+with patch.applied(entries):
+    import m
+    import up.m""",
+        """\
+with patch.applied(entries):
+    import up.m""",
+        "Take the folder inside the package off `sys.path` and `PYTHONPATH`, and import the module by its whole name "
+        "everywhere. A file that is run as a script and imported as well needs a script of its own.",
+    ),
+    "TP216": Example(
+        "python",
+        """\
+import torchport
+
+with torchport.applied(patches=["up"], paths=["."]):
+    pass""",
+        """\
+import torchport
+
+with torchport.applied(patches=["up"], paths=["."]):
+    import up.m""",
+        "Name the model of the code that runs. Import its upstream inside the `with`, by the name that the card has.",
+    ),
     "TP301": Example(
         "command",
         'torchport run --model some --config configs/demo.yaml --prompt "A cat" --checkpoint ~/no-such-folder',

@@ -283,7 +283,7 @@ def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tupl
 def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
     """Yields what a card names that is not there, or that contradicts itself."""
     home = pack.home(card.model).patches
-    lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original)]
+    lists: list[tuple[list[str | int], list[str]]] = [(["original"], card.original), (["script"], card.script)]
     lists += [(["patches", stage], names) for stage, names in card.patches.items()]
     for component, kinds in card.implementations.items():
         for implementation, stages in kinds.patches.items():

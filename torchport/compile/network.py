@@ -1,7 +1,7 @@
 """The only builder of a stage's program.
 
 `run` gives it the weights of a checkpoint, `plan` gives it their shapes. Everything else is the same, so that a plan is
-a plan of the program that runs.
+a plan of the program that runs. `port` gives it a module that somebody has loaded himself.
 
 Over 400 lines: what loads, outlines, places and compiles a network must agree on its parts and its rules.
 """
@@ -23,7 +23,9 @@ from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
 from torchport.compile.eager import Eager, How, plainly
 from torchport.compile.finite import FirstNotFinite
-from torchport.config.card import DENOISING, WeightRule
+from torchport.compile.rules import Rules
+from torchport.config import Document
+from torchport.config.card import DENOISING, Implementation, ScoreBound, WeightRule
 from torchport.config.step_cache import StepCache
 from torchport.errors import (
     BadValueError,
@@ -422,7 +424,8 @@ def compiled(
         CardError: Blocks that cannot be stacked.
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
-    bounds, jit = _score_bounds(task, name, weights), task.request.execution.jit
+    entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
+    bounds, jit = _score_bounds(entries, task.card_document, weights), task.request.execution.jit
     cache = step_cache_of(task, stage)
     # Op by op a stack would be traced whole, and no value of a block could be seen.
     stacks = task.card.stacks.get(name, {}) if task.job.stacked and jit else {}
@@ -456,12 +459,71 @@ def step_cache_of(task: Task, stage: Stage) -> StepCache | None:
     return task.job.cache if stage.name in DENOISING else None
 
 
-def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str, float]:
+def ported(
+    module: torch.nn.Module,
+    rules: Rules,
+    mesh: jax.sharding.Mesh,
+    *,
+    how: How,
+    trace: program.TraceGuard,
+    attention: Implementation | None = None,
+) -> program.Compiled:
+    """Returns a caller's own module as programs on a mesh; its weights are placed, and nothing is traced yet.
+
+    Args:
+        module: With its weights, in the host's memory; it is changed, and its parameters go to meta.
+        rules: What is said of it.
+        mesh: The devices.
+        how: How it is called. It returns a tuple of one tree of tensors.
+        trace: The patches under which alone it may be traced.
+        attention: The implementation; by default the platform's.
+
+    Raises:
+        ShardError: Rules that do not fit, or 64-bit floating-point numbers.
+    """
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    sizes = {axis: mesh.shape[axis] for axis in shard.AXES}
+    chosen = shard.match(
+        rules.own.weights, shard.named_shapes(tensors), sizes, rules.place("weights"), rules.places("weights")
+    )
+    weights = shard.place(tensors.items(), chosen, mesh)
+    bounds = _score_bounds(rules.bounds, rules.document, weights)
+    _release(module)
+    network = program.Network(
+        module,
+        rules.inputs,
+        rules.name,
+        place=rules.place("inputs"),
+        places=rules.places("inputs"),
+        precision=rules.own.precision,
+        activations=rules.own.activations,
+        stacks=rules.own.stacks,
+        gathered=shard.gathered(chosen),
+        place_of=rules.program_place,
+        how=how,
+        outputs=("output",),
+        spare=rules.of_card,
+    )
+    return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
+
+
+def _release(module: torch.nn.Module) -> None:
+    """Frees the host's memory of a module's parameters, which the devices have. What was tied stays tied."""
+    shapes: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                shape = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+                owner._parameters[name] = shapes.setdefault(id(parameter), shape)
+
+
+def _score_bounds(
+    entries: Mapping[str, ScoreBound], document: Document, weights: Mapping[str, Any]
+) -> dict[str, float]:
     """Returns the bounds of a network's attention scores that its gains give.
 
     Weights that are shapes have no gains. We then assume that scores are within the card's bounds.
     """
-    entries = {what: entry for what, entry in task.card.score_bounds.items() if entry.component == name}
     if any(isinstance(weight, jax.ShapeDtypeStruct) for weight in weights.values()):
         return dict.fromkeys(entries, 1.0)
     # This host cannot read a gain whose parts lie on other hosts.
@@ -469,7 +531,7 @@ def _score_bounds(task: Task, name: str, weights: Mapping[str, Any]) -> dict[str
     weights = {**weights, **{key: shard.to_host(array) for key, array in spread.items() if array.ndim == 1}}
     bounds: dict[str, float] = {}
     for what, entry in entries.items():
-        place = task.card_document.place(["score_bounds", what])
+        place = document.place(["score_bounds", what])
         limit = bound.of_weights(weights, entry.queries, entry.keys, what, place)
         if limit is not None:
             bounds[what] = limit

@@ -76,6 +76,7 @@ class Network:
         outputs: The names of its outputs, if more than the first is returned: `Stage.outputs`.
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
         free: Those of `keeps` that no rule places: the compiler chooses.
+        spare: Whether a rule for inputs may match none of them: a caller's own call may lack some.
     """
 
     module: torch.nn.Module
@@ -92,6 +93,7 @@ class Network:
     outputs: Sequence[str] = ()
     keeps: Sequence[str] = ()
     free: Set[str] = frozenset()
+    spare: bool = False
 
 
 class _Bound(torch.nn.Module):
@@ -304,7 +306,8 @@ class Compiled:
 
     def _check_alive(self, names: list[str]) -> None:
         """Refuses a rule for inputs that matches none of these: the inputs, and the outputs that become inputs."""
-        shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
+        if not self.network.spare:
+            shard.check_alive(self.network.inputs, names, self.network.place, self.network.places)
 
     def _constrained(self, path: str, array: jax.Array) -> jax.Array:
         """Returns an output where the rule for the input that it becomes puts it."""
@@ -351,8 +354,7 @@ class Compiled:
         """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.
 
         Raises:
-            BadValueError: An array that an earlier call has taken, a tensor without storage, or something in the tree
-                that is no tensor.
+            BadValueError: An array that an earlier call has taken, a tensor without storage, or no tensor in the tree.
         """
         return each(self._to_device, name, plain(name, value, self.network.name))
 

@@ -459,6 +459,8 @@ class Card(Frozen):
     """By component, the ways to compute it, if there are several. A config names one: `vae: {implementation: flax}`."""
     original: list[str] = []
     """The patches that `--backend original` needs too. Entries with `plumbing: true` are always among them."""
+    script: list[str] = []
+    """The patches that a whole script of upstream's needs beside those of the stages (`torchport exec`)."""
     components: dict[str, Component]
     """The parts of the checkpoint, by name."""
     stacks: dict[str, dict[str, Stack]] = {}

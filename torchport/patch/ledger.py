@@ -14,6 +14,7 @@ from typing import Any
 from torchport.errors import NotCalledError, StaleTraceError, TargetError, TorchportError, nearest
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import file_digest
+from torchport.patch.live import twins
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
 from torchport.patch.live.exchange import Claim, Exchanged, check_apart, exchange
@@ -262,13 +263,15 @@ class Ledger:
             raise self.pending[0]
 
     def check_called(self) -> None:
-        """Refuses a stage in which a patch that must be called was not.
+        """Refuses a stage in which a patch that must be called was not, or that has a copy of a patched module.
 
         Raises:
             NotCalledError: The first such patch.
+            TwinModuleError: A patched module is there twice, under two names.
             TorchportError: An error that was kept; see `raise_pending`.
         """
         self.raise_pending()
+        twins.check([record.entry for record in self.records if record.outcome != "not needed"])
         for record in self.records:
             stages = record.entry.must_be_called
             due = bool(stages) if self.stage is None else self.stage in stages

@@ -11,13 +11,21 @@ from importlib import import_module
 from typing import Any
 
 from torchport.config.card import STAGES
-from torchport.errors import ConflictError, ThreadError, TooLateError, TorchportError, UnknownNameError, nearest
+from torchport.errors import (
+    ConflictError,
+    ThreadError,
+    TooLateError,
+    TorchportError,
+    TwinModuleError,
+    UnknownNameError,
+    nearest,
+)
 from torchport.patch import aliases
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import load_all
 from torchport.patch.declared.versions import installed, outcome
 from torchport.patch.ledger import Ledger, Record, digest
-from torchport.patch.live import hook, stub
+from torchport.patch.live import hook, stub, twins
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
@@ -119,8 +127,13 @@ class _PatchSet:
     def check_reached(self) -> None:
         """Keeps an error for a patch whose module is there, though its import was never seen: the patch did nothing.
 
-        Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system.
+        Another finder before ours, or `exec_module` of a spec made by hand, goes past the import system. So does a
+        second name for the same file: the module under that name has no patch.
         """
+        try:
+            twins.check([record.entry for record in self.records if record.change is not None])
+        except TwinModuleError as error:
+            self.ledger.keep(error)
         for record in self.records:
             entry = record.entry
             waits = record.outcome is None and record.change is None and _is_applied(record)
@@ -325,3 +338,12 @@ def exchange(parts: Mapping[str, Any], *, all_parts: bool = False) -> None:
     _check_thread()
     if registry.sets:
         registry.sets[-1].ledger.exchange(parts, all_parts=all_parts)
+
+
+def unreached() -> list[TorchportError]:
+    """Returns what the sets in force would refuse if they were left now: patches that did nothing, kept errors."""
+    errors: list[TorchportError] = []
+    for patches in registry.sets:
+        patches.check_reached()
+        errors += patches.ledger.pending
+    return list(dict.fromkeys(errors))

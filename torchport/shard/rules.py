@@ -2,13 +2,15 @@
 
 Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, several, or none, for each
 dim of a tensor, from the first on; `replicate` is written out, never implied.
+
+Over 400 lines: what refuses rules and meshes that do not fit stands beside what places by them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +21,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport.config import Document
-from torchport.config.card import DTYPES, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
+from torchport.config.card import DTYPES, ActivationRule, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
 from torchport.config.machine import Machine
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
 from torchport.shard import grid
@@ -59,16 +61,41 @@ def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: 
     Raises:
         MeshError: There is one.
     """
-    rules = [rule for name in networks for rule in (*strategy.weights[name], *strategy.inputs[name])]
-    specs: list[Spec | None] = [spec for rule in rules for spec in (rule.spec, *rule.otherwise)]
-    specs += [spec for name in networks for rule in strategy.activations.get(name, []) for spec in rule.outputs]
+    if networks:
+        rules = [rules for name in networks for rules in (strategy.weights[name], strategy.inputs[name])]
+        activations = [rule for name in networks for rule in strategy.activations.get(name, [])]
+        name = f"the strategy '{job.strategy}'"
+        check_used(job.mesh, rules, activations, lambda axis: document.place(["mesh", axis]), name)
+
+
+def check_used(
+    mesh: Mapping[Axis, int],
+    rules: Sequence[Sequence[Rule]],
+    activations: Sequence[ActivationRule],
+    place: Callable[[Axis], str],
+    what: str,
+) -> None:
+    """Refuses an axis of a mesh that no rule names: its devices would repeat the same work.
+
+    Args:
+        mesh: Sizes of the axes.
+        rules: For weights and inputs.
+        activations: For what modules return.
+        place: Returns where an axis is written.
+        what: Whose rules these are.
+
+    Raises:
+        MeshError: There is one.
+    """
+    specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
+    specs += [spec for rule in activations for spec in rule.outputs]
     used = {axis for spec in specs for axes in dims_of(spec) for axis in axes}
-    for axis, size in job.mesh.items():
-        if networks and size > 1 and axis not in used:
+    for axis, size in mesh.items():
+        if size > 1 and axis not in used:
             raise MeshError(
-                document.place(["mesh", axis]),
-                f"{axis}={size} splits nothing: no rule of the strategy '{job.strategy}' names it",
-                f"Use the axes {', '.join(sorted(used))}",
+                place(axis),
+                f"{axis}={size} splits nothing: no rule of {what} names it",
+                f"Use the axes {', '.join(sorted(used))}" if used else "Leave it out: no rule names an axis",
                 axis=axis,
             )
 

@@ -1,0 +1,338 @@
+"""`torchport.port`: a module that is loaded already, compiled on a mesh, and called as before."""
+
+import dataclasses
+import re
+import sys
+
+import jax
+import pytest
+import torch
+from fakes.small_port import SmallPort
+
+import torchport
+from torchport.errors import (
+    BadValueError,
+    DeadRuleError,
+    MeshError,
+    PlacementError,
+    StaleTraceError,
+    TorchportError,
+    UnknownKeyError,
+    UnknownNameError,
+    UnmatchedError,
+)
+
+MESH = {"dp": 2, "tp": 4}
+WEIGHTS = [
+    {"match": r"up\.(weight|bias)", "spec": ["tp"]},
+    {"match": r"down\.weight", "spec": [None, "tp"]},
+    {"match": r"down\.bias|table", "spec": "replicate"},
+]
+INPUTS = [{"match": "x", "spec": ["dp"]}]
+RULES = {"weights": WEIGHTS, "inputs": INPUTS}
+
+
+class Block(torch.nn.Module):
+    """A network as somebody has it: options, a buffer, and more than one thing to return."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.register_buffer("table", torch.arange(8.0))
+        self.config = {"heads": 4}
+
+    def forward(self, x, scale=1.0, *, extra=None, form="dict", **more):
+        y = self.down(torch.relu(self.up(x))) * scale + self.table
+        if extra is not None:
+            y = y + extra["added"]
+        if "also" in more:
+            y = y + more["also"]
+        return {"sample": y, "scale": scale} if form == "dict" else (y, x.shape[0]) if form == "tuple" else y
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block().eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def session():
+    with torchport.applied() as session:
+        yield session
+
+
+def close(a, b):
+    return (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
+def test_it_returns_what_the_module_returns(block, x, session, form):
+    expected = block(x, 2.0, form=form)
+    ported = torchport.port(block, strategy=RULES, mesh=MESH)
+    result = ported(x, 2.0, form=form)
+    assert type(result) is type(expected)
+    values = lambda output: list(output.values()) if isinstance(output, dict) else output  # noqa: E731
+    for ours, theirs in zip(values(result), values(expected), strict=True):
+        assert close(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+
+
+def test_its_weights_lie_where_the_rules_put_them_and_the_hosts_memory_is_free(block, session):
+    ported = torchport.port(block, strategy=RULES, mesh=MESH)
+    shards = {name: array.sharding.shard_shape(array.shape) for name, array in ported.compiled.weights.items()}
+    assert shards == {"up.weight": (4, 8), "up.bias": (4,), "down.weight": (8, 4), "down.bias": (8,), "table": (8,)}
+    assert all(parameter.is_meta for parameter in block.parameters()) and not block.table.is_meta
+
+
+def test_attributes_are_the_modules_and_the_device_is_the_host(block, session):
+    ported = torchport.port(block, strategy=RULES, mesh=MESH)
+    assert ported.config == {"heads": 4} and ported.up.in_features == 8
+    assert (ported.device, ported.training) == (torch.device("cpu"), False)
+    assert ported.to("cpu") is ported and ported.eval() is ported
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = ported.no_such
+    with pytest.raises(BadValueError, match="A ported module has no gradients"):
+        ported.train()
+
+
+def test_calls_of_other_forms_and_shapes_are_programs_of_their_own(block, x, session):
+    twice, longer = x * 2, torch.cat([x, x])
+    expected = [block(x)["sample"], block(twice)["sample"], block(longer)["sample"], block(x, 3.0)["sample"]]
+    ported = torchport.port(block, strategy=RULES, mesh=MESH)
+    results = [ported(x), ported(x=twice), ported(longer), ported(x, 3.0)]
+    assert all(close(ours["sample"], theirs) for ours, theirs in zip(results, expected, strict=True))
+    assert len(ported.compiled.programs) == 3
+
+
+def test_nested_inputs_are_named_by_their_path_and_may_be_left_out_later(block, x, session):
+    added, also = torch.ones(8), torch.ones(4, 8)
+    whole, plain = block(x, extra={"added": added}, also=also)["sample"], block(x)["sample"]
+    inputs = [*INPUTS, {"match": r"extra\.added|also", "spec": "replicate"}]
+    ported = torchport.port(block, strategy={**RULES, "inputs": inputs}, mesh=MESH)
+    assert close(ported(x, extra={"added": added}, also=also)["sample"], whole)
+    assert close(ported(x)["sample"], plain)
+
+
+def test_a_region_of_autocast_is_part_of_a_call(block, x):
+    """Or a program that was compiled outside would be called inside."""
+    with torchport.applied(patches=["torch/autocast"]):
+        ported = torchport.port(block, strategy=RULES, mesh=MESH)
+        outside = ported(x)["sample"]
+        with torch.autocast("cuda", torch.bfloat16):
+            inside = ported(x)["sample"]
+        assert close(ported(x)["sample"], outside)
+    assert 1e-4 < ((inside - outside).abs().max() / outside.abs().max()).item() < 0.05
+
+
+def test_rules_may_be_text_of_yaml(block, x, session):
+    expected = block(x)["sample"]
+    text = "weights: [{match: '.*', spec: replicate}]\ninputs: [{match: x, spec: [dp]}]\n"
+    assert close(torchport.port(block, strategy=text, mesh={"dp": 2})(x)["sample"], expected)
+
+
+def test_a_mesh_of_jax_is_taken_with_its_devices(block, x, session):
+    expected = block(x)["sample"]
+    mesh = jax.sharding.Mesh([[jax.devices()[7], jax.devices()[6]]], ("dp", "tp"))
+    ported = torchport.port(block, strategy=RULES, mesh=mesh)
+    assert dict(ported.compiled.mesh.shape) == {"dp": 1, "sp": 1, "tp": 2}
+    assert [device.id for device in ported.compiled.mesh.devices.flat] == [7, 6]
+    assert close(ported(x)["sample"], expected)
+
+
+def test_tied_weights_stay_tied(session, x):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    module = Tied().eval()
+    expected = module(x).detach()
+    rules = {"weights": [{"match": ".*", "spec": "replicate"}], "inputs": INPUTS}
+    assert close(torchport.port(module, strategy=rules, mesh={"dp": 2})(x), expected)
+
+
+def changed(**changes):
+    return {**RULES, **changes}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        (
+            {"strategy": changed(wieghts=[])},
+            UnknownKeyError,
+            "port(strategy=...) wieghts: Unknown key 'wieghts'. Did you mean 'weights'?",
+        ),
+        (
+            {"strategy": changed(weights=WEIGHTS[:2])},
+            UnmatchedError,
+            "port(strategy=...) weights: No rule matches 'down.bias' [8]",
+        ),
+        (
+            {"strategy": changed(weights=[*WEIGHTS, {"match": "no", "spec": "replicate"}])},
+            DeadRuleError,
+            "port(strategy=...) weights[3]: Rule 4, 'no'",
+        ),
+        (
+            {"strategy": changed(weights=[{"match": ".*", "spec": ["dp", "tp"]}])},
+            MeshError,
+            "port(strategy=...) weights: '.*' has a spec of 2 dims, and 'up.bias' has 1",
+        ),
+        ({"mesh": {"sp": 2}}, MeshError, "port(mesh=...): sp=2 splits nothing: no rule of Block names it"),
+        ({"mesh": {"tp": 3}}, MeshError, "port(strategy=...) weights: tp=3 does not divide dim 0 of 'up.weight'"),
+        ({"mesh": {"tp": 16}}, MeshError, "port(mesh=...): The mesh tp=16 takes 16 device(s), and this process"),
+        ({"mesh": {"tp": 0}}, MeshError, "port(mesh=...): It takes 0 devices"),
+        ({"mesh": {"xp": 2}}, UnknownNameError, "port(mesh=...): There is no axis 'xp'. Known: dp, sp, tp."),
+        ({"strategy": "tp"}, BadValueError, "port(strategy=...): It is 'tp', and no model's card is in force"),
+        ({"strategy": None}, BadValueError, "port(strategy=...): It is None, and no model's card is in force"),
+        ({"inputs": INPUTS}, BadValueError, "port(inputs=...): 'strategy' has rules for inputs already"),
+    ],
+)  # fmt: skip
+def test_rules_and_meshes_that_do_not_fit_are_refused(block, session, options, kind, text):
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        torchport.port(block, **{"strategy": RULES, "mesh": MESH, **options})
+
+
+def test_inputs_that_do_not_fit_are_refused(block, x, session):
+    ported = torchport.port(block, strategy=RULES, mesh=MESH)
+    with pytest.raises(UnmatchedError, match=r"No rule matches the input 'also' \[4, 8\] of Block"):
+        ported(x, also=x)
+    with pytest.raises(MeshError, match=r"dp=2 does not divide dim 0 of 'x' \[3, 8\], an input of Block"):
+        ported(x[:3])
+    with pytest.raises(BadValueError, match=r"Block: 'scale' is of the type bytearray, and becomes no constant"):
+        ported(x, bytearray(b"2"))
+    with pytest.raises(PlacementError, match="JAX has 32-bit numbers"):
+        ported(x.double())
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        ported()
+
+
+def test_a_rule_for_inputs_that_the_first_call_does_not_have_is_refused(block, x, session):
+    rules = changed(inputs=[*INPUTS, {"match": "mask", "spec": ["dp"]}])
+    with pytest.raises(DeadRuleError, match=r"inputs\[1\]: Rule 2, 'mask', matches none of 1 tensors"):
+        torchport.port(block, strategy=rules, mesh=MESH)(x)
+
+
+def test_a_module_that_is_training_is_refused(block, session):
+    with pytest.raises(BadValueError, match=r"training mode, where dropout is random\. Call its eval\(\) first"):
+        torchport.port(block.train(), strategy=RULES, mesh=MESH)
+
+
+def test_without_patches_in_force_it_is_refused(block):
+    with pytest.raises(BadValueError, match=r"^port: No patches are in force"):
+        torchport.port(block, strategy=RULES, mesh=MESH)
+
+
+def test_it_is_not_compiled_outside_of_its_patches(block, x):
+    with torchport.applied():
+        ported = torchport.port(block, strategy=RULES, mesh=MESH)
+        ported(x)
+    with pytest.raises(StaleTraceError):
+        ported(torch.cat([x, x]))
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    port = SmallPort(tmp_path, monkeypatch)
+    port.write("patches/up/p.py", "def doubled(original, self, x):\n    return 2 * original(self, x)\n")
+    entry = """\
+    - id: up.doubled
+      target: up.model:Net.forward
+      wrap: p.py:doubled
+      why: A test.
+      reported: "none: a test"
+      until: never
+      fits: {up: "*"}
+      equivalence: bitwise
+    """
+    port.write("patches/up/p.yaml", entry)
+    port.change("configs/models/small.yaml", "denoise: []", "denoise: [up/p]")
+    yield port
+    port.forget()
+
+
+def test_a_cards_strategy_is_named_and_its_network_known_by_its_class(small):
+    with torchport.applied("small", paths=(str(small.pack),)) as session:
+        from up.model import Net
+
+        net = Net().eval()
+        x = torch.randn(8, 4)
+        expected = (net.layer(x) * 2).detach()
+        ported = torchport.port(net, strategy="whole", mesh={"tp": 8})
+        assert close(ported(x), expected) and close(ported(x=x), expected)
+        assert session.rows()[-1]["state"] == "used"
+
+
+def test_without_more_words_it_is_the_cards_first_strategy_on_one_device(small):
+    with torchport.applied("small", paths=(str(small.pack),)):
+        from up.model import Net
+
+        ported = torchport.port(Net().eval())
+        assert (ported(torch.ones(3, 4)).shape, ported.compiled.mesh.size) == ((3, 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "hole"}, "port: 'small' has no strategy 'hole'. Did you mean 'whole'? Known: whole."),
+        ({"component": "ent"}, "port: The strategy 'whole' of 'small' has no rules for 'ent'."),
+        ({"mesh": {"dp": 2}}, "port(mesh=...): dp=2 splits nothing: no rule of net names it. Use the axes tp."),
+    ],
+)
+def test_names_that_a_card_has_not_are_refused(small, options, text):
+    with torchport.applied("small", paths=(str(small.pack),)):
+        from up.model import Net
+
+        with pytest.raises(TorchportError, match=f"^{re.escape(text)}"):
+            torchport.port(Net().eval(), **options)
+
+
+def test_a_module_of_another_class_is_refused(small, block):
+    with torchport.applied("small", paths=(str(small.pack),)):
+        import up.model  # noqa: F401
+
+        text = "None of its networks is of that class in the card of 'small'. Name its network with component=: net."
+        with pytest.raises(UnknownNameError, match=re.escape(text)):
+            torchport.port(block)
+
+
+def test_under_the_original_it_is_the_module_itself(small):
+    with torchport.applied("small", paths=(str(small.pack),), backend="original"):
+        from up.model import Net
+
+        net = Net().eval()
+        assert torchport.port(net) is net
+
+
+def test_the_package_imports_neither_torch_nor_jax(root):
+    import subprocess
+
+    code = "import sys, torchport; print([n for n in ('torch', 'jax', 'yaml', 'pydantic') if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"], capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="module 'torchport' has no attribute 'prot'"):
+        _ = torchport.prot
+
+
+def test_an_output_that_is_a_dataclass_of_nobody_is_returned_as_it_is_only_without_tensors(block, x, session):
+    """PyTorch knows dicts, tuples, lists and the outputs of diffusers and transformers."""
+    output = dataclasses.make_dataclass("Output", ["sample"])
+
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            return output(x)
+
+    rules = {"weights": [], "inputs": INPUTS}
+    with pytest.raises(BadValueError, match=r"Own: It returns a 'Output', of which PyTorch knows no tensors"):
+        torchport.port(Own().eval(), strategy=rules, mesh={"dp": 2})(x)

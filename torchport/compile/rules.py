@@ -1,0 +1,167 @@
+"""What a card, or whoever ports a module of his own, says of one network: where its tensors lie, and how it is stacked.
+
+A run has the same from its task. `network` builds both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torchport import shard
+from torchport.config import Document, Frozen, parse_document, validated
+from torchport.config.card import ActivationRule, Axis, Card, Rule, ScoreBound, Stack, WeightRule
+from torchport.errors import BadValueError, UnknownNameError, nearest
+
+Kind = Literal["weights", "inputs", "activations"]
+PLACE = "port(strategy=...)"
+"""Where rules of a caller are written, for errors."""
+MESH = "port(mesh=...)"
+
+
+class OwnRules(Frozen):
+    """Rules of a caller for one network, in a card's words."""
+
+    weights: list[WeightRule]
+    """The rules for its parameters and buffers."""
+    inputs: list[Rule]
+    """The rules for the tensors that it is called with."""
+    activations: list[ActivationRule] = []
+    """The rules for what its modules return."""
+    stacks: dict[str, Stack] = {}
+    """By the path of a list of blocks in it: the blocks that are compiled as one."""
+    precision: Literal["default", "high", "highest"] = "default"
+    """The precision of its float32 products on a TPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What is said of one network.
+
+    Attributes:
+        name: What the network is called.
+        own: The rules themselves.
+        bounds: Attention with bounded scores.
+        divides: For an axis, the number of the network's configuration that it must divide.
+        extra: Rules of the caller for inputs, before the others.
+        document: Where it is all written.
+        strategy: The path of the strategy in there; none of a caller's own rules.
+        written: What the network's rules are called there.
+    """
+
+    name: str
+    own: OwnRules
+    document: Document
+    strategy: Sequence[str | int] = ()
+    written: str = ""
+    bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
+    divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
+    extra: Sequence[Rule] = ()
+
+    @property
+    def of_card(self) -> bool:
+        """Whether they are a card's, which has rules for inputs that its own family passes, and a caller may not."""
+        return bool(self.strategy)
+
+    @property
+    def inputs(self) -> list[Rule]:
+        """All rules for inputs, the caller's first."""
+        return [*self.extra, *self.own.inputs]
+
+    def place(self, kind: Kind) -> str:
+        """Returns where the rules of a kind are written."""
+        return self.document.place([*self.strategy, kind, *([self.written] if self.of_card else [])])
+
+    def places(self, kind: Literal["weights", "inputs"]) -> list[str]:
+        """Returns where each rule of a kind is written."""
+        path = [*self.strategy, kind, *([self.written] if self.of_card else [])]
+        places = [self.document.place([*path, number]) for number in range(len(getattr(self.own, kind)))]
+        return [*["port(inputs=...)"] * (len(self.extra) if kind == "inputs" else 0), *places]
+
+    def program_place(self, what: str) -> str:
+        """Returns where the rules for activations, or one of the stacks (`stacks.<list>`), are written."""
+        if what == "activations":
+            return self.place("activations")
+        path = ["stacks", *([self.written] if self.of_card else []), what.removeprefix("stacks.")]
+        return self.document.place(path)
+
+
+def of_card(card: Card, document: Document, strategy: str, component: str, extra: Sequence[Rule] = ()) -> Rules:
+    """Returns what a card says of one of its networks.
+
+    Args:
+        card: The card.
+        document: Its lines.
+        strategy: One of its strategies.
+        component: One of its networks.
+        extra: Rules of the caller for inputs, before the card's.
+
+    Raises:
+        UnknownNameError: The card has no such strategy, or no rules for such a network.
+    """
+    if strategy not in card.strategies:
+        fact = f"'{card.model}' has no strategy '{strategy}'"
+        raise UnknownNameError("port", fact, nearest(strategy, card.strategies), name=strategy)
+    chosen = card.strategies[strategy]
+    if component not in chosen.weights:
+        fact = f"The strategy '{strategy}' of '{card.model}' has no rules for '{component}'"
+        raise UnknownNameError("port", fact, nearest(component, chosen.weights), name=component)
+    own = OwnRules(
+        weights=chosen.weights[component],
+        inputs=chosen.inputs[component],
+        activations=chosen.activations.get(component, []),
+        stacks=card.stacks.get(component, {}),
+        precision=card.components[component].precision,
+    )
+    bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
+    divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}
+    at = ["strategies", strategy]
+    return Rules(component, own, document, at, card.written(component), bounds, divides, extra)
+
+
+def of_caller(name: str, rules: str | Mapping[str, object]) -> Rules:
+    """Returns the rules of a caller for a module of his own.
+
+    Args:
+        name: What the module is called.
+        rules: In a card's words, `{"weights": [...], "inputs": [...]}`; or the same as YAML.
+
+    Raises:
+        ConfigError: A mistake in them.
+    """
+    if isinstance(rules, str):
+        document = parse_document(rules, PLACE)
+    else:
+        document = Document(PLACE, dict(rules), {}, _places(rules))
+    return Rules(name, validated(OwnRules, document), document)
+
+
+def _places(rules: Mapping[str, object]) -> dict[tuple[str | int, ...], str]:
+    """Returns where each rule of a mapping is, which has no lines."""
+    places: dict[tuple[str | int, ...], str] = {}
+    for key, value in rules.items():
+        places[(key,)] = f"{PLACE} {key}"
+        places |= {(key, n): f"{PLACE} {key}[{n}]" for n in range(len(value) if isinstance(value, list) else 0)}
+    return places
+
+
+def check(rules: Rules, config: Mapping[str, object], mesh: Mapping[Axis, int]) -> None:
+    """Refuses a mesh that does not fit a network: an axis that splits nothing, or that does not divide the heads.
+
+    Args:
+        rules: Of the network.
+        config: Its configuration.
+        mesh: Sizes of the axes.
+
+    Raises:
+        MeshError: It does not fit.
+        BadValueError: The card names something that the configuration has not.
+    """
+    shard.check_used(mesh, [rules.own.weights, rules.inputs], rules.own.activations, lambda _: MESH, rules.name)
+    for axis, path in rules.divides.items():
+        key = path.partition(".")[2]
+        number, place = config.get(key), rules.document.place([*rules.strategy, "divides", axis])
+        if not isinstance(number, int):
+            raise BadValueError(place, f"'{path}' is no number of the module's", nearest(key, config))
+        shard.check_divides(axis, mesh.get(axis, 1), path, number, MESH)

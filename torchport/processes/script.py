@@ -1,0 +1,105 @@
+"""Becomes another Python program, with a function that is called in it before its first line.
+
+The process is replaced (`os.execve`), and Python itself starts the program: `sys.argv`, `__main__`, `sys.path`, exit
+code, traceback and signals are the program's own. Python imports `sitecustomize` before it runs anything, and we put
+one first on its path. That one calls the function, and then takes itself away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchport.errors import BadValueError, TorchportError
+from torchport.processes import path
+
+_BEGIN = "TORCHPORT_BEGIN"
+"""The variable that says what is called in the process with a number, and how its path was."""
+_HOOK = str(Path(__file__).parent / "site")
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuses a command line that names no program.
+
+    Args:
+        words: `FILE ARGS...`, or `-m package.module ARGS...`.
+
+    Raises:
+        BadValueError: It names none, or a file that is not there.
+    """
+    place = "torchport exec"
+    if not words or (words[0] == "-m" and len(words) < 2):
+        raise BadValueError(place, "No script is named", "Add it: -- script.py ARGS, or -- -m package.module ARGS")
+    if words[0] != "-m" and words[0].startswith("-"):
+        fact = f"'{words[0]}' is no script, and Python's own flags are not taken"
+        raise BadValueError(place, fact, "Write -- script.py ARGS, or -- -m package.module ARGS")
+    if words[0] != "-m" and not Path(words[0]).exists():
+        raise BadValueError(f"{place} {words[0]}", "There is no such file", "Name the script that is to run")
+
+
+def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> NoReturn:
+    """Becomes a Python program, in which a function is called first.
+
+    Args:
+        words: `FILE ARGS...`, or `-m package.module ARGS...`.
+        function: `package.module:function`. A refusal of it ends the process.
+        arguments: Its keywords; what JSON can carry.
+        variables: Of the environment, beside those of this process. The program's children have them, too.
+    """
+    before = os.environ.get("PYTHONPATH")
+    begin = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
+    entries = [_HOOK, *filter(None, [path.without_empty(before or "")])]
+    environment = {**os.environ, **variables, _BEGIN: json.dumps(begin), "PYTHONPATH": os.pathsep.join(entries)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *words], environment)
+
+
+def begin() -> None:
+    """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
+    told = json.loads(os.environ.pop(_BEGIN, "{}"))
+    _give_way(told)
+    if told.get("process") != os.getpid():  # a child of a program that has kept the variables
+        return
+    module, _, name = told["function"].partition(":")
+    added = _add_folder_of_program()
+    try:
+        getattr(importlib.import_module(module), name)(**told["arguments"])
+    except TorchportError as error:
+        sys.stderr.write(f"{error.report()}\n")
+        sys.stderr.flush()
+        os._exit(error.exit_code)  # an exception would be printed as one of `site`, and the program would run
+    if added in sys.path:
+        sys.path.remove(added)
+
+
+def _give_way(told: Mapping[str, Any]) -> None:
+    """Restores path and environment, and imports the `sitecustomize` that would have been imported without us."""
+    sys.path[:] = [entry for entry in sys.path if entry != _HOOK]
+    before = told.get("path")
+    if before is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = before
+    own = sys.modules.pop("sitecustomize")
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = own
+
+
+def _add_folder_of_program() -> str:
+    """Returns the folder that Python is about to put first on the path, now put there: upstreams may lie in it."""
+    first = next((word for word in sys.orig_argv[1:2]), "")
+    folder = os.getcwd() if first == "-m" else str(Path(first).resolve().parent)  # noqa: PTH109 - as Python does
+    if Path(first).is_dir():
+        folder = str(Path(first))
+    sys.path.insert(0, folder)
+    return folder

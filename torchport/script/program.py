@@ -1,0 +1,127 @@
+"""The process of `torchport exec`: what is done in it before the first line of the script, and after the last."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torchport.config import machine
+from torchport.config.card import Axis, Implementation
+from torchport.errors import BadValueError, TorchportError
+from torchport.patch.patch_set import unreached
+from torchport.processes import script
+from torchport.progress import log
+from torchport.script.applied import Choice, Session, applied
+
+_entered = contextlib.ExitStack()
+"""Of this process: its patches, for as long as it lives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The command line of `torchport exec`.
+
+    Attributes:
+        model: A model card.
+        words: The script and its arguments, or `-m` and a module.
+        upstream_path: The checkout of an upstream that is no installed package.
+        backend: `torchax`, or `original`.
+        patches: Further patches.
+        strategy: What a compiled network is sharded by; by default the card's first.
+        mesh: Sizes of the axes, `dp=2,tp=4`; by default one device.
+        machine: The devices, such as `cpu:8`; by default what JAX finds.
+        attention: The implementation of attention.
+        paths: The packs.
+    """
+
+    model: str
+    words: Sequence[str]
+    upstream_path: str | None = None
+    backend: str = "torchax"
+    patches: Sequence[str] = ()
+    strategy: str | None = None
+    mesh: str | None = None
+    machine: str | None = None
+    attention: Implementation | None = None
+    paths: Sequence[str] = ()
+
+
+def run(flags: Flags) -> None:
+    """Becomes the script, under the patches; does not return.
+
+    Raises:
+        BadValueError: There is no such script, a mesh that is none, or a flag that the original does not read.
+    """
+    script.check(flags.words)
+    axes_of(flags.mesh)
+    if flags.machine is not None:
+        machine.parse_machine(flags.machine, f"--machine {flags.machine}")
+    if flags.backend == "original":
+        for name in ("strategy", "mesh", "machine", "attention"):
+            if getattr(flags, name) is not None:
+                fact = "--backend original compiles nothing"
+                raise BadValueError(f"--{name} {getattr(flags, name)}", fact, "Leave one of the two out")
+    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
+    script.become(flags.words, "torchport.script.program:begin", arguments, {})
+
+
+def axes_of(text: str | None) -> dict[Axis, int] | None:
+    """Returns the mesh of a flag, `dp=2,tp=4`.
+
+    Raises:
+        BadValueError: It is none.
+    """
+    if text is None:
+        return None
+    mesh: dict[Any, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in ("dp", "sp", "tp") or axis in mesh or not size.isdecimal() or int(size) < 1:
+            raise BadValueError(f"--mesh {text}", f"'{part}' is no axis with its size", "Write it as dp=2,tp=4")
+        mesh[axis] = int(size)
+    return mesh
+
+
+def begin(**arguments: Any) -> None:
+    """Runs in the process of the script, before it: puts the patches in force until the process ends.
+
+    Raises:
+        TorchportError: A patch cannot be applied as declared, or the machine has not so many devices.
+    """
+    flags = Flags(words=(), **arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)  # to this logger alone: all others are the script's to set up
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    if flags.machine is not None:
+        from torchport.task import devices
+
+        devices.prepare(machine.parse_machine(flags.machine, f"--machine {flags.machine}"))
+    session = _entered.enter_context(
+        applied(
+            flags.model,
+            patches=flags.patches,
+            upstream_path=flags.upstream_path,
+            backend="original" if flags.backend == "original" else "torchax",
+            paths=flags.paths,
+            choice=Choice(flags.strategy, axes_of(flags.mesh), flags.attention),
+        )
+    )
+    atexit.register(_report, session)
+
+
+def _report(session: Session) -> None:
+    """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
+    errors, nothing = unreached(), session.nothing()
+    is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
+    for error in [*errors, *([nothing] if nothing is not None and not errors and not is_failed else [])]:
+        sys.stderr.write(f"{error.report()}\n")
+    sys.stderr.flush()
+    with contextlib.suppress(TorchportError):  # they are what was written
+        _entered.close()
