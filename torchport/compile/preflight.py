@@ -254,10 +254,8 @@ def input_rules(task: Task, component: str, calls: Sequence[recorder.NetworkCall
         ShardError: A rule that matches nothing, an input without one, a dim that its axes do not divide, or a batch
             that a rule gives every device whole.
     """
-    rules, names = (
-        task.card.strategies[task.job.strategy].inputs[component],
-        [k for call in calls for k in (*call.tensors, *call.kept)],
-    )
+    rules = task.card.strategies[task.job.strategy].inputs[component]
+    names = [k for call in calls for k in (*call.tensors, *call.kept)]
     shard.check_alive(rules, names, task.rules_place("inputs", component), task.rule_places("inputs", component))
     return [_fitting_rules(task, component, call) for call in calls]
 
