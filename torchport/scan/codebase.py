@@ -129,6 +129,15 @@ class Module:
         """What stands in tables, by identity: it is used where a table is read."""
         return frozenset(id(node) for nodes in self.tables.values() for node in nodes)
 
+    @functools.cached_property
+    def methods(self) -> dict[str, list[Unit]]:
+        """The methods of each class, by its name."""
+        result: dict[str, list[Unit]] = defaultdict(list)
+        for unit in self.units.values():
+            if unit.body.owner and not isinstance(unit.body.node, ast.ClassDef):
+                result[unit.body.owner].append(unit)
+        return result
+
     @property
     def is_package(self) -> bool:
         """Whether it is the `__init__.py` of a folder."""
@@ -226,14 +235,21 @@ class Codebase:
             if isinstance(above, Class) and above.dotted not in seen:
                 yield from self.lineage(above, seen | {one.dotted})
 
-    @functools.cache  # noqa: B019
     def method(self, one: Class, name: str, inherited: bool = False) -> Unit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
-        for above in list(self.lineage(one))[int(inherited) :]:
-            unit = above.module.units.get(f"{above.name}.{name}")
-            if unit is not None:
-                return unit
-        return None
+        if not inherited:
+            return self.methods(one).get(name)
+        above = list(self.lineage(one))[1:]
+        return next((unit for base in above if (unit := self.methods(base).get(name)) is not None), None)
+
+    @functools.cache  # noqa: B019
+    def methods(self, one: Class) -> dict[str, Unit]:
+        """Returns all methods of a class and those above it, by name."""
+        result: dict[str, Unit] = {}
+        for above in self.lineage(one):
+            for unit in above.module.methods.get(above.name, ()):
+                result.setdefault(unit.name.rpartition(".")[2], unit)
+        return result
 
     def is_network(self, one: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""

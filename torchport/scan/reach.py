@@ -56,7 +56,8 @@ class Reached:
         self._arguments: dict[Unit, Arguments] = {}
         self._attributes = _attribute_constants(codebase, self._closed.units)
         self._live: dict[Class, None] = {}
-        self._asked: dict[str, list[tuple[Unit, ast.Call | None]]] = defaultdict(list)
+        self._live_methods: dict[str, dict[Unit, None]] = defaultdict(dict)
+        self._asked: dict[str, dict[int, tuple[Unit, ast.Call | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if unit.has_decorator("property")}
         self._pending: list[Unit] = []
         self.callers: dict[Unit, set[tuple[Unit, int]]] = defaultdict(set)
@@ -148,18 +149,17 @@ class Reached:
             unit = self._codebase.method(one, name)
             if unit is not None:
                 self._reach(unit, caller, None)
-        for name, questions in list(self._asked.items()):
-            unit = self._codebase.method(one, name)
-            for asker, call_of_it in questions if unit is not None else ():
-                self._reach(unit, asker, call_of_it)  # type: ignore[arg-type]
+        for name, unit in self._codebase.methods(one).items():
+            if unit not in self._live_methods[name]:
+                self._live_methods[name][unit] = None
+                for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
+                    self._reach(unit, asker, call_of_it)
 
     def _ask(self, name: str, unit: Unit, call: ast.Call | None) -> None:
         """Notes that a method of some object is called."""
-        self._asked[name].append((unit, call))
-        for one in list(self._live):
-            method = self._codebase.method(one, name)
-            if method is not None:
-                self._reach(method, unit, call)
+        self._asked[name][id(call if call is not None else unit)] = unit, call
+        for method in list(self._live_methods.get(name, ())):
+            self._reach(method, unit, call)
 
     def _process(self, unit: Unit) -> None:
         values, skipped = self._values(unit), _only_asked_about(unit)
@@ -236,9 +236,8 @@ class Reached:
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, node)
-            for one in self._live:
-                other = self._codebase.method(one, name)
-                if other is not None and other is not method and owner in self._codebase.lineage(one):
+            for other in list(self._live_methods.get(name, ())):
+                if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
                     self._reach(other, unit, node)
 
     def _call_of_expression(self, unit: Unit, node: ast.Call) -> None:

@@ -93,7 +93,7 @@ def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Se
         if not chosen:  # whatever is not training may run
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
-    training.begin(unit for unit in codebase.units if _trains(unit))
+    (training.begin if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
     known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase)]
     known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
     cover = coverage.Coverage(patches, before, after, [site for site, _ in known])
