@@ -89,7 +89,9 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _is_needed(self, name: str) -> bool:
         every = [one for one in live(self.notes.task) if not one.module.startswith((OWN, "torchport.patch.live"))]
-        importer = next((one for one in reversed(every) if one.owner != "engine"), None)
+        # An import that torch makes is torch's own to do without.
+        plain = (one for one in reversed(every) if not one.file.startswith("<") and "importlib" not in one.module)
+        importer = next(plain, None)
         if importer is None or importer.owner != "upstream":
             return False
         return is_needed(importer.file, importer.line)
@@ -153,7 +155,8 @@ def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: An
             return function(*args, **kwargs)
         assert raised.error is not None
         value = Anything(f"{name}()", notes) if answer is Anything else answer
-        notes.record(raised.error, f"{name} returns {'a stand-in' if answer is Anything else answer!r}")
+        words = "a stand-in" if answer is Anything else repr(answer)
+        notes.record(raised.error, f"{name} returns {words}")
         return value
 
     return call
