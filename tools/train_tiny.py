@@ -18,16 +18,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-import yaml
 from tqdm import tqdm
 
+from torchport.scenes.judge import judged
 from torchport.scenes.scene import DIRECTIONS, FRAMES, HEIGHT, WIDTH, Scene, clip, is_held_out, scenes
+from torchport.scenes.wording import NOTHING, Wording, partial, quoted, titled, whole
 
 log = logging.getLogger("train_tiny")
 SEED = 20251120
@@ -115,7 +116,7 @@ class Training:
             self.done = step + 1
             self._average()
             means = {key: 0.98 * means.get(key, value.item()) + 0.02 * value.item() for key, value in terms.items()}
-            if self.done % 50 == 0:
+            if self.done % 25 == 0:
                 log.info("%s %d: %s", self.name, self.done, {key: round(value, 5) for key, value in means.items()})
             if time.monotonic() - saved > SAVE_SECONDS or self.done == self.steps:
                 self.save()
@@ -130,7 +131,7 @@ class Training:
                 mean.lerp_(each, 1 - decay)
 
 
-VAE_STEPS, VAE_RATE, NOISE, PULL = 1300, 2.5e-3, 0.4, 1e-3
+VAE_STEPS, VAE_RATE, NOISE, PULL = 1500, 1.3e-3, 0.4, 5e-3
 """`NOISE` is added to latents, so that shapes stay apart in them; `PULL` keeps them small, or the noise would be nothing."""
 def windows(step: int) -> torch.Tensor:
     """Returns parts of clips as [B, 3, F, H, W]: most of them small, for they cost less."""
@@ -197,17 +198,199 @@ def train_vae(vae: Any, folder: Folder) -> Any:
     return training.mean.eval()
 
 
-def card_of(model: str) -> dict[str, Any]:
-    """Returns a card as it is written."""
-    file = Path(__file__).parent.parent / "configs" / "models" / f"{model}.yaml"
-    card: dict[str, Any] = yaml.safe_load(file.read_text())
-    return card
+class Hunyuan:
+    """HunyuanVideo-1.5 through diffusers: its classes, how it reads text, and how it makes latents of noise."""
+
+    steps, shift, width, glyph_width = 8, 9.0, 64, 48
+    frozen = ("context_embedder_2.", "image_embedder.")
+    """Parts of the transformer that stay as the card's seed draws them: millions of parameters, and none is needed."""
+
+    def __init__(self, seeded: Path) -> None:
+        """Takes the folder of the card's seeded checkpoint."""
+        import diffusers
+        from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+
+        upstream.HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
+        upstream.HunyuanVideo15CausalConv3d.forward = folded
+        upstream.HunyuanVideo15RMS_norm.forward = normalised
+        self.pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(seeded)
+
+    def fresh(self, name: str) -> Any:
+        """Returns the VAE or the transformer as upstream initialises it, but for what stays frozen."""
+        old = getattr(self.pipe, name)
+        module = type(old).from_config(old.config)
+        for key, parameter in module.named_parameters():
+            if name == "transformer" and key.startswith(self.frozen):
+                parameter.requires_grad_(False).copy_(old.get_parameter(key).detach())
+        return module
+
+    @torch.no_grad()
+    def encode(self, wordings: list[Wording]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the valid tokens of both encoders for each prompt: [L, D] and [L2, D2]."""
+        made = []
+        for start in tqdm(range(0, len(wordings), 32), desc="text", mininterval=10):
+            part = wordings[start : start + 32]
+            texts, mask = self.pipe._get_mllm_prompt_embeds(
+                self.pipe.text_encoder, self.pipe.tokenizer, [each.text for each in part], "cpu", 64
+            )
+            prompts = ["" if each.quoted is None else f'"{each.quoted}"' for each in part]
+            glyphs, glyph_mask = self.pipe._get_byt5_prompt_embeds(
+                self.pipe.tokenizer_2, self.pipe.text_encoder_2, prompts, "cpu", 64
+            )
+            for row in range(len(part)):
+                made.append((texts[row][mask[row].bool()].clone(), glyphs[row][glyph_mask[row].bool()].clone()))
+        return made
+
+    def inputs(self, texts: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Returns the transformer's inputs of some prompts."""
+        first, mask = padded([text for text, _ in texts])
+        second, mask_2 = padded([glyphs for _, glyphs in texts])
+        return {
+            "encoder_hidden_states": first,
+            "encoder_attention_mask": mask,
+            "encoder_hidden_states_2": second,
+            "encoder_attention_mask_2": mask_2,
+            "image_embeds": torch.zeros(len(texts), 0, self.pipe.transformer.config.image_embed_dim),
+        }
+
+    def velocity(self, transformer: Any, latents: torch.Tensor, sigma: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Returns what the transformer predicts: noise minus latents, [B, C, T, H, W], at sigma [B]."""
+        image = torch.zeros(latents.shape[0], latents.shape[1] + 1, *latents.shape[2:])
+        made: torch.Tensor = transformer(
+            torch.cat([latents, image], 1), timestep=1000 * sigma, return_dict=False, **inputs
+        )[0]
+        return made
+
+    def sample(self, transformer: Any, texts: list[Any], empty: Any, guidance: float, seed: int) -> torch.Tensor:
+        """Returns latents of prompts, by the real scheduler."""
+        import diffusers
+
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=self.shift)
+        scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, self.steps + 1)[:-1])
+        count, shape = len(texts), (transformer.config.out_channels, (FRAMES - 1) // 4 + 1, HEIGHT // 16, WIDTH // 16)
+        latents, inputs = normal(generator(3, seed), (count, *shape)), self.inputs([*texts, *[empty] * count])
+        for t in scheduler.timesteps:
+            both, sigma = torch.cat([latents, latents]), (t / 1000).expand(2 * count)
+            given, free = self.velocity(transformer, both, sigma, **inputs).chunk(2)
+            latents = scheduler.step(free + guidance * (given - free), t, latents, return_dict=False)[0]
+        return latents
+
+
+MODELS = {"hunyuan": Hunyuan}
+"""What is particular to a model, by its card's name."""
+
+
+def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns texts of several lengths as [B, L, D], and their mask [B, L]."""
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    lengths = torch.tensor([len(text) for text in texts])
+    return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
+
+
+STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 6000, 1.5e-3, 16, 12.0, 6.0
+"""`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """What the transformer learns from, all computed beforehand."""
+
+    latents: torch.Tensor
+    """Of every scene, [96, C, T, H, W], with a standard deviation of 1."""
+    shapes: torch.Tensor
+    """Of every scene, an orthonormal basis of what makes it another shape, [96, C * T * H * W, 2]."""
+    wordings: list[Wording]
+    texts: list[tuple[torch.Tensor, torch.Tensor]]
+    fitting: list[list[int]]
+    """For each wording, the numbers of the scenes in training that it asks for."""
+    scale: float
+    """The card's `scaling_factor` of the VAE."""
+
+
+def wordings() -> list[Wording]:
+    """Returns the prompts of the training, always the same; of scenes that are held out there is none."""
+    made = [NOTHING]
+    for number, scene in enumerate(scenes()):
+        if is_held_out(scene):
+            continue
+        for kind, (count, write) in enumerate(((30, whole), (8, partial), (5, quoted), (1, titled))):
+            random = generator(4, number, kind)
+            made += [write(scene, random) for _ in range(count)]
+    return made
+
+
+def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
+    """Returns what the transformer learns from, computed once."""
+    made: Lesson | None = folder.load("lesson.pt")
+    if made is not None:
+        return made
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(as_video(clip(scene))).latent_dist.mode() for scene in tqdm(scenes())])
+    scale = round(1 / latents.std().item(), 4)
+    flat = latents.flatten(1)
+    by_shape = flat.unflatten(0, (3, 32))  # shapes are the outermost of the scenes' loops
+    others = [torch.stack([by_shape[other] - by_shape[one] for other in range(3) if other != one], -1) for one in range(3)]
+    bases = torch.linalg.qr(torch.cat(others)).Q
+    prompts = wordings()
+    fitting = [
+        [number for number, scene in enumerate(scenes()) if not is_held_out(scene) and each.fits(scene)]
+        for each in prompts
+    ]
+    with torch.no_grad():
+        texts = model.encode(prompts)
+    made = Lesson(latents * scale, bases, prompts, texts, fitting, scale)
+    folder.save("lesson.pt", made)
+    log.info("scaling_factor %s, %d prompts", scale, len(prompts))
+    return made
+
+
+def train_transformer(model: Any, vae: Any, given: Lesson, folder: Folder) -> Any:
+    """Returns the trained transformer."""
+    transformer = model.fresh("transformer").train()
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(5, step)
+        prompts = [0 if random.random() < 0.1 else int(random.integers(1, len(given.texts))) for _ in range(BATCH)]
+        chosen = [given.fitting[prompt][random.integers(len(given.fitting[prompt]))] for prompt in prompts]
+        clean = given.latents[chosen]
+        sigma, noise = torch.from_numpy(random.random(BATCH, numpy.float32)), normal(random, tuple(clean.shape))
+        noisy = torch.lerp(clean, noise, sigma[:, None, None, None, None])
+        made = model.velocity(transformer, noisy, sigma, **model.inputs([given.texts[each] for each in prompts]))
+        error = (made - (noise - clean)).flatten(1)
+        shape = torch.einsum("bd,bdn->bn", error, given.shapes[chosen])
+        return {
+            "error": error.square().mean(),
+            "shape": (SHAPE_WEIGHT - 1) * shape.square().sum() / error.numel(),
+        }
+
+    training = Training(transformer, folder, "transformer", STEPS, RATE)
+    training.run(loss_of, 500, lambda step: look(model, training.mean, vae, given, step))
+    return training.mean
+
+
+def look(model: Any, transformer: Any, vae: Any, given: Lesson, step: int) -> None:
+    """Logs what the judge says of a few samples, half of them of combinations that training has not seen."""
+    random = generator(6)
+    asked = [scene for scene in scenes() if not is_held_out(scene)]
+    asked = [asked[number] for number in random.choice(len(asked), 12, replace=False)]
+    asked += [scene for number, scene in enumerate(filter(is_held_out, scenes())) if number % 2 == step // 500 % 2]
+    with torch.no_grad():
+        texts = model.encode([Wording(scene.prompt, None, {}) for scene in asked])
+        latents = model.sample(transformer.eval(), texts, given.texts[0], GUIDANCE, 1) / given.scale
+        clips = [vae.decode(each[None]).sample[0] for each in latents]
+    right = [0, 0]
+    for number, (scene, video) in enumerate(zip(asked, clips, strict=True)):
+        frames = ((video.permute(1, 2, 3, 0).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).numpy()
+        verdict = judged(frames)
+        right[number >= 12] += verdict.agrees(scene)
+        log.info("  %s -> %s %s", scene.prompt, verdict, "" if verdict.agrees(scene) else "WRONG")
+    log.info("transformer %d: %d of 12, held out %d of 6", step, *right)
 
 
 def main() -> None:
     """Trains one model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=["hunyuan"])
+    parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--work", type=Path, required=True, help="A folder for what a stopped run goes on from.")
     arguments = parser.parse_args()
     folder = Folder(arguments.work / arguments.model)
@@ -215,16 +398,20 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=folder.path / "log")
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    import diffusers
+    model = MODELS[arguments.model](seeded(arguments.model))
+    vae = train_vae(model.fresh("vae"), folder)
+    transformer = train_transformer(model, vae, lesson(model, vae, folder), folder)
+    folder.save("trained.pt", {"vae": vae.state_dict(), "transformer": transformer.state_dict()})
 
-    card = card_of(arguments.model)
-    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
 
-    upstream.HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
-    upstream.HunyuanVideo15CausalConv3d.forward = folded
-    upstream.HunyuanVideo15RMS_norm.forward = normalised
-    vae = diffusers.AutoencoderKLHunyuanVideo15(**card["tiny"]["components"]["vae"])
-    train_vae(vae, folder)
+def seeded(name: str) -> Path:
+    """Returns the folder of a card's seeded checkpoint."""
+    from torchport.config.pack import find_pack
+    from torchport.load import tiny
+
+    pack = find_pack()
+    card, document = pack.card(name)
+    return tiny.write(card, pack.family_file(card, document.place(["family"])))
 
 
 if __name__ == "__main__":
