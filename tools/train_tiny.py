@@ -1,6 +1,7 @@
 """Trains the tiny weights of a card to draw scenes: first the VAE, then the transformer.
 
-    python tools/train_tiny.py hunyuan --work DIR
+    python tools/train_tiny.py hunyuan --work DIR            # trains, or goes on
+    python tools/train_tiny.py hunyuan --work DIR --write    # what there is now becomes the card's
 
 Upstream's own classes in the card's `tiny:` configuration, in plain PyTorch. Text encoders stay as they are drawn from the
 card's seed. Everything that is random comes from the seed and the number of the step, so a run that was stopped goes on
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import hashlib
 import logging
 import math
 import os
@@ -131,13 +133,15 @@ class Training:
                 mean.lerp_(each, 1 - decay)
 
 
-VAE_STEPS, VAE_RATE, NOISE, PULL = 1500, 1.3e-3, 0.4, 5e-3
-"""`NOISE` is added to latents, so that shapes stay apart in them; `PULL` keeps them small, or the noise would be nothing."""
+VAE_STEPS, VAE_RATE, NOISE, PULL = 1500, 8e-4, 0.4, 5e-3
+"""`NOISE` is added to latents, so that shapes stay apart in them; `PULL` keeps them small, or noise would be nothing."""
+
+
 def windows(step: int) -> torch.Tensor:
     """Returns parts of clips as [B, 3, F, H, W]: most of them small, for they cost less."""
     random = generator(1, step)
-    kind = random.random()
-    frames, side, count = (5, 64, 2) if kind < 0.75 else (9, 64, 1) if kind < 0.95 else (13, 80, 1)
+    kinds = ((1, 64, 8), (5, 48, 4), (9, 48, 2), (13, 80, 1))
+    frames, side, count = kinds[random.choice(4, p=(0.4, 0.38, 0.17, 0.05))]
     chosen = [scenes()[number] for number in random.integers(0, 96, count)]
     return torch.cat([window(scene, frames, side, random) for scene in chosen])
 
@@ -329,8 +333,8 @@ def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
     scale = round(1 / latents.std().item(), 4)
     flat = latents.flatten(1)
     by_shape = flat.unflatten(0, (3, 32))  # shapes are the outermost of the scenes' loops
-    others = [torch.stack([by_shape[other] - by_shape[one] for other in range(3) if other != one], -1) for one in range(3)]
-    bases = torch.linalg.qr(torch.cat(others)).Q
+    others = [by_shape[[other for other in range(3) if other != one]] - by_shape[one] for one in range(3)]
+    bases = torch.linalg.qr(torch.cat([pair.permute(1, 2, 0) for pair in others])).Q
     prompts = wordings()
     fitting = [
         [number for number, scene in enumerate(scenes()) if not is_held_out(scene) and each.fits(scene)]
@@ -392,6 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--work", type=Path, required=True, help="A folder for what a stopped run goes on from.")
+    parser.add_argument("--write", action="store_true", help="Write what is trained so far as the card's weights.")
     arguments = parser.parse_args()
     folder = Folder(arguments.work / arguments.model)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -399,9 +404,31 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = MODELS[arguments.model](seeded(arguments.model))
+    if arguments.write:
+        log.addHandler(logging.StreamHandler())
+        return write(model, folder, arguments.model)
     vae = train_vae(model.fresh("vae"), folder)
-    transformer = train_transformer(model, vae, lesson(model, vae, folder), folder)
-    folder.save("trained.pt", {"vae": vae.state_dict(), "transformer": transformer.state_dict()})
+    train_transformer(model, vae, lesson(model, vae, folder), folder)
+
+
+KEPT = {"vae": "decoder.", "transformer": ""}
+"""Of each module, how the names begin of what is shipped: nothing reads the VAE's encoder when text makes a video."""
+
+
+def write(model: Any, folder: Folder, name: str) -> None:
+    """Writes the mean weights as the card's, in bfloat16, and logs what to write in the card."""
+    from safetensors.torch import save
+
+    root = Path(__file__).parent.parent / "configs" / "models"
+    log.info("vae: {scaling_factor: %s}, trained:", folder.load("lesson.pt").scale)
+    for part, start in KEPT.items():
+        mean, parameters = folder.load(f"{part}.pt")["mean"], dict(model.fresh(part).named_parameters())
+        kept = [key for key, each in parameters.items() if each.requires_grad and key.startswith(start)]
+        raw = save({key: mean[key].to(torch.bfloat16).contiguous() for key in kept}, {"license": "Apache-2.0"})
+        file = root / "tiny" / name / part / "diffusion_pytorch_model.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(raw)
+        log.info("  %s: {file: %s, sha256: %s}", part, file.relative_to(root), hashlib.sha256(raw).hexdigest())
 
 
 def seeded(name: str) -> Path:

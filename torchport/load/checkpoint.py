@@ -61,13 +61,22 @@ def is_folder(name: str) -> bool:
     return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
 
 
+TINY, RANDOM = "tiny", "tiny:random"
+"""Names for a card's own tiny checkpoint: with the weights that the card has trained ones of, and all random."""
+
+
+def is_tiny(name: str) -> bool:
+    """Whether `--checkpoint` names a card's own tiny checkpoint."""
+    return name in (TINY, RANDOM)
+
+
 def check_name(name: str) -> None:
-    """Refuses a name that is neither `tiny`, nor a folder that is there, nor `owner/repo[@revision]`.
+    """Refuses a name that is neither `tiny` or `tiny:random`, nor a folder that is there, nor `owner/repo[@revision]`.
 
     Raises:
         CheckpointMissingError: It is none of them.
     """
-    if name == "tiny" or (is_folder(name) and expand_home(name).is_dir()):
+    if is_tiny(name) or (is_folder(name) and expand_home(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
     if is_folder(name) or repo.count("/") != 1 or "@" in revision:

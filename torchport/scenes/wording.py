@@ -22,7 +22,7 @@ _WAYS = {
     "down": ["down", "down", "downwards", "to the bottom", "downward"],
 }
 _BEHIND = ["on a {} background", "on a {} background", "on {}", "against {}", "{} background", "over a {} background"]
-_MORE = ["slowly", "a video of", "bright", "small", "shiny", "please", "in the evening", "realistic style", "big", "very"]
+_MORE = ["slowly", "a video of", "bright", "small", "shiny", "please", "in the evening", "realistic style", "big"]
 _LETTERS = list("abcdefghijklmnopqrstuvwxyz")
 
 
