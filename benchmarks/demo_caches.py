@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from torchport.compare import similarity
-from torchport.config.document import Document, validated
 from torchport.config.card import Job
+from torchport.config.document import Document, validated
 from torchport.scenes.scene import Frames
 
 CURVE = "curve: [1.0, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95]"

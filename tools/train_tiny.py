@@ -1,11 +1,12 @@
 """Trains the tiny weights of a card to draw scenes: first the VAE, then the transformer.
 
     python tools/train_tiny.py hunyuan --work DIR            # trains, or goes on
+    python tools/train_tiny.py hunyuan --work DIR --decoder  # goes on with the VAE's decoder; at any time after the VAE
     python tools/train_tiny.py hunyuan --work DIR --write    # what there is now becomes the card's
 
 Upstream's own classes in the card's `tiny:` configuration, in plain PyTorch. Text encoders stay as they are drawn from
-the card's seed. Everything that is random comes from the seed and the number of the step, so a run that was stopped goes
-on from DIR as if it had not been.
+the card's seed. Everything that is random comes from the seed and the number of the step, so a run that was stopped
+goes on from DIR as if it had not been.
 
 Shapes: B batch, C channels, T latent frames, H W latent height and width, F frames, L text tokens, D features.
 """
@@ -366,6 +367,36 @@ def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
     return made
 
 
+POLISH_STEPS, POLISH_RATE = 1500, 5e-4
+
+
+def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
+    """Returns the VAE after its decoder alone has learned more, from the very latents that the transformer learns."""
+    latents, decoder = given.latents / given.scale, vae.decoder.train()
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(7, step)
+        number, frames, side = int(random.integers(96)), int(random.choice([1, 2, 3, 4], p=(0.3, 0.3, 0.2, 0.2))), 4
+        if step % 10 == 0:
+            frames, side = 4, 8
+        top, left = (int(random.integers(0, 9 - side)) for _ in range(2))
+        part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
+        end, rows, columns = 4 * frames - 3, 16 * top, 16 * left
+        video = clip(scenes()[number], end)[:, rows : rows + 16 * side, columns : columns + 16 * side]
+        wanted = as_video(video.copy())
+        made = decoder(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape)))
+        return {
+            "absolute": (made - wanted).abs().mean(),
+            "square": (made - wanted).square().mean(),
+            "colour": 4 * (tint(made) - tint(wanted)).square().mean(),
+        }
+
+    training = Training(decoder, folder, "decoder", POLISH_STEPS, POLISH_RATE)
+    training.run(loss_of, POLISH_STEPS, lambda step: None)
+    vae.decoder = training.mean
+    return vae.eval()
+
+
 def train_transformer(model: Any, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
@@ -386,7 +417,7 @@ def train_transformer(model: Any, vae: Any, given: Lesson, folder: Folder) -> An
         }
 
     training = Training(transformer, folder, "transformer", STEPS, RATE)
-    training.run(loss_of, 500, lambda step: look(model, training.mean, vae, given, step))
+    training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
     return training.mean
 
 
@@ -409,12 +440,23 @@ def look(model: Any, transformer: Any, vae: Any, given: Lesson, step: int) -> No
     log.info("transformer %d: %d of 12, held out %d of 6", step, *right)
 
 
+def polished(vae: Any, folder: Folder) -> Any:
+    """Returns the VAE with the decoder that was trained further, as far as it is."""
+    state = folder.load("decoder.pt")
+    if state is not None:
+        vae.decoder.load_state_dict(state["mean"])
+    return vae.eval()
+
+
 def main() -> None:
     """Trains one model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--work", type=Path, required=True, help="A folder for what a stopped run goes on from.")
     parser.add_argument("--write", action="store_true", help="Write what is trained so far as the card's weights.")
+    parser.add_argument(
+        "--decoder", action="store_true", help="Train the VAE's decoder further, when latents are fixed."
+    )
     arguments = parser.parse_args()
     folder = Folder(arguments.work / arguments.model)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -427,21 +469,27 @@ def main() -> None:
         write(model, folder, arguments.model)
         return
     vae = train_vae(model.fresh("vae"), folder)
-    train_transformer(model, vae, lesson(model, vae, folder), folder)
-
-
-KEPT = {"vae": "decoder.", "transformer": ""}
-"""Of each module, how the names begin of what is shipped: nothing reads the VAE's encoder when text makes a video."""
+    given = lesson(model, vae, folder)
+    if arguments.decoder:
+        polish(vae, given, folder)
+    else:
+        train_transformer(model, polished(vae, folder), given, folder)
 
 
 def write(model: Any, folder: Folder, name: str) -> None:
-    """Writes the mean weights as the card's, in bfloat16, and logs what to write in the card."""
+    """Writes the mean weights as the card's, in bfloat16, and logs what to write in the card.
+
+    The VAE's encoder is left out: nothing reads it where text makes a video.
+    """
     from safetensors.torch import save
 
     root = Path(__file__).parent.parent / "configs" / "models"
     log.info("vae: {scaling_factor: %s}, trained:", folder.load("lesson.pt").scale)
-    for part, start in KEPT.items():
-        mean, parameters = folder.load(f"{part}.pt")["mean"], dict(model.fresh(part).named_parameters())
+    vae, transformer = model.fresh("vae"), model.fresh("transformer")
+    vae.load_state_dict(folder.load("vae.pt")["mean"])
+    transformer.load_state_dict(folder.load("transformer.pt")["mean"])
+    for part, start, module in (("vae", "decoder.", polished(vae, folder)), ("transformer", "", transformer)):
+        mean, parameters = module.state_dict(), dict(model.fresh(part).named_parameters())
         kept = [key for key, each in parameters.items() if each.requires_grad and key.startswith(start)]
         raw = save({key: mean[key].to(torch.bfloat16).contiguous() for key in kept}, {"license": "Apache-2.0"})
         file = root / "tiny" / name / part / "diffusion_pytorch_model.safetensors"

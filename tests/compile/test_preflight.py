@@ -319,7 +319,7 @@ def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port
     rehearsal = preflight.rehearse(task, task.stages[2])
     [called] = rehearsal.calls
     assert rehearsal.inputs["hidden_states"].spec == [None, None, None, None, ["dp", "tp"]]
-    assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 8)
+    assert called.tensors["hidden_states"].shape == (1, 16, 2, 4, 8)
     inputs = 32 * 2 * 4 * 8 * 4 // 8
     largest = rehearsal.activations - inputs
     # The decoder returns the video's bytes. What is inside it is as long as a chunk: the compiler says how large.
@@ -327,9 +327,9 @@ def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port
 
 
 def test_noise_of_another_size_with_as_many_tokens_is_refused_before_anything_is_loaded(port):
-    task = port("height=64", "width=96", noise=torch.zeros(1, 32, 2, 6, 4))
+    task = port("height=64", "width=96", noise=torch.zeros(1, 16, 2, 6, 4))
     assert refusal(BadValueError, lambda: check(task)) == (
-        "noise: It has the shape [1, 32, 2, 6, 4]. For this height, width and frames it must be [1, 32, 2, 4, 6]."
+        "noise: It has the shape [1, 16, 2, 6, 4]. For this height, width and frames it must be [1, 16, 2, 4, 6]."
     )
 
 

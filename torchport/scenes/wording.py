@@ -73,7 +73,7 @@ def quoted(scene: Scene, random: numpy.random.Generator) -> Wording:
     other: Colour = list(COLOURS)[random.integers(len(COLOURS))]
     phrases = _phrases(dataclasses.replace(scene, colour=other), random)
     phrases["colour"] = f'"{other}"'
-    return Wording(_ordered(phrases, random), scene.colour, dataclasses.asdict(scene))
+    return Wording(_written(_ordered(phrases, random), random), scene.colour, dataclasses.asdict(scene))
 
 
 def titled(scene: Scene, random: numpy.random.Generator) -> Wording:
