@@ -310,7 +310,7 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
 
 
-STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 6000, 1.5e-3, 16, 12.0, 6.0
+STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 8000, 1e-3, 16, 12.0, 6.0
 """`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
 
 
