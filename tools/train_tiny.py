@@ -372,7 +372,7 @@ POLISH_STEPS, POLISH_RATE = 1500, 5e-4
 
 def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the VAE after its decoder alone has learned more, from the very latents that the transformer learns."""
-    latents, decoder = given.latents / given.scale, vae.decoder.train()
+    latents, decoder = given.latents / given.scale, vae.decoder.train().requires_grad_(True)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         random = generator(7, step)

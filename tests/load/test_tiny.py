@@ -203,7 +203,7 @@ def test_a_folder_in_the_way_that_is_no_checkpoint_is_refused(card, saving, tmp_
 
 @pytest.fixture
 def trained(card, tmp_path, monkeypatch):
-    """Makes the card with trained weights of its VAE, by name, and a checksum that may be wrong; in a cache of its own."""
+    """Makes the card with trained weights of its VAE, by name, and perhaps a wrong checksum; in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def made(tensors, sha256=None):

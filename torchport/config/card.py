@@ -392,6 +392,15 @@ class TinyTokenizer(Frozen):
     """An upstream function, `module:Class.function`. The default of its argument `system_message` is in the prefix."""
 
 
+TINY, RANDOM = "tiny", "tiny:random"
+"""What `--checkpoint` calls a card's tiny checkpoint: with what the card has trained weights of, and all random."""
+
+
+def is_tiny(checkpoint: str) -> bool:
+    """Whether `--checkpoint` names a card's tiny checkpoint."""
+    return checkpoint in (TINY, RANDOM)
+
+
 class Trained(Frozen):
     """Trained tensors of a tiny component. Those that the file lacks stay as the seed draws them."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torchport.config.card import DTYPES, Card
+from torchport.config.card import DTYPES, Card, is_tiny
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.files.folder import expand_home
 from torchport.foreign import brief
@@ -59,15 +59,6 @@ class Checkpoint:
 def is_folder(name: str) -> bool:
     """Whether `--checkpoint` names a folder rather than `repo@revision`."""
     return name.startswith((".", "/", "~")) or ("@" not in name and (Path(name).exists() or name.count("/") != 1))
-
-
-TINY, RANDOM = "tiny", "tiny:random"
-"""Names for a card's own tiny checkpoint: with the weights that the card has trained ones of, and all random."""
-
-
-def is_tiny(name: str) -> bool:
-    """Whether `--checkpoint` names a card's own tiny checkpoint."""
-    return name in (TINY, RANDOM)
 
 
 def check_name(name: str) -> None:

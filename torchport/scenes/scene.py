@@ -94,7 +94,8 @@ def coverage(shape: Shape, x: float, y: float, size: tuple[int, int] = (HEIGHT, 
         # Three half-planes: below, and to the upper right and the upper left, at 30 degrees from the horizontal.
         slanted = abs(dx) * 3**0.5 / 2 - dy / 2
         distance = numpy.maximum(dy, slanted) - _CORNER / 2
-    return numpy.clip(0.5 - distance, 0.0, 1.0)
+    covered: Floats = numpy.clip(0.5 - distance, 0.0, 1.0)
+    return covered
 
 
 def clip(scene: Scene, frames: int = FRAMES, offset: int = 0) -> Frames:

@@ -19,7 +19,7 @@ import torch
 
 from torchport import patch, shard
 from torchport.config import Document, checkout, machine
-from torchport.config.card import DENOISING, Card, Job, StageName, check_job, check_names
+from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
@@ -131,7 +131,7 @@ class Task:
     @property
     def is_tiny(self) -> bool:
         """Whether that is the card's own tiny checkpoint."""
-        return checkpoint.is_tiny(self.checkpoint)
+        return is_tiny(self.checkpoint)
 
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
         """Returns the patches of some stages.
@@ -320,7 +320,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     if not dry:
         lora.check_files(job, request.stage, request.overrides, job_document)
     checkpoint.check_name(_checkpoint(request, job, card))
-    card = card.with_trained({}) if _checkpoint(request, job, card) == checkpoint.RANDOM else card
+    card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
     if request.backend == "torchax":
