@@ -367,7 +367,7 @@ def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
     return made
 
 
-POLISH_STEPS, POLISH_RATE = 1500, 5e-4
+POLISH_STEPS, POLISH_RATE = 600, 3e-4
 
 
 def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
