@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def keys_zeroed() -> contextlib.AbstractContextManager[Any]:
 def _scheduled(change: Callable[[Any], None]) -> contextlib.AbstractContextManager[Any]:
     set_timesteps = Scheduler.set_timesteps
 
+    @functools.wraps(set_timesteps)  # upstream reads the signature
     def changed(self: Any, *args: Any, **kwargs: Any) -> None:
         set_timesteps(self, *args, **kwargs)
         change(self)
