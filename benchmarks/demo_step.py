@@ -19,7 +19,7 @@ from torchport.run import run
 from torchport.task import Request
 
 SIZES = {
-    "demo: 320x192, 17 frames": ("steps=8",),
+    "demo: 128x128, 13 frames": ("steps=8",),
     "large: 448x256, 25 frames": ("height=256", "width=448", "frames=25", "steps=3"),
 }
 BACKENDS = ("original", "torchax")

@@ -55,7 +55,7 @@ def cli(verbose: bool) -> None:
 )
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
-@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for random ones [the card's].")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for small ones [the card's].")
 @click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="The first frame, for image-to-video.")
 @click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Output folder [outputs/<run>].")

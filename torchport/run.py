@@ -313,7 +313,7 @@ class StageAtHand:
 
 
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:
-    if task.checkpoint != "tiny":
+    if not task.is_tiny:
         return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
     folder = network.write_tiny(task)
     return checkpoint.Checkpoint(

@@ -518,7 +518,7 @@ def test_the_remedy_names_all_three_ways_out(stopped, denoise):
 
 
 def test_unfinished_latents_of_other_noise_are_refused(stopped, denoise):
-    noise = torch.zeros(1, 32, 2, 4, 4)
+    noise = torch.zeros(1, 16, 2, 4, 4)
     assert "A run with noise " in refusal(denoise(noise=noise))
 
 

@@ -286,7 +286,7 @@ def test_latents_and_frames_are_counted_in_the_hosts_memory(asked, need):
     _, found, _ = need(asked())
     assert found.host_tensors == 2 * 3 * 5 * 64 * 64 * 4  # as decoded, and as frames, float32
     _, found, _ = need(asked(stage="denoise", prompt=None))
-    assert found.host_tensors == 3 * 32 * 2 * 4 * 4 * 4  # latents, prediction, next latents
+    assert found.host_tensors == 3 * 16 * 2 * 4 * 4 * 4  # latents, prediction, next latents
     _, found, _ = need(asked(stage="encode"))
     assert found.host_tensors == 0
 
@@ -309,9 +309,9 @@ def test_activations_that_do_not_fit_are_refused_without_their_memory(port, monk
     assert "of weights (transformer) and at least " in text and "this machine has 32.0 GiB on each device" in text
     rehearsal = preflight.rehearse(task, task.stages[0])
     tokens = 61 * 1024 * 1024
-    assert rehearsal.calls[0].tensors["hidden_states"].shape == (2, 65, 61, 1024, 1024)
+    assert rehearsal.calls[0].tensors["hidden_states"].shape == (2, 33, 61, 1024, 1024)
     # At the least the inputs of one device, and its share of what a feed-forward layer's 512 features are.
-    assert rehearsal.activations >= tokens * 65 * 4 + 2 * tokens * 512 * 4 // 8
+    assert rehearsal.activations >= tokens * 33 * 4 + 2 * tokens * 512 * 4 // 8
 
 
 def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port):
@@ -319,17 +319,17 @@ def test_each_device_holds_its_part_of_the_inputs_and_of_the_largest_output(port
     rehearsal = preflight.rehearse(task, task.stages[2])
     [called] = rehearsal.calls
     assert rehearsal.inputs["hidden_states"].spec == [None, None, None, None, ["dp", "tp"]]
-    assert called.tensors["hidden_states"].shape == (1, 32, 2, 4, 8)
-    inputs = 32 * 2 * 4 * 8 * 4 // 8
+    assert called.tensors["hidden_states"].shape == (1, 16, 2, 4, 8)
+    inputs = 16 * 2 * 4 * 8 * 4 // 8
     largest = rehearsal.activations - inputs
     # The decoder returns the video's bytes. What is inside it is as long as a chunk: the compiler says how large.
     assert largest >= 3 * 5 * 64 * 128 // 8
 
 
 def test_noise_of_another_size_with_as_many_tokens_is_refused_before_anything_is_loaded(port):
-    task = port("height=64", "width=96", noise=torch.zeros(1, 32, 2, 6, 4))
+    task = port("height=64", "width=96", noise=torch.zeros(1, 16, 2, 6, 4))
     assert refusal(BadValueError, lambda: check(task)) == (
-        "noise: It has the shape [1, 32, 2, 6, 4]. For this height, width and frames it must be [1, 32, 2, 4, 6]."
+        "noise: It has the shape [1, 16, 2, 6, 4]. For this height, width and frames it must be [1, 16, 2, 4, 6]."
     )
 
 

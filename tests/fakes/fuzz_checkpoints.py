@@ -234,8 +234,8 @@ def mutate(folder: Path, draw: random.Random) -> str:
 
 
 SEEDS = (
-    {"latents": (1, 32, 2, 4, 4)}, {"latent": (1, 32, 2, 4, 4)}, {"latents": (3,)}, {"latents": ()}, {},
-    {"latents": (1, 32, 2, 4, 4), "more": (1,)}, {"latents": (1, 32, 0, 4, 4)}, {"latents": (2, 32, 2, 4, 4)},
+    {"latents": (1, 16, 2, 4, 4)}, {"latent": (1, 16, 2, 4, 4)}, {"latents": (3,)}, {"latents": ()}, {},
+    {"latents": (1, 16, 2, 4, 4), "more": (1,)}, {"latents": (1, 16, 0, 4, 4)}, {"latents": (2, 16, 2, 4, 4)},
 )  # fmt: skip
 """Names and shapes of a stage file's tensors; those of the first are what a hand-written port writes."""
 

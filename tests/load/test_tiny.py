@@ -1,20 +1,30 @@
 """The tiny checkpoint: seeded, whole or not there, nothing in it zero or constant, the tokenizer's prefix exact."""
 
 import errno
+import hashlib
 import inspect
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 from fakes.families import HUNYUAN
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from torchport import load
-from torchport.errors import BadValueError, OutputError
+from torchport.config.card import Trained
+from torchport.errors import (
+    BadValueError,
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    OutputError,
+)
 from torchport.load import tiny
+from torchport.task import accept
 
 
 def test_written_twice_it_is_the_same_byte_for_byte(card, tiny_folder, tmp_path, monkeypatch, unchanged):
@@ -189,3 +199,71 @@ def test_a_folder_in_the_way_that_is_no_checkpoint_is_refused(card, saving, tmp_
 
     with pytest.raises(OutputError, match="The cache folder cannot be written: Directory not empty"):
         saving(in_the_way)
+
+
+@pytest.fixture
+def trained(card, tmp_path, monkeypatch):
+    """Makes the card with trained weights of its VAE, by name, and perhaps a wrong checksum; in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def made(tensors, sha256=None):
+        file = tmp_path / "vae.safetensors"
+        save_file(tensors, file)
+        right = hashlib.sha256(file.read_bytes()).hexdigest()
+        return card.with_trained({"vae": Trained(file=str(file), sha256=sha256 or right)})
+
+    return made
+
+
+NAME = "decoder.conv_out.conv.bias"
+
+
+def test_trained_tensors_take_the_place_of_drawn_ones_and_the_rest_stays(card, trained):
+    theirs = tiny.write(trained({NAME: torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)}), HUNYUAN)
+    mine = tiny.write(card.with_trained({}), HUNYUAN)
+    first, second = (load_file(path / "vae" / "diffusion_pytorch_model.safetensors") for path in (theirs, mine))
+    assert first[NAME].tolist() == [1.0, 2.0, 3.0] and first[NAME].dtype == torch.float32
+    assert [name for name in first if not torch.equal(first[name], second[name])] == [NAME]
+    assert theirs.name != mine.name
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fact"),
+    [
+        ({"decoder.nothing": torch.ones(3)}, "It has 'decoder.nothing' of [3]"),
+        ({NAME: torch.ones(4)}, f"It has '{NAME}' of [4]"),
+    ],
+)
+def test_trained_tensors_of_another_module_are_refused(trained, tensors, fact):
+    card = trained(tensors)
+    with pytest.raises(CheckpointForeignError) as caught:
+        tiny.write(card, HUNYUAN)
+    class_name = "AutoencoderKLHunyuanVideo15"
+    assert str(caught.value).endswith(
+        f"{fact}, and the {class_name} of the card has not. Train it again for this card."
+    )
+
+
+def test_a_trained_file_that_is_not_the_cards_is_refused(trained):
+    card = trained({NAME: torch.ones(3)}, sha256="0" * 64)
+    with pytest.raises(CheckpointBrokenError) as caught:
+        tiny.write(card, HUNYUAN)
+    assert str(caught.value).endswith(
+        "vae.safetensors: Its checksum is not the one in the card. "
+        "Restore the file, or run with --checkpoint tiny:random."
+    )
+
+
+def test_a_trained_file_that_is_not_there_is_refused(trained, tmp_path):
+    card = trained({NAME: torch.ones(3)})
+    (tmp_path / "vae.safetensors").unlink()
+    with pytest.raises(CheckpointMissingError) as caught:
+        tiny.write(card, HUNYUAN)
+    assert "There is no such file of trained tiny weights. Restore the file" in str(caught.value)
+
+
+def test_tiny_random_leaves_trained_weights_out(pack, request_for):
+    assert accept(request_for(checkpoint="tiny:random")).card.tiny.trained == {}
+    found = accept(request_for())
+    assert found.card.tiny.trained == pack.card("hunyuan")[0].tiny.trained and found.is_tiny
+    assert all(Path(each.file).is_absolute() for each in found.card.tiny.trained.values())

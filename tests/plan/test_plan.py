@@ -279,7 +279,7 @@ def test_decoding_in_tiles_calls_for_each_shape_of_tile_as_often_as_it_occurs():
     spec = found.program.shapes(found.called[0].tensors)["hidden_states"].sharding.spec
     assert spec == PartitionSpec(None, None, None, None, ("dp", "sp")), "columns of the latents are split"
     whole = recorded("decode", "height=320", "width=448", "frames=9", "vae_tiling=false", *ULYSSES[4:])
-    assert [(tuple(c.tensors["hidden_states"].shape), c.times) for c in whole.called] == [((1, 32, 3, 20, 28), 1)]
+    assert [(tuple(c.tensors["hidden_states"].shape), c.times) for c in whole.called] == [((1, 16, 3, 20, 28), 1)]
 
 
 def test_a_verb_that_asks_for_a_value_or_never_calls_is_refused(pack):
@@ -451,7 +451,7 @@ def test_a_decoder_compiles_for_a_slice_with_the_cards_precision_and_exchanges_i
     sizes = ("height=32", "width=64", "frames=1", *ULYSSES[-2:])
     stage = plan.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",)).stage("decode")
     [one] = stage.programs
-    assert stage.fits and one.inputs == {"hidden_states": [1, 32, 1, 2, 4]} and one.times == 1
+    assert stage.fits and one.inputs == {"hidden_states": [1, 16, 1, 2, 4]} and one.times == 1
     assert {one.kind for one in stage.per_step.collectives} >= {"collective-permute"}
     assert stage.attention.implementation == "plain" and stage.step.attention_s == 0.0
     assert stage.step.model_s > stage.step.floor_s > 0 and len(stage.largest) == 10

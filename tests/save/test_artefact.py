@@ -362,7 +362,7 @@ SIZES = {"height": "64", "width": "64", "video_length": "5"}
 def latents(folder, sizes=SIZES, **config):
     """Writes the hand-written ports' latents, with sizes in their metadata, and a configuration beside them."""
     noted = {"device": "tpu", "seed": "42", **sizes}
-    tensor = torch.ones(1, 32, 2, 4, 4, dtype=torch.bfloat16)
+    tensor = torch.ones(1, 16, 2, 4, 4, dtype=torch.bfloat16)
     save_file({"latents": tensor}, folder / "stage2_latents.safetensors", noted)
     if config:
         (folder / "generation_config.json").write_text(json.dumps(config))
@@ -506,9 +506,9 @@ def test_latents_of_another_shape_than_the_checkpoint_takes_are_refused_before_a
 
     seeds = tmp_path / "stage_outputs"
     seeds.mkdir()
-    save_file({"latents": torch.ones(1, 16, 2, 4, 4)}, seeds / "stage2_latents.safetensors")
+    save_file({"latents": torch.ones(1, 32, 2, 4, 4)}, seeds / "stage2_latents.safetensors")
     text = refusal(ArtefactForeignError, lambda: run(request_for(stage="decode", prompt=None, inputs=seeds)))
     assert text == (
-        "denoise.safetensors: 'latents' has shape [1, 16, 2, 4, 4], and this run takes [1, 32, 2, 4, 4]. "
+        "denoise.safetensors: 'latents' has shape [1, 32, 2, 4, 4], and this run takes [1, 16, 2, 4, 4]. "
         "Run --stage denoise with this model, checkpoint and size."
     )

@@ -134,7 +134,7 @@ def recipe(task: Task, component: str, folder: Path | None) -> load.Recipe:
         component: Its name.
         folder: The checkpoint's; None if it is not on this machine, or not written yet.
     """
-    entry, is_tiny = task.card.components[component], task.checkpoint == "tiny"
+    entry, is_tiny = task.card.components[component], task.is_tiny
     if folder is not None and load.reads_config(entry):
         file = task.component_folder(folder, component) / "config.json"
         return load.Recipe(entry.class_, checkpoint.read_json(file), str(file))
@@ -233,7 +233,7 @@ def _without_weights(task: Task, component: str) -> Any:
     cls = load.class_of(entry.class_)
     if not hasattr(cls, "from_config"):
         return cls()
-    root = None if task.checkpoint == "tiny" else checkpoint.local(task.checkpoint)
+    root = None if task.is_tiny else checkpoint.local(task.checkpoint)
     if root is not None:
         return load.part(entry.class_, task.component_folder(root, component))
     return cls.from_config(dict(recipe(task, component, None).config))
@@ -245,7 +245,7 @@ def published(task: Task, component: str) -> Any:
     It is built once for all callers that only read it.
     """
     if component not in task.shapes:
-        root = None if task.checkpoint == "tiny" else checkpoint.local(task.checkpoint)
+        root = None if task.is_tiny else checkpoint.local(task.checkpoint)
         dtype = task.dtype(component) if component in task.settings.dtypes else None
         task.shapes[component] = load.published(*recipe(task, component, root), dtype)
     return task.shapes[component]

@@ -173,7 +173,7 @@ def _require(task: Task, memory: _Memory, activation_bytes: Mapping[str, int]) -
 
 def _host_bytes(task: Task, component: str) -> int:
     """Returns the bytes of a component's weights: from its files if they are here, else as the card has them."""
-    if task.checkpoint == "tiny":
+    if task.is_tiny:
         return 0
     dtype, folder = task.settings.dtypes.get(component), checkpoint.local(task.checkpoint)
     if folder is None or dtype is None:

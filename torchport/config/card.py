@@ -392,8 +392,26 @@ class TinyTokenizer(Frozen):
     """An upstream function, `module:Class.function`. The default of its argument `system_message` is in the prefix."""
 
 
+TINY, RANDOM = "tiny", "tiny:random"
+"""What `--checkpoint` calls a card's tiny checkpoint: with what the card has trained weights of, and all random."""
+
+
+def is_tiny(checkpoint: str) -> bool:
+    """Whether `--checkpoint` names a card's tiny checkpoint."""
+    return checkpoint in (TINY, RANDOM)
+
+
+class Trained(Frozen):
+    """Trained tensors of a tiny component. Those that the file lacks stay as the seed draws them."""
+
+    file: Word
+    """A file of safetensors, relative to the card's folder, with the module's own names."""
+    sha256: Annotated[str, pydantic.Field(pattern="[0-9a-f]{64}")]
+    """The file's checksum."""
+
+
 class Tiny(Frozen):
-    """The tiny, seeded checkpoint of a card: the real classes with small configurations."""
+    """The tiny checkpoint of a card: the real classes with small configurations, seeded, and some of them trained."""
 
     seed: int
     """The seed of all weights."""
@@ -403,6 +421,8 @@ class Tiny(Frozen):
     """By component: its small configuration, or the keyword arguments that build it."""
     tokenizers: dict[str, TinyTokenizer] = {}
     """By component, the tokenizer to train for it."""
+    trained: dict[str, Trained] = {}
+    """By component, weights that were trained. `--checkpoint tiny:random` leaves them out."""
     prompt: Word = "A cat walks on the grass"
     """A prompt that the model can take; `torchport check --model` runs the demo with it."""
 
@@ -474,7 +494,7 @@ class Card(Frozen):
     strategies: dict[str, Strategy]
     """The sharding strategies, by name (docs/sharding.md)."""
     tiny: Tiny
-    """A small copy of the model with random weights, for demos and tests."""
+    """A small copy of the model, for demos and tests. Its weights are random, or trained if the card says where."""
     overrides: bool = False
     """Whether it takes the place of the card with the same name in a pack under its own (docs/packs.md)."""
 
@@ -492,6 +512,17 @@ class Card(Frozen):
             if component.like in self.components and not component.lora_names:
                 component.lora_names.extend(self.components[component.like].lora_names)
         return self
+
+    def with_trained(self, trained: Mapping[str, Trained]) -> Card:
+        """Returns the same card with other trained weights of the tiny components, or with none."""
+        return self.model_copy(update={"tiny": self.tiny.model_copy(update={"trained": dict(trained)})})
+
+    def in_folder(self, folder: Path) -> Card:
+        """Returns the same card with the whole paths of its files, from the folder that it lies in."""
+        whole = {
+            name: each.model_copy(update={"file": str(folder / each.file)}) for name, each in self.tiny.trained.items()
+        }
+        return self.with_trained(whole) if whole else self
 
     def patch_names(self, stage: StageName, implementations: Mapping[Several, str]) -> list[str]:
         """Returns the patches of a stage, as files name them.
@@ -581,7 +612,8 @@ class Job(Frozen):
     strategy: str
     """One of the card's strategies."""
     checkpoint: Word | None = None
-    """The weights: a folder, `owner/repo@revision`, or `tiny` for small random ones. By default the card's."""
+    """The weights: a folder, `owner/repo@revision`, or `tiny` for small ones: trained if the card has such, else
+    random, as `tiny:random` always is. By default the card's."""
     lora: list[LoraFile] = []
     """LoRA files that are added to the weights, in their order: `[{path: style.safetensors, scale: 0.8}]`. Compiled
     programs stay the same."""
@@ -823,6 +855,7 @@ def _name_mistakes(card: Card, networks: Collection[str], document: Document) ->
         for name, component in card.components.items()
         if component.like is not None
     ]
+    sections_of_names += [(["tiny", "trained"], card.tiny.trained, "component", card.components)]
     sections_of_names += [(["tiny", "tokenizers"], card.tiny.tokenizers, "component", card.components)]
     if card.call is not None:
         needed = [*card.call.networks, *card.call.encoders, "scheduler", "vae"]

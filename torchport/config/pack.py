@@ -145,7 +145,7 @@ class Pack:
             raise BadValueError(document.place(["model"]), f"'model' is '{card.model}'", f"It must be '{name}'")
         if card.overrides:
             home._check_overridden(f"configs/models/{name}.yaml", document)
-        return card, document
+        return card.in_folder(home.root / "configs" / "models"), document
 
     def cards(self) -> Iterator[tuple[str, tuple[Card, Document] | TorchportError]]:
         """Yields each model's name with its card, or with the mistake for which its card cannot be read."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torchport.config.card import DTYPES, Card
+from torchport.config.card import DTYPES, Card, is_tiny
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.files.folder import expand_home
 from torchport.foreign import brief
@@ -62,12 +62,12 @@ def is_folder(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that is neither `tiny`, nor a folder that is there, nor `owner/repo[@revision]`.
+    """Refuses a name that is neither `tiny` or `tiny:random`, nor a folder that is there, nor `owner/repo[@revision]`.
 
     Raises:
         CheckpointMissingError: It is none of them.
     """
-    if name == "tiny" or (is_folder(name) and expand_home(name).is_dir()):
+    if is_tiny(name) or (is_folder(name) and expand_home(name).is_dir()):
         return
     repo, _, revision = name.partition("@")
     if is_folder(name) or repo.count("/") != 1 or "@" in revision:

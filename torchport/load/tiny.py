@@ -1,5 +1,7 @@
 """Writes a card's tiny checkpoint: the real classes, small and seeded, in the format of the published one.
 
+Where the card has trained weights of a component, they take the place of the random ones.
+
 Its components are saved by the card's pipeline, by the family's `arrange_tiny`, or where and as the card says.
 
 Every parameter is random, and none keeps its initial value. Diffusion transformers initialise their output layers with
@@ -21,8 +23,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchport.config.card import Card, TinyTokenizer
-from torchport.errors import BadValueError, OutputError
+from torchport.config.card import Card, TinyTokenizer, Trained
+from torchport.errors import (
+    BadValueError,
+    CheckpointBrokenError,
+    CheckpointForeignError,
+    CheckpointMissingError,
+    OutputError,
+)
 from torchport.files import cache
 from torchport.load import renaming
 from torchport.load.layout import Layout
@@ -46,7 +54,9 @@ def folder_of(card: Card, family: Path) -> Path:
     """
     versions = {name: importlib.metadata.version(name) for name in ("torch", "diffusers", "transformers")}
     init = {} if card.call is None else card.call.init
-    text = json.dumps([card.tiny.model_dump(), card.model_dump()["components"], init, versions], sort_keys=True)
+    entries = [card.tiny.model_dump(exclude={"trained"}), card.model_dump()["components"], init, versions]
+    entries += [{name: each.sha256 for name, each in card.tiny.trained.items()}] if card.tiny.trained else []
+    text = json.dumps(entries, sort_keys=True)
     sha = hashlib.sha256(text.encode())
     for file in (Path(__file__), Path(str(renaming.__file__)), *card.code(family)):
         sha.update(file.read_bytes() if file.is_file() else b"")
@@ -152,7 +162,35 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
         part = _part(maker, config, place)
     if hasattr(part, "named_parameters"):
         randomise(part, card.tiny.seed, name, card.tiny.scale)
+    if name in card.tiny.trained:
+        _fill(part, card.tiny.trained[name])
     return part
+
+
+def _fill(module: torch.nn.Module, trained: Trained) -> None:
+    """Copies trained tensors into a module.
+
+    Raises:
+        CheckpointMissingError: There is no such file.
+        CheckpointBrokenError: It is not the file that the card names.
+        CheckpointForeignError: A tensor that the module has not, or has in another shape.
+    """
+    import safetensors.torch
+    import torch
+
+    file, remedy = Path(trained.file), "Restore the file, or run with --checkpoint tiny:random"
+    if not file.is_file():
+        raise CheckpointMissingError(trained.file, "There is no such file of trained tiny weights", remedy)
+    raw = file.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != trained.sha256:
+        raise CheckpointBrokenError(trained.file, "Its checksum is not the one in the card", remedy)
+    state = module.state_dict()
+    for name, tensor in safetensors.torch.load(raw).items():
+        if name not in state or state[name].shape != tensor.shape:
+            fact = f"It has '{name}' of {list(tensor.shape)}, and the {type(module).__name__} of the card has not"
+            raise CheckpointForeignError(trained.file, fact, "Train it again for this card", name=name)
+        with torch.no_grad():
+            state[name].copy_(tensor)
 
 
 def _class_of(path: str) -> Any:

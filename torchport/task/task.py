@@ -19,7 +19,7 @@ import torch
 
 from torchport import patch, shard
 from torchport.config import Document, checkout, machine
-from torchport.config.card import DENOISING, Card, Job, StageName, check_job, check_names
+from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import checkpoint
@@ -43,7 +43,7 @@ class Request:
         prompt: What to show; may be left out where no prompt is encoded.
         negative_prompt: What to avoid; by default nothing.
         seed: Of the noise; by default 42.
-        checkpoint: A folder, `repo@revision`, or `tiny`; by default the config's, else the card's.
+        checkpoint: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
         out: The output folder; by default a new one under `outputs/`.
         inputs: Where earlier stages' artefacts are read; by default `out`.
         stage: One stage, or `all`.
@@ -126,7 +126,12 @@ class Task:
     @property
     def checkpoint(self) -> str:
         """The checkpoint's name: the flag's, else the config's, else the card's."""
-        return self.request.checkpoint or self.job.checkpoint or self.card.checkpoint
+        return _checkpoint(self.request, self.job, self.card)
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether that is the card's own tiny checkpoint."""
+        return is_tiny(self.checkpoint)
 
     def patches(self, stages: Sequence[families.Stage]) -> list[patch.Entry]:
         """Returns the patches of some stages.
@@ -264,6 +269,10 @@ def _with_family(fields: dict[str, Any]) -> Task:
     return Task(**fields, family=load_family(fields["pack"], card, document))
 
 
+def _checkpoint(request: Request, job: Job, card: Card) -> str:
+    return request.checkpoint or job.checkpoint or card.checkpoint
+
+
 def _digest(noise: torch.Tensor | None) -> str | None:
     """Returns a hash of the caller's noise, for the manifest; None for noise from the seed."""
     if noise is None:
@@ -311,7 +320,8 @@ def accept(request: Request, dry: bool = False) -> Task:
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     if not dry:
         lora.check_files(job, request.stage, request.overrides, job_document)
-    checkpoint.check_name(request.checkpoint or job.checkpoint or card.checkpoint)
+    checkpoint.check_name(_checkpoint(request, job, card))
+    card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
     upstream = checkout.find(card.checkout, request.upstream_path)
     _check_image(request, family, dry)
     if request.backend == "torchax":

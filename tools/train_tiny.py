@@ -1,0 +1,512 @@
+"""Trains the tiny weights of a card to draw scenes: first the VAE, then the transformer.
+
+    python tools/train_tiny.py hunyuan --work DIR            # trains, or goes on
+    python tools/train_tiny.py hunyuan --work DIR --decoder  # goes on with the VAE's decoder; at any time after the VAE
+    python tools/train_tiny.py hunyuan --work DIR --write    # what there is now becomes the card's
+
+Upstream's own classes in the card's `tiny:` configuration, in plain PyTorch. Text encoders stay as they are drawn from
+the card's seed. Everything that is random comes from the seed and the number of the step, so a run that was stopped
+goes on from DIR as if it had not been.
+
+Shapes: B batch, C channels, T latent frames, H W latent height and width, F frames, L text tokens, D features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from tqdm import tqdm
+
+from torchport.scenes.judge import judged
+from torchport.scenes.scene import DIRECTIONS, FRAMES, HEIGHT, WIDTH, Scene, clip, is_held_out, scenes
+from torchport.scenes.wording import NOTHING, Wording, partial, quoted, titled, whole
+
+log = logging.getLogger("train_tiny")
+SEED = 20251120
+SAVE_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """Where a run keeps what it needs to go on."""
+
+    path: Path
+
+    def save(self, name: str, value: Any) -> None:
+        """Writes a file whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.path / f"{name}.partial"
+        torch.save(value, partial)
+        partial.replace(self.path / name)
+
+    def load(self, name: str) -> Any:
+        """Returns what a file holds; None if there is none."""
+        file = self.path / name
+        return torch.load(file, weights_only=False) if file.is_file() else None
+
+
+def generator(*numbers: int) -> numpy.random.Generator:
+    """Returns the random numbers of one step."""
+    return numpy.random.default_rng([SEED, *numbers])
+
+
+def normal(random: numpy.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns float32 noise."""
+    return torch.from_numpy(random.standard_normal(shape, dtype=numpy.float32))
+
+
+def as_video(frames: Any) -> torch.Tensor:
+    """Returns [F, H, W, 3] of 8 bits as [1, 3, F, H, W] from -1 to 1."""
+    return torch.from_numpy(frames).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+
+
+class Training:
+    """A module under training: its mean weights, its optimizer, and how far it is."""
+
+    def __init__(self, module: torch.nn.Module, folder: Folder, name: str, steps: int, rate: float) -> None:
+        self.module, self.folder, self.name, self.steps, self.rate = module, folder, name, steps, rate
+        self.parameters = [each for each in module.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+        self.mean = copy.deepcopy(module).requires_grad_(False)
+        self.done = 0
+        state = folder.load(f"{name}.pt")
+        if state is not None:
+            module.load_state_dict(state["module"])
+            self.mean.load_state_dict(state["mean"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.done = state["done"]
+
+    def save(self) -> None:
+        """Writes all of it."""
+        state = {"module": self.module, "mean": self.mean, "optimizer": self.optimizer}
+        self.folder.save(f"{self.name}.pt", {"done": self.done, **{k: v.state_dict() for k, v in state.items()}})
+
+    def rate_of(self, step: int) -> float:
+        """Returns the learning rate: a short rise, a plain, and half a cosine from two thirds of the steps on."""
+        rise, fall = min(1.0, (step + 1) / 100), max(0.0, 3 * step / self.steps - 2)
+        return self.rate * rise * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fall)))
+
+    def run(self, loss_of: Callable[[int], dict[str, torch.Tensor]], every: int, look: Callable[[int], None]) -> None:
+        """Trains to the end.
+
+        Args:
+            loss_of: Returns the terms of the loss by the number of the step; what is trained is their sum.
+            every: After that many steps,
+            look: is called with their number.
+        """
+        saved, means = time.monotonic(), dict[str, float]()
+        bar = tqdm(range(self.done, self.steps), initial=self.done, total=self.steps, desc=self.name, mininterval=10)
+        for step in bar:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate_of(step)
+            terms = loss_of(step)
+            self.optimizer.zero_grad(set_to_none=True)
+            sum(terms.values(), torch.zeros(())).backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            self.optimizer.step()
+            self.done = step + 1
+            self._average()
+            means = {key: 0.98 * means.get(key, value.item()) + 0.02 * value.item() for key, value in terms.items()}
+            if self.done % 25 == 0:
+                log.info("%s %d: %s", self.name, self.done, {key: round(value, 5) for key, value in means.items()})
+            if time.monotonic() - saved > SAVE_SECONDS or self.done == self.steps:
+                self.save()
+                saved = time.monotonic()
+            if self.done % every == 0 or self.done == self.steps:
+                look(self.done)
+
+    def _average(self) -> None:
+        decay = min(0.998, self.done / (self.done + 20))
+        with torch.no_grad():
+            for mean, each in zip(self.mean.parameters(), self.module.parameters(), strict=True):
+                mean.lerp_(each, 1 - decay)
+
+
+VAE_STEPS, VAE_RATE, NOISE, PULL = 1900, 6e-4, 0.4, 5e-3
+"""`NOISE` is added to latents, so that shapes stay apart in them; `PULL` keeps them small."""
+
+
+def windows(step: int) -> torch.Tensor:
+    """Returns parts of clips as [B, 3, F, H, W]: most of them small, for they cost less."""
+    random = generator(1, step)
+    kinds = ((1, 32, 24), (1, 64, 6), (5, 48, 4), (9, 48, 2), (13, 80, 1))
+    frames, side, count = kinds[random.choice(5, p=(0.3, 0.15, 0.35, 0.15, 0.05))]
+    chosen = [scenes()[number] for number in random.integers(0, 96, count)]
+    return torch.cat([window(scene, frames, side, random) for scene in chosen])
+
+
+def window(scene: Scene, frames: int, side: int, random: numpy.random.Generator) -> torch.Tensor:
+    """Returns a part of a clip as [1, 3, F, H, W]; it begins at a border between latents and has some of the shape."""
+    offset = 4 * int(random.integers(0, (FRAMES - frames) // 4 + 1))
+    dx, dy = DIRECTIONS[scene.direction]
+    x = WIDTH / 2 + (4 * offset + 2 * frames) * dx - side / 2 + 16 * int(random.integers(-1, 2))
+    y = HEIGHT / 2 + (4 * offset + 2 * frames) * dy - side / 2 + 16 * int(random.integers(-1, 2))
+    left, top = (int(min(max(round(value / 16) * 16, 0), WIDTH - side)) for value in (x, y))
+    return as_video(clip(scene, frames, offset)[:, top : top + side, left : left + side].copy())
+
+
+def causal_mask(frames: int, area: int, dtype: Any, device: Any, batch_size: int | None = None) -> torch.Tensor:
+    """Returns upstream's mask of the VAE's attention without the dim of clips: with it, it fits one clip only."""
+    frame = torch.arange(frames).repeat_interleave(area)
+    return torch.zeros(len(frame), len(frame)).masked_fill(frame[None] > frame[:, None], -math.inf)
+
+
+def folded(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Returns upstream's causal convolution as one over pictures, whose channels are those of three frames.
+
+    One thread computes it at three times the speed: for few clips, PyTorch's convolution over three dims is a slow one.
+    """
+    padded = torch.nn.functional.pad(hidden_states, self.time_causal_padding, mode=self.pad_mode)
+    weight, count = self.conv.weight, padded.shape[2] - self.conv.weight.shape[2] + 1
+    if weight.shape[2] == 1:
+        made: torch.Tensor = self.conv(padded)
+        return made
+    frames = torch.cat([padded[:, :, at : at + count] for at in range(weight.shape[2])], 1).transpose(1, 2)
+    pictures = torch.nn.functional.conv2d(frames.flatten(0, 1), weight.transpose(1, 2).flatten(1, 2), self.conv.bias)
+    return pictures.unflatten(0, (len(padded), count)).transpose(1, 2)
+
+
+def normalised(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Returns upstream's RMS norm, which one thread computes slowly through a vector's norm."""
+    inverse: torch.Tensor = torch.rsqrt(x.square().sum(1 if self.channel_first else -1, keepdim=True) + 1e-12)
+    return x * inverse * (self.gamma * self.scale) + self.bias
+
+
+def means(video: torch.Tensor) -> torch.Tensor:
+    """Returns the mean colour of what each latent stands for, [B, 3, T, H, W]: what its first three channels learn.
+
+    Without that, the VAE takes red and yellow for one colour for thousands of steps.
+    """
+    first, others = video[:, :, :1], video[:, :, 1:]
+    pooled = torch.nn.functional.avg_pool3d(first, (1, 16, 16))
+    if others.shape[2]:
+        pooled = torch.cat([pooled, torch.nn.functional.avg_pool3d(others, (4, 16, 16))], 2)
+    return pooled
+
+
+def tint(video: torch.Tensor) -> torch.Tensor:
+    """Returns what is left of a video without its grey. The VAE learns grey shapes first, and colours late."""
+    return video - video.mean(1, keepdim=True)
+
+
+def train_vae(vae: Any, folder: Folder) -> Any:
+    """Returns the trained VAE."""
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        video = windows(step)
+        latents = vae.encode(video).latent_dist.mode()
+        noise = normal(generator(2, step), tuple(latents.shape))
+        made = vae.decode(latents + NOISE * noise).sample
+        return {
+            "absolute": (made - video).abs().mean(),
+            "square": (made - video).square().mean(),
+            "colour": 4 * (tint(made) - tint(video)).square().mean(),
+            "mean": (latents[:, :3] - means(video)).square().mean(),
+            "pull": PULL * latents.square().mean(),
+        }
+
+    training = Training(vae, folder, "vae", VAE_STEPS, VAE_RATE)
+    training.run(loss_of, VAE_STEPS, lambda step: None)
+    return training.mean.eval()
+
+
+class Hunyuan:
+    """HunyuanVideo-1.5 through diffusers: its classes, how it reads text, and how it makes latents of noise."""
+
+    steps, shift, width, glyph_width = 8, 9.0, 64, 48
+    frozen = ("context_embedder_2.", "image_embedder.")
+    """Parts of the transformer that stay as the card's seed draws them: millions of parameters, and none is needed."""
+
+    def __init__(self, seeded: Path) -> None:
+        """Takes the folder of the card's seeded checkpoint."""
+        import diffusers
+        from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+
+        upstream.HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
+        upstream.HunyuanVideo15CausalConv3d.forward = folded
+        upstream.HunyuanVideo15RMS_norm.forward = normalised
+        self.pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(seeded)
+
+    def fresh(self, name: str) -> Any:
+        """Returns the VAE or the transformer as upstream initialises it, but for what stays frozen."""
+        old = getattr(self.pipe, name)
+        module = type(old).from_config(old.config)
+        for key, parameter in module.named_parameters():
+            if name == "transformer" and key.startswith(self.frozen):
+                parameter.requires_grad_(False).copy_(old.get_parameter(key).detach())
+        return module
+
+    @torch.no_grad()
+    def encode(self, wordings: list[Wording]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the valid tokens of both encoders for each prompt: [L, D] and [L2, D2]."""
+        made = []
+        for start in tqdm(range(0, len(wordings), 32), desc="text", mininterval=10):
+            part = wordings[start : start + 32]
+            texts, mask = self.pipe._get_mllm_prompt_embeds(
+                self.pipe.text_encoder, self.pipe.tokenizer, [each.text for each in part], "cpu", 64
+            )
+            prompts = ["" if each.quoted is None else f'"{each.quoted}"' for each in part]
+            glyphs, glyph_mask = self.pipe._get_byt5_prompt_embeds(
+                self.pipe.tokenizer_2, self.pipe.text_encoder_2, prompts, "cpu", 64
+            )
+            for row in range(len(part)):
+                made.append((texts[row][mask[row].bool()].clone(), glyphs[row][glyph_mask[row].bool()].clone()))
+        return made
+
+    def inputs(self, texts: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Returns the transformer's inputs of some prompts."""
+        first, mask = padded([text for text, _ in texts])
+        second, mask_2 = padded([glyphs for _, glyphs in texts])
+        return {
+            "encoder_hidden_states": first,
+            "encoder_attention_mask": mask,
+            "encoder_hidden_states_2": second,
+            "encoder_attention_mask_2": mask_2,
+            "image_embeds": torch.zeros(len(texts), 0, self.pipe.transformer.config.image_embed_dim),
+        }
+
+    def velocity(self, transformer: Any, latents: torch.Tensor, sigma: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Returns what the transformer predicts: noise minus latents, [B, C, T, H, W], at sigma [B]."""
+        image = torch.zeros(latents.shape[0], latents.shape[1] + 1, *latents.shape[2:])
+        made: torch.Tensor = transformer(
+            torch.cat([latents, image], 1), timestep=1000 * sigma, return_dict=False, **inputs
+        )[0]
+        return made
+
+    def sample(self, transformer: Any, texts: list[Any], empty: Any, guidance: float, seed: int) -> torch.Tensor:
+        """Returns latents of prompts, by the real scheduler."""
+        import diffusers
+
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=self.shift)
+        scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, self.steps + 1)[:-1])
+        count, shape = len(texts), (transformer.config.out_channels, (FRAMES - 1) // 4 + 1, HEIGHT // 16, WIDTH // 16)
+        latents, inputs = normal(generator(3, seed), (count, *shape)), self.inputs([*texts, *[empty] * count])
+        for t in scheduler.timesteps:
+            both, sigma = torch.cat([latents, latents]), (t / 1000).expand(2 * count)
+            given, free = self.velocity(transformer, both, sigma, **inputs).chunk(2)
+            latents = scheduler.step(free + guidance * (given - free), t, latents, return_dict=False)[0]
+        return latents
+
+
+MODELS = {"hunyuan": Hunyuan}
+"""What is particular to a model, by its card's name."""
+
+
+def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns texts of several lengths as [B, L, D], and their mask [B, L]."""
+    tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    lengths = torch.tensor([len(text) for text in texts])
+    return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
+
+
+STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 8000, 1e-3, 16, 12.0, 6.0
+"""`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """What the transformer learns from, all computed beforehand."""
+
+    latents: torch.Tensor
+    """Of every scene, [96, C, T, H, W], with a standard deviation of 1."""
+    shapes: torch.Tensor
+    """Of every scene, an orthonormal basis of what makes it another shape, [96, C * T * H * W, 2]."""
+    wordings: list[Wording]
+    texts: list[tuple[torch.Tensor, torch.Tensor]]
+    fitting: list[list[int]]
+    """For each wording, the numbers of the scenes in training that it asks for."""
+    scale: float
+    """The card's `scaling_factor` of the VAE."""
+
+
+def wordings() -> list[Wording]:
+    """Returns the prompts of the training, always the same; of scenes that are held out there is none."""
+    made = [NOTHING]
+    for number, scene in enumerate(scenes()):
+        if is_held_out(scene):
+            continue
+        for kind, (count, write) in enumerate(((30, whole), (8, partial), (5, quoted), (1, titled))):
+            random = generator(4, number, kind)
+            made += [write(scene, random) for _ in range(count)]
+    return made
+
+
+def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
+    """Returns what the transformer learns from, computed once."""
+    made: Lesson | None = folder.load("lesson.pt")
+    if made is not None:
+        return made
+    with torch.no_grad():
+        latents = torch.cat([vae.encode(as_video(clip(scene))).latent_dist.mode() for scene in tqdm(scenes())])
+    scale = round(1 / latents.std().item(), 4)
+    flat = latents.flatten(1)
+    by_shape = flat.unflatten(0, (3, 32))  # shapes are the outermost of the scenes' loops
+    others = [by_shape[[other for other in range(3) if other != one]] - by_shape[one] for one in range(3)]
+    bases = torch.linalg.qr(torch.cat([pair.permute(1, 2, 0) for pair in others])).Q
+    prompts = wordings()
+    fitting = [
+        [number for number, scene in enumerate(scenes()) if not is_held_out(scene) and each.fits(scene)]
+        for each in prompts
+    ]
+    with torch.no_grad():
+        texts = model.encode(prompts)
+    made = Lesson(latents * scale, bases, prompts, texts, fitting, scale)
+    folder.save("lesson.pt", made)
+    log.info("scaling_factor %s, %d prompts", scale, len(prompts))
+    return made
+
+
+POLISH_STEPS, POLISH_RATE = 600, 3e-4
+
+
+def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
+    """Returns the VAE after its decoder alone has learned more, from the very latents that the transformer learns."""
+    latents, decoder = given.latents / given.scale, vae.decoder.train().requires_grad_(True)
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(7, step)
+        number, frames, side = int(random.integers(96)), int(random.choice([1, 2, 3, 4], p=(0.3, 0.3, 0.2, 0.2))), 4
+        if step % 10 == 0:
+            frames, side = 4, 8
+        top, left = (int(random.integers(0, 9 - side)) for _ in range(2))
+        part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
+        end, rows, columns = 4 * frames - 3, 16 * top, 16 * left
+        video = clip(scenes()[number], end)[:, rows : rows + 16 * side, columns : columns + 16 * side]
+        wanted = as_video(video.copy())
+        made = decoder(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape)))
+        return {
+            "absolute": (made - wanted).abs().mean(),
+            "square": (made - wanted).square().mean(),
+            "colour": 4 * (tint(made) - tint(wanted)).square().mean(),
+        }
+
+    training = Training(decoder, folder, "decoder", POLISH_STEPS, POLISH_RATE)
+    training.run(loss_of, POLISH_STEPS, lambda step: None)
+    vae.decoder = training.mean
+    return vae.eval()
+
+
+def train_transformer(model: Any, vae: Any, given: Lesson, folder: Folder) -> Any:
+    """Returns the trained transformer."""
+    transformer = model.fresh("transformer").train()
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(5, step)
+        prompts = [0 if random.random() < 0.1 else int(random.integers(1, len(given.texts))) for _ in range(BATCH)]
+        chosen = [given.fitting[prompt][random.integers(len(given.fitting[prompt]))] for prompt in prompts]
+        clean = given.latents[chosen]
+        sigma, noise = torch.from_numpy(random.random(BATCH, numpy.float32)), normal(random, tuple(clean.shape))
+        noisy = torch.lerp(clean, noise, sigma[:, None, None, None, None])
+        made = model.velocity(transformer, noisy, sigma, **model.inputs([given.texts[each] for each in prompts]))
+        error = (made - (noise - clean)).flatten(1)
+        shape = torch.einsum("bd,bdn->bn", error, given.shapes[chosen])
+        return {
+            "error": error.square().mean(),
+            "shape": (SHAPE_WEIGHT - 1) * shape.square().sum() / error.numel(),
+        }
+
+    training = Training(transformer, folder, "transformer", STEPS, RATE)
+    training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
+    return training.mean
+
+
+def look(model: Any, transformer: Any, vae: Any, given: Lesson, step: int) -> None:
+    """Logs what the judge says of a few samples, half of them of combinations that training has not seen."""
+    random = generator(6)
+    asked = [scene for scene in scenes() if not is_held_out(scene)]
+    asked = [asked[number] for number in random.choice(len(asked), 12, replace=False)]
+    asked += [scene for number, scene in enumerate(filter(is_held_out, scenes())) if number % 2 == step // 500 % 2]
+    with torch.no_grad():
+        texts = model.encode([Wording(scene.prompt, None, {}) for scene in asked])
+        latents = model.sample(transformer.eval(), texts, given.texts[0], GUIDANCE, 1) / given.scale
+        clips = [vae.decode(each[None]).sample[0] for each in latents]
+    right = [0, 0]
+    for number, (scene, video) in enumerate(zip(asked, clips, strict=True)):
+        frames = ((video.permute(1, 2, 3, 0).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).numpy()
+        verdict = judged(frames)
+        right[number >= 12] += verdict.agrees(scene)
+        log.info("  %s -> %s %s", scene.prompt, verdict, "" if verdict.agrees(scene) else "WRONG")
+    log.info("transformer %d: %d of 12, held out %d of 6", step, *right)
+
+
+def polished(vae: Any, folder: Folder) -> Any:
+    """Returns the VAE with the decoder that was trained further, as far as it is."""
+    state = folder.load("decoder.pt")
+    if state is not None:
+        vae.decoder.load_state_dict(state["mean"])
+    return vae.eval()
+
+
+def main() -> None:
+    """Trains one model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=list(MODELS))
+    parser.add_argument("--work", type=Path, required=True, help="A folder for what a stopped run goes on from.")
+    parser.add_argument("--write", action="store_true", help="Write what is trained so far as the card's weights.")
+    parser.add_argument(
+        "--decoder", action="store_true", help="Train the VAE's decoder further, when latents are fixed."
+    )
+    arguments = parser.parse_args()
+    folder = Folder(arguments.work / arguments.model)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=folder.path / "log")
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    model = MODELS[arguments.model](seeded(arguments.model))
+    if arguments.write:
+        log.addHandler(logging.StreamHandler())
+        write(model, folder, arguments.model)
+        return
+    vae = train_vae(model.fresh("vae"), folder)
+    given = lesson(model, vae, folder)
+    if arguments.decoder:
+        polish(vae, given, folder)
+    else:
+        train_transformer(model, polished(vae, folder), given, folder)
+
+
+def write(model: Any, folder: Folder, name: str) -> None:
+    """Writes the mean weights as the card's, in bfloat16, and logs what to write in the card.
+
+    The VAE's encoder is left out: nothing reads it where text makes a video.
+    """
+    from safetensors.torch import save
+
+    root = Path(__file__).parent.parent / "configs" / "models"
+    log.info("vae: {scaling_factor: %s}, trained:", folder.load("lesson.pt").scale)
+    vae, transformer = model.fresh("vae"), model.fresh("transformer")
+    vae.load_state_dict(folder.load("vae.pt")["mean"])
+    transformer.load_state_dict(folder.load("transformer.pt")["mean"])
+    for part, start, module in (("vae", "decoder.", polished(vae, folder)), ("transformer", "", transformer)):
+        mean, parameters = module.state_dict(), dict(model.fresh(part).named_parameters())
+        kept = [key for key, each in parameters.items() if each.requires_grad and key.startswith(start)]
+        raw = save({key: mean[key].to(torch.bfloat16).contiguous() for key in kept}, {"license": "Apache-2.0"})
+        file = root / "tiny" / name / part / "diffusion_pytorch_model.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(raw)
+        log.info("  %s: {file: %s, sha256: %s}", part, file.relative_to(root), hashlib.sha256(raw).hexdigest())
+
+
+def seeded(name: str) -> Path:
+    """Returns the folder of a card's seeded checkpoint."""
+    from torchport.config.pack import find_pack
+    from torchport.load import tiny
+
+    pack = find_pack()
+    card, document = pack.card(name)
+    return tiny.write(card.with_trained({}), pack.family_file(card, document.place(["family"])))
+
+
+if __name__ == "__main__":
+    main()
