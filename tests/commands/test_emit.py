@@ -78,7 +78,7 @@ def test_a_set_is_drafted_of_stubs_functions_and_statements(emit, tmp_path, torc
         "unsure      2 that may be harmless: torchport trace shows which of them stop",
         "list        up/attention, up/group, up/imports, up/net under 'patches' of the card, for the stages that need "
         "them",
-        f"then        torchport check --static up --path pack --upstream-path {tmp_path / 'code'}",
+        "then        torchport check --static up --path pack --upstream-path code",
     ]
     kinds = {
         id: next(key for key in ("stub", "replace", "rewrite") if key in one) for id, one in entries(tmp_path).items()

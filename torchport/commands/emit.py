@@ -213,7 +213,7 @@ def _lines(report: Report, outcome: Outcome, out: Path, root: Path, paths: Seque
         yield f"list        {', '.join(listed)} under 'patches' of the card, for the stages that need them"
     packages = sorted({one.names.partition("/")[0] for one in outcome.written})
     if packages:
-        yield f"then        {check(out, root, *packages)}"
+        yield f"then        {check(out, Path(as_named(root)), *packages)}"
 
 
 def _many(count: int, one: str, several: str) -> str:
