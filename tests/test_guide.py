@@ -1,6 +1,9 @@
-"""The guide's Python blocks run; its shell blocks say what they need."""
+"""The guide's port runs from its first line to its last, and its other Python blocks run each for itself."""
 
+import itertools
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,34 +11,114 @@ from pathlib import Path
 import pytest
 
 GUIDE = Path(__file__).parents[1] / "MIGRATION_GUIDE.md"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+TEXT = GUIDE.read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
+NEEDS = re.compile(r"# needs: (.*)\n")
+PORT, REST = (BLOCK.findall(part) for part in TEXT.split("\n## The first errors", 1))
 
 
 def lines(text):
     return text.splitlines()[0][:60]
 
 
-@pytest.mark.parametrize("code", [code for kind, code in BLOCKS if kind == "python"], ids=lines)
+def comparable(line):
+    """A line without what is another one on another machine: numbers of frames, figures of a plan."""
+    return re.sub(r"\(\d+ more frames", "(N more frames", line.strip())
+
+
+class Reader:
+    """A person who does what the guide says, in an empty folder."""
+
+    def __init__(self, call):
+        self.call = call
+        self.printed = []
+
+    def does(self, kind, code):
+        if match := FILE.match(code):
+            file = Path(match[1])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(code, encoding="utf-8")
+        elif kind == "python":
+            exec(compile(code, str(GUIDE), "exec"), {"__name__": "guide"})
+        elif kind == "sh" and not NEEDS.match(code):
+            self.printed = []
+            for line in code.replace("\\\n", "").splitlines():
+                self.runs(line)
+        elif kind == "text":
+            self.reads(code)
+
+    def runs(self, line):
+        line, _, comment = line.partition("   # ")
+        expected = int(comment.removeprefix("exit code ") or 0)
+        program, *words = shlex.split(line)
+        if program == "torchport":
+            exit_code, out, error = self.call(*words)
+        else:
+            exit_code, out, error = self.shell(line)
+        assert exit_code == expected, (line, out, error)
+        self.printed += out
+
+    def shell(self, line):
+        line = line.replace("PYTHONPATH=upstream", f"PYTHONPATH=upstream:{GUIDE.parent}")
+        program = f"{shlex.quote(sys.executable)} -m pytest -p no:cacheprovider"
+        done = subprocess.run(line.replace("pytest", program, 1), shell=True, capture_output=True, text=True)
+        return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+    def reads(self, text):
+        """Looks for the lines of an output, in their order; `...` stands for lines that are left out."""
+        rest = iter(map(comparable, self.printed))
+        for line in filter(None, map(comparable, text.splitlines())):
+            if line != "...":
+                assert line in rest, (line, self.printed)
+
+
+def test_the_port_of_the_guide_runs_from_the_first_line_to_the_last(torchport, capsys, tmp_path, monkeypatch):
+    import functools
+
+    reader = Reader(functools.partial(torchport, capsys=capsys))
+    before = {**os.environ}
+    try:
+        for kind, code in PORT:
+            reader.does(kind, code)
+    finally:
+        for name in [name for name in sys.modules if re.match(r"(torchport_patches\.)?ripple\b|flash_attn\b", name)]:
+            del sys.modules[name]
+    assert dict(os.environ) == before
+    upstream = sorted(file.name for file in (tmp_path / "upstream").rglob("*.py"))
+    assert upstream == ["attention.py", "conditions.py", "model.py"]
+    assert (tmp_path / "ported" / "video.mp4").stat().st_size > 0
+
+
+def test_an_output_that_the_guide_does_not_show_is_seen():
+    reader = Reader(None)
+    reader.printed = ["one", "two (3 more frames)", "three"]
+    reader.reads("one\n...\ntwo (9 more frames)\n")
+    with pytest.raises(AssertionError, match="'four'"):
+        reader.reads("one\nfour\n")
+    with pytest.raises(AssertionError, match="'one'"):
+        reader.reads("two (3 more frames)\none\n")
+
+
+@pytest.mark.parametrize("code", [code for kind, code in REST if kind == "python"], ids=lines)
 def test_a_python_block_runs(code):
     exec(compile(code, str(GUIDE), "exec"), {"__name__": "guide"})
 
 
-def test_a_python_block_that_fails_is_seen(tmp_path):
+def test_a_python_block_that_fails_is_seen():
     """Or a block whose assertion was optimised away would pass for ever."""
-    wrong = BLOCKS_OF["python"][0].replace('== "flash"', '== "mine"')
+    wrong = next(code for kind, code in REST if kind == "python").replace('== "flash"', '== "mine"')
     done = subprocess.run([sys.executable, "-c", wrong], capture_output=True, text=True)
     assert done.returncode == 1 and "AssertionError" in done.stderr
 
 
-BLOCKS_OF = {kind: [code for found, code in BLOCKS if found == kind] for kind in {kind for kind, _ in BLOCKS}}
+def test_a_shell_block_that_is_not_run_says_what_it_needs():
+    needs = [NEEDS.match(code) for kind, code in REST if kind == "sh"]
+    assert needs and all(needs)
+    found = {match[1] for _, code in itertools.chain(PORT, REST) if (match := NEEDS.match(code))}
+    assert found <= {"network", "checkout", "tpu", "verify"}
 
 
-def test_a_shell_block_says_what_it_needs():
-    assert BLOCKS_OF["sh"]
-    for code in BLOCKS_OF["sh"]:
-        assert re.match(r"# needs: (checkout|tpu)\n", code), code
-
-
-def test_every_config_that_the_guide_names_is_there():
-    for name in re.findall(r"configs/[\w/]+\.yaml", GUIDE.read_text(encoding="utf-8")):
-        assert (GUIDE.parent / name).is_file(), name
+def test_every_config_of_torchports_that_the_guide_names_is_there():
+    for name in re.findall(r"(?<![\w/])configs/[\w/]+\.yaml", TEXT):
+        assert (GUIDE.parent / name).is_file() or name.startswith("configs/ripple"), name

@@ -2,11 +2,8 @@
 
 import importlib.util
 import re
-import shlex
-import sys
 
 import pytest
-from fakes.checkouts import committed
 
 from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
@@ -65,66 +62,6 @@ def test_the_family_of_the_page_on_families_is_one(root):
     example = next(code for kind, code in blocks(root / "docs" / "families.md") if kind == "python")
     exec(compile(example, "families.md", "exec"), names)
     assert all(isinstance(stage, Stage) for stage in names["STAGES"])
-
-
-@pytest.fixture
-def example(root, tmp_path):
-    """The blocks of the page on porting, its files written to `tmp_path`; what they import is forgotten afterwards."""
-    page = blocks(root / "docs" / "porting.md")
-    for _, code in page:
-        if match := FILE.match(code):
-            file = tmp_path / match[1]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(code, encoding="utf-8")
-    yield [(kind, code) for kind, code in page if not FILE.match(code)]
-    forget_waves()
-
-
-FILE = re.compile(r"# ([\w/]+\.(py|yaml))\n")
-RUN = shlex.split('run --path . --upstream-path upstream --model waves --config waves --prompt "A wave"')
-
-
-def forget_waves():
-    for name in [name for name in sys.modules if re.match(r"(torchport_patches\.)?waves", name)]:
-        del sys.modules[name]
-
-
-def words(error):
-    """The words of an error, without the number of frames that it leaves out: that is torch's and jax's."""
-    return re.sub(r"\(\d+ more frames", "(more frames", error).split()
-
-
-def test_the_error_of_the_page_on_porting_is_what_a_run_without_patches_ends_with(example, torchport, capsys, tmp_path):
-    [error] = [code for kind, code in example if kind == "text"]
-    card = tmp_path / "configs" / "models" / "waves.yaml"
-    card.write_text(card.read_text().replace("denoise: [waves/tracing]", "denoise: []"))
-    patch = tmp_path / "patches" / "waves" / "tracing.yaml"
-    pasted = patch.read_text().partition("\n")[2]
-    patch.unlink()
-    exit_code, _, err = torchport(*RUN, "-q", capsys=capsys)
-    assert (exit_code, words("\n".join(err))) == (2, words(error))
-    entry = error[error.index("- id: ") :]
-    assert pasted.partition("  equivalence:")[0] == entry.partition("  equivalence:")[0]
-
-
-def test_the_example_of_the_page_on_porting_runs_as_it_is_printed(example, torchport, capsys, tmp_path):
-    commit, printed = committed(tmp_path / "upstream"), []
-    for kind, code in example:
-        if kind == "python":
-            exec(compile(code, "porting.md", "exec"), {})
-        for line in code.replace("\\\n", "").splitlines() if kind == "sh" else ():
-            if not line.startswith("#"):
-                program, *words = shlex.split(line)
-                exit_code, out, err = torchport(*words, capsys=capsys)
-                assert (program, exit_code) == ("torchport", 0), (line, out, err)
-                printed.append("\n".join(out))
-    original, port, rules, lock, check, plan, model, draft, static = printed
-    assert original.endswith("a/video.mp4") and port.endswith("b/video.mp4")
-    assert "[-, tp]" in rules and lock.endswith("1 target(s) changed.") and check == "clean"
-    assert "fill in     The stages in patches/ripples/stages.py" in model and static == "clean"
-    assert "fill in     waves_forward in patches/waves/model.py" in draft
-    assert "fits" in plan and "denoise: 1 program(s)" in plan
-    assert f'- commit: "{commit}"' in (tmp_path / "patches" / "waves" / "lock.yaml").read_text()
 
 
 def test_every_link_between_pages_leads_somewhere(root):

@@ -496,6 +496,7 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
     metavar="FILE",
     help="Also write the findings to a file: .sarif, .json or .txt.",
 )
+@click.option("--emit", type=click.Path(path_type=Path), metavar="DIR", help="Draft the patches into this pack.")
 @path_option
 def scan(
     codebase: Path,
@@ -503,20 +504,30 @@ def scan(
     everything: bool,
     form: str | None,
     file: Path | None,
+    emit: Path | None,
     paths: tuple[str, ...],
 ) -> None:
     """Lists what in a codebase will not port to TPU, and which patches take care of it. It imports none of it.
 
-    The exit code is 1 if something that the entry leads to needs a patch that is not there, else 0.
+    The exit code is 1 if something that the entry leads to needs a patch that is not there, else 0. With --emit it is 1
+    if no patch could be drafted for something.
     """
     terminal.log_to_stderr()
     from torchport.commands import scan as command
 
+    if emit is not None:
+        command.check_form(emit, form)
     if file is not None:
         command.check_file(file)
     report = command.report_of(codebase, entries, paths)
     if file is not None:
         command.write(report, file, everything)
+    if emit is not None:
+        from torchport.commands.emit import emit as drafted
+
+        lines, code = drafted(report, codebase, emit, paths)
+        terminal.say("\n".join(lines))
+        sys.exit(code)
     terminal.say(command.FORMATS[form or "text"](report, everything))
     sys.exit(command.exit_code(report))
 

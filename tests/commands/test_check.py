@@ -41,6 +41,15 @@ def test_a_locked_pack_is_clean(world):
     assert formats.text(Report()) == "clean"
 
 
+def test_a_module_that_is_not_imported_without_its_stub_is_tried_with_it(world):
+    world.write("up/m.py", "import flashy_attn\n\ndef f(a):\n    return 1\n")
+    stub = "stub: {package: flashy_attn, importers: [up.m]}\n  plumbing: true"
+    target = "id: up.f\n  target: up.m:f\n  replace: p.py:new"
+    world.yaml(f"id: up.flashy\n  target: flashy_attn:f\n  {stub}\n- {target}")
+    assert patches.lock(world.patches, ["up"]) == ["up.m:f: new"]
+    assert _check(world) == []
+
+
 def test_a_patch_that_needs_an_extra_which_is_not_installed_is_skipped(world):
     error = "AbsentPackageError('up', 'extra is not installed', 'Install it')"
     text = f"from torchport.errors import AbsentPackageError\nraise {error}\n"

@@ -33,6 +33,16 @@ def test_a_checkout_is_found(checkout):
     assert upstream.find(CHECKOUT, str(checkout)) == checkout.resolve()
 
 
+def test_a_package_may_be_a_single_file(tmp_path):
+    (tmp_path / "net.py").write_text("")
+    one = Checkout(package="net", has="net.py", url="https://x/y")
+    assert upstream.find(one, str(tmp_path)) == tmp_path.resolve()
+    committed(tmp_path)
+    assert upstream.upstream(one, tmp_path).revision.dirty is False
+    (tmp_path / "net.py").write_text("x = 1")
+    assert upstream.upstream(one, tmp_path).revision.dirty is True
+
+
 def test_a_missing_path_says_what_to_clone():
     assert refusal(CHECKOUT, None) == (
         "--upstream-path: It is missing, and 'someupstream' is a checkout. "

@@ -285,6 +285,8 @@ def _walk(folders: patch.Folders, group: Group, mode: str, report: Report) -> No
     mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
     good = [entry for entry in mine if _is_sound(entry, entries, report)]
     aids = _applied_first(folders, group, good, report)
+    if mode == "late":  # without its stub a module is not imported at all, neither before patches nor after
+        aids, good = [*aids, *(one for one in good if one.stub)], [one for one in good if not one.stub]
     while good:
         try:
             with patch.applied(aids, accept_drift=True):

@@ -25,8 +25,10 @@ def new_patch(wish: Wish, out: Path, upstream_path: Path | None) -> list[str]:
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
         home = folder.home(out, patch.upstreams(wish, checkout))
-        lines = patch.write(wish, home)
-    return [*lines, f"then        {_check(out, upstream_path, wish.package)}"]
+        one = patch.write(wish, home)
+    listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
+    left = [f"fill in     {each}." for each in (*one.left, listed)]
+    return [*one.lines, *left, f"then        {check(out, upstream_path, wish.package)}"]
 
 
 def new_model(wish: model.Wish, out: Path, upstream_path: Path | None) -> list[str]:
@@ -45,10 +47,10 @@ def new_model(wish: model.Wish, out: Path, upstream_path: Path | None) -> list[s
     with on_path(checkout):
         home = folder.home(out, model.upstreams(wish, checkout))
         lines = model.write(wish, home, checkout)
-    return [*lines, f"then        {_check(out, upstream_path)}"]
+    return [*lines, f"then        {check(out, upstream_path)}"]
 
 
-def _check(out: Path, upstream_path: Path | None, *names: str) -> str:
+def check(out: Path, upstream_path: Path | None, *names: str) -> str:
     """Returns the command that checks what was written."""
     flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
     return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])

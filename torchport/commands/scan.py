@@ -87,6 +87,17 @@ ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif"}
 """The format of a file that `--report` names, by its ending."""
 
 
+def check_form(emit: Path, form: str | None) -> None:
+    """Refuses `--emit` beside a format of its own on the terminal.
+
+    Raises:
+        BadValueError: Both are asked for.
+    """
+    if form is not None:
+        fact = f"It prints what it drafts, and --{form} prints the findings"
+        raise BadValueError(f"--emit {emit}", fact, f"Write these to a file: --report findings.{form}")
+
+
 def check_file(file: Path) -> None:
     """Refuses a file that no report can be written to.
 

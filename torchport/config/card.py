@@ -352,7 +352,7 @@ class Checkout(Frozen):
     """An upstream that is no installed package, but a repository that the user has cloned."""
 
     package: str
-    """The package in the checkout, a folder at its root. It is importable during a run."""
+    """The package in the checkout, a folder at its root, or `NAME.py` there. It is importable during a run."""
     has: str
     """A file that only this upstream has, as a path from the root of the checkout."""
     others: dict[str, str] = {}

@@ -36,7 +36,7 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
     if named is None:
         raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
     folder = existing(named)
-    if not (folder / checkout.package).is_dir():
+    if not _package(checkout, folder).exists():
         raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", clone)
     for file, other in checkout.others.items():
         if (folder / file).exists() and not (folder / checkout.has).is_file():
@@ -76,7 +76,7 @@ def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
     """
     if checkout is None or folder is None:
         return None
-    return Upstream(checkout.package, git.revision(folder / checkout.package))
+    return Upstream(checkout.package, git.revision(_package(checkout, folder)))
 
 
 def existing(path: str | Path) -> Path:
@@ -89,6 +89,12 @@ def existing(path: str | Path) -> Path:
     if not has_folder(folder):
         raise UpstreamError(f"--upstream-path {path}", "There is no such folder", "Name the upstream's checkout")
     return folder.resolve()
+
+
+def _package(checkout: Checkout, folder: Path) -> Path:
+    """Returns the folder of the package, or the file of one that is a single module."""
+    module = folder / f"{checkout.package}.py"
+    return module if module.is_file() else folder / checkout.package
 
 
 def _check_imported(checkout: Checkout, folder: Path) -> None:

@@ -34,6 +34,7 @@ class Wish:
         path: Of an `instance`, a regular expression over the names of the component's submodules.
         importers: Of a stub, the modules that import the package.
         why: What fails without it.
+        in_full: Whether its id and its test have the file's name, too: two modules have functions of this name.
     """
 
     target: str
@@ -44,6 +45,7 @@ class Wish:
     path: str | None = None
     importers: Sequence[str] = ()
     why: str = WHY
+    in_full: bool = False
 
     @property
     def place(self) -> str:
@@ -135,7 +137,8 @@ def _key(wish: Wish, path: str) -> str:
     key = f"{proposal.slug(wish.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
     known = patch.read(folders, [wish.package]) if wish.package in patch.upstreams(folders) else []
-    return f"{key}-{proposal.slug(wish.files)}" if key in {one.id for one in known} else key
+    is_taken = wish.in_full or key in {one.id for one in known}
+    return f"{key}-{proposal.slug(wish.files)}" if is_taken else key
 
 
 def _common(wish: Wish, path: str) -> dict[str, Any]:
@@ -167,7 +170,8 @@ def _changed(wish: Wish) -> Draft:
     name, path = function.name_of(target.path), ".".join(target.path)
     name = target.path[-1] if target.kind == "class" else name
     make = function.replacement if wish.kind == "replace" else function.wrapper
-    one = _trial(wish, _key(wish, path), function.name_of(target.path))
+    short = function.name_of(target.path)
+    one = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
     more = _differences(target, wish.kind)
     left = _left(name, f"patches/{wish.names}.py", one.file, *more)

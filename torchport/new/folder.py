@@ -106,17 +106,18 @@ def _is_stored(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store) and name.col_offset == 0
 
 
-def home(out: Path, upstreams: Sequence[Path]) -> Home:
+def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     """Returns the folder that drafts go to.
 
     Args:
-        out: What `--out` names.
+        out: What the flag names.
         upstreams: Folders of upstream: the checkout, the package that the target is in.
+        flag: The flag.
 
     Raises:
-        OutputError: It lies in site-packages or in an upstream, or is a file.
+        OutputError: It lies in site-packages or in an upstream, is a file, or cannot be written.
     """
-    place, root = f"--out {out}", folder.expand_home(str(out)).absolute()
+    place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
     # Links are followed: one that leads into an upstream is not seen in its own path.
     paths = [Path(os.path.realpath(root / part)) for part in ("", "patches", "configs", "tests")]
     for upstream in upstreams:
@@ -131,4 +132,9 @@ def home(out: Path, upstreams: Sequence[Path]) -> Home:
             raise OutputError(place, fact, "Name a folder of your own")
     if root.exists() and not root.is_dir():
         raise OutputError(place, "It is a file, not a folder", "Name a folder of your own")
+    above = next(one for one in (root, *root.parents) if os.path.lexists(one))
+    if not above.is_dir():
+        raise OutputError(place, f"{as_named(above)} is no folder", "Name a folder of your own")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise OutputError(place, f"You may not write in {as_named(above)}", "Name a folder that can be written")
     return Home(root, place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchport.config import parse_document
@@ -17,11 +19,29 @@ from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
 
 
-def write(wish: Wish, home: Home) -> list[str]:
-    """Drafts a patch and writes it into a pack's folder, all of it or nothing.
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A patch that was written.
 
-    Returns:
-        A line for each file, and then what is left to fill in.
+    Attributes:
+        id: Its id.
+        names: Its file of entries, as a card lists it.
+        function: Its function, as `model.py:forward_12`; empty for a stub.
+        test: The file of its test.
+        lines: What happened to each file.
+        left: What is left to fill in, a sentence each.
+    """
+
+    id: str
+    names: str
+    function: str
+    test: str
+    lines: Sequence[str]
+    left: Sequence[str]
+
+
+def write(wish: Wish, home: Home) -> Written:
+    """Drafts a patch and writes it into a pack's folder, all of it or nothing.
 
     Raises:
         TakenNameError: The entry, its function or its test is there already.
@@ -32,21 +52,19 @@ def write(wish: Wish, home: Home) -> list[str]:
     text = proposal.written(one.fields, wish.package) + "\n"
     entry = _checked(wish, one, home, file, text)
     pieces = [Piece(file, text)]
+    reference = (entry.reference or "") if one.python else ""
     if one.python:
-        reference = entry.reference or ""
         python = f"patches/{wish.package}/{reference.partition(':')[0]}"
         pieces.append(Piece(python, one.python, function.head(wish.names)))
     pieces.append(Piece(one.trial.file, one.test, mode="new"))
-    others = _entries(home, wish.package)
-    lock = drift.with_row(entry, others)
+    lock = drift.with_row(entry, entries(home, wish.package))
     pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
     lines = home.write(pieces)
-    listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
     locked = [] if lock or not entry.has_source else ["Its target has no row of its own in the lock: it was there"]
-    return [*lines, *(f"fill in     {each}." for each in (*one.left, listed, *locked))]
+    return Written(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
 
 
-def _entries(home: Home, package: str) -> list[Entry]:
+def entries(home: Home, package: str) -> list[Entry]:
     """Returns the entries that the pack has of a package."""
     folder = home.root / "patches" / package
     files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
@@ -66,7 +84,7 @@ def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
     assert wrong is None, wrong
     path = home.root / file
     before = home.text(file)
-    known = _entries(home, wish.package)
+    known = entries(home, wish.package)
     for other in known:
         if other.id == entry.id:
             fact = f"The patch '{entry.id}' is there already"

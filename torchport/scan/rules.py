@@ -178,7 +178,7 @@ _ALL = (
         "Keep all rows. Sort the valid ones to the front with a stable argsort, or set the others to 0 with "
         "`torch.where`.",
         "hours",
-        "replace",
+        "rewrite",
         True,
         "tokens = x[mask]",
         "tokens = torch.where(mask[:, None], x, 0)",

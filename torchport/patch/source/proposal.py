@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -311,11 +313,17 @@ def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
 
 def fits(package: str) -> dict[str, str]:
     """Returns the version of a package that is installed, as `fits` of an entry; any of a checkout's."""
-    names = importlib.metadata.packages_distributions().get(package, [])
+    names = _distributions(tuple(sys.path)).get(package, [])
     if not names:
         return {package: "*"}
     version = Version(importlib.metadata.version(names[0]))
     return {names[0]: f"=={version.base_version}" if version.local else f"=={version}"}
+
+
+@functools.cache
+def _distributions(path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """Returns the distributions of each package on a search path: a set of drafts asks for them many times."""
+    return importlib.metadata.packages_distributions()
 
 
 def entry_of(fields: Mapping[str, Any], package: str) -> Entry:
