@@ -41,6 +41,11 @@ def constant(tensor: Any) -> Any:
     return torchax.default_env().to_xla(tensor)
 
 
+def array(tensor: Any) -> Any:
+    """Returns a tensor of the engine as a JAX array, without copying."""
+    return tensor.jax()
+
+
 def missing_operator(error: BaseException) -> str | None:
     """Returns the operator that the engine cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
 

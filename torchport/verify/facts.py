@@ -75,12 +75,12 @@ class Unit:
     @property
     def is_harmless(self) -> bool:
         """Whether its error is more than rounding, and the network's output does not show it."""
-        return self.ratio > ROUNDING and self.effect is not None and self.effect <= ROUNDING
+        return self.ratio > ROUNDING and self.verdict is Verdict.SAME
 
     @property
     def verdict(self) -> Verdict:
         """What is said of it: of an error that the network's output does not show, that it is the same picture."""
-        return Verdict.SAME if self.is_harmless else verdict_of(self.ratio)
+        return verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,12 +230,12 @@ class Verification:
         if not bad:
             return []
         first = min((unit.step, unit.call) for unit in bad)
-        bad = [unit for unit in bad if (unit.step, unit.call) == first]
-        for kinds in (("module", "own code"), ("block",), ("network",)):
-            inner = sorted((unit for unit in bad if unit.kind in kinds), key=lambda unit: unit.depth)
-            if inner:
-                return inner
-        return []
+        bad = sorted((u for u in bad if (u.step, u.call) == first), key=lambda unit: unit.depth)
+        outer = [unit for unit in bad if unit.kind == "block" or (unit.kind == "own code" and not unit.path)]
+        if not outer:
+            return bad
+        inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer[0].path}.")]
+        return [*inner, outer[0]]
 
     @property
     def worst(self) -> Unit | None:

@@ -1,0 +1,192 @@
+"""The port, compared with a recording of the original: its programs as a whole, and its modules one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import engine, patch, shard
+from torchport.compile import network, preflight
+from torchport.compile.kept import Programs
+from torchport.stages.family import Stage, Steps
+from torchport.stages.replay import latents_of
+from torchport.task import Request, Task, accept
+from torchport.task.devices import devices
+from torchport.verify import seams
+from torchport.verify.facts import Drift, Unit
+from torchport.verify.port import Port
+from torchport.verify.recording import Call, Enough, Recording, start_of, under, weights_of
+from torchport.verify.units import Measured, Units, looked_into
+from torchport.verify.yardstick import distance, floor
+
+
+@dataclasses.dataclass
+class Compared:
+    """What the port's process found.
+
+    Attributes:
+        networks: Units that are whole networks, in the order of their calls.
+        measured: The other units.
+        seams: What its stages and its loop pass on, beside the original's.
+        unlike: What was not compared, a line each.
+        drift: Of the free-running port.
+    """
+
+    networks: list[Unit] = dataclasses.field(default_factory=list)
+    measured: list[Measured] = dataclasses.field(default_factory=list)
+    seams: Any = None
+    unlike: list[str] = dataclasses.field(default_factory=list)
+    drift: list[Drift] = dataclasses.field(default_factory=list)
+
+
+def compare(request: Request, file: Path) -> Compared:
+    """Returns how the port differs from a recording; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+    """
+    task, compared = accept(request), Compared()
+    recording: Recording = torch.load(file, weights_only=False)
+    with under(task, task.family.STAGES), Programs.of_task(task) as programs:
+        preflight.check(task)
+        folder = weights_of(task)
+        ends: dict[str, dict[str, torch.Tensor]] = {}
+        for stage in task.denoising:
+            if any(call.stage == stage.name for call in recording.calls) or not ends:
+                with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+                    with engine.operators({op.target: op.function for op in ledger.ops()}):
+                        _Comparison(task, stage, folder, ledger, recording, compared, programs).run(ends)
+    compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
+    return compared
+
+
+class _Comparison:
+    """A stage's network, compared.
+
+    Args:
+        task: The port's.
+        stage: The stage.
+        folder: The checkpoint's.
+        ledger: Of the stage's patches, in force.
+        recording: The original's.
+        compared: Is added to.
+        programs: The kept programs.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stage: Stage,
+        folder: Path,
+        ledger: patch.Ledger,
+        recording: Recording,
+        compared: Compared,
+        programs: Programs,
+    ) -> None:
+        self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
+        self.recording, self.compared, self.programs = recording, compared, programs
+        self.calls = [call for call in recording.calls if call.stage == stage.name]
+
+    def run(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Compares the stage's programs, and then its modules."""
+        self._compare_programs(ends)
+        port = Port(self.task, self.stage, self.folder, self.ledger)
+        for call in self.calls:
+            self.compared.measured += looked_into(Units(port, call))
+
+    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Runs the loop freely, and once more at each chosen step from where the original was."""
+        task, stage = self.task, self.stage
+        parts = network.loaded(task, stage, self.folder)
+        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+        weights = network.placed(task, stage, parts, mesh, self.folder)
+        programs_of = functools.partial(self.programs.of, stage, self.folder, mesh, self.ledger)
+        call = network.compiled(task, stage, module, weights, mesh, programs_of=programs_of)
+        steps = sorted({recorded.step for recorded in self.calls})
+        start = start_of(ends, stage)
+        self._drift(self._loop(call, parts, start, max(steps, default=task.settings.steps), ends))
+        for step in steps:
+            states = self.recording.states
+            if step == start[0] == 0 or step in states:
+                loop = self._loop(call, parts, (step, states.get(step, {})), step, {})
+                self._compare_outputs(step, loop.outputs)
+
+    def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
+        task, stage = self.task, self.stage
+        loop = _Loop(call, last + 1)
+        steps = Steps(finished=loop.finished, resume=start if start[0] else None)
+        inputs = {**self.recording.embeddings, **task.noise(stage)}
+        fresh = network.afresh(task, stage, parts, self.folder)
+        try:
+            ends[stage.name] = stage.run(fresh, loop, task.settings, steps, **inputs)
+        except Enough:
+            pass
+        return loop
+
+    def _drift(self, loop: _Loop) -> None:
+        for number, latents in loop.latents.items():
+            original = self.recording.latents.get(number)
+            apart = None if original is None else distance(latents, original)
+            if apart is not None:
+                self.compared.drift.append(Drift(number, apart))
+
+    def _compare_outputs(self, step: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Compares what the programs return in a step with what the original's network returned, call by call."""
+        calls = [call for call in self.calls if call.step == step]
+        rows = torch.cat([output.float() for output in outputs])
+        counts = [call.wide_output.shape[0] for call in calls]
+        if rows.shape[0] != sum(counts):
+            line = f"{calls[0].network}: its program computes {rows.shape[0]} conditions, and the original {sum(counts)}"
+            self.compared.unlike.append(line)
+            return
+        for call, part in zip(calls, rows.split(counts), strict=True):
+            added = distance(part, call.wide_output)
+            rounding = max(call.rounding, floor(call.output))
+            self.compared.networks.append(
+                Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added or 0.0, added)
+            )
+
+
+class _Loop:
+    """A compiled network in a loop that is left after a step; what it returns in that step is kept.
+
+    Args:
+        call: The network.
+        enough: The number of the last step, from 1.
+    """
+
+    def __init__(self, call: Any, enough: int) -> None:
+        self.call = call
+        self.enough = enough
+        self.batches, self.drops = call.batches, call.drops
+        self.outputs: list[torch.Tensor] = []
+        self.latents: dict[int, torch.Tensor] = {}
+
+    def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs where the network wants them."""
+        placed: dict[str, Any] = self.call.place(**inputs)
+        return placed
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns what the network returns."""
+        output = self.call(**inputs)
+        self.outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+        return output
+
+    def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
+        """Is called after each step."""
+        latents = latents_of(state)
+        if latents is not None:
+            self.latents[number] = latents.detach().clone()
+        if number >= self.enough:
+            raise Enough
+        self.outputs = []
+
+
+__all__ = ["Call", "Compared", "compare"]
