@@ -12,8 +12,8 @@ from torchport.stages import outputs
 from torchport.verify.facts import Seam
 from torchport.verify.trace import NEGATIVE, Called, Stepped, Trace
 
-ROUNDINGS = 16
-"""Roundings of a value's dtype that the same arithmetic in another order may make."""
+ROUNDINGS = 2
+"""Roundings of a value's dtype that the same arithmetic in another order may make. Both loops run on one host."""
 
 FIRST = ("timesteps", "sigmas")
 """Fields of a scheduler that are compared first: the others follow from them."""
@@ -47,51 +47,56 @@ def of_values(
             yield Seam(f"{name}{suffix}", stage, step, _words(one), _words(other), distance, 0.0)
             continue
         if one.dtype != other.dtype:
-            dtypes = (str(x.dtype).removeprefix("torch.") for x in (one, other))
-            yield Seam(f"dtype of {name}{suffix}", stage, step, *dtypes, math.inf, 0.0)
+            first, second = (str(x.dtype).removeprefix("torch.") for x in (one, other))
+            yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
         one, other = _without_padding(one, other, masks), _without_padding(other, one, others)
         yield Seam(f"{name}{suffix}", stage, step, _words(one), _words(other), _distance(one, other), _allowed(one))
 
 
 def of_traces(original: Trace, port: Trace) -> Iterator[Seam]:
     """Yields the seams of two loops, in the order in which the loops pass them on."""
-    counts = [str(len(trace.steps)) for trace in (original, port)]
+    counts = str(len(original.steps)), str(len(port.steps))
     yield Seam("number of scheduler steps", LOOP, None, *counts, _unless(counts[0] == counts[1]), 0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
-        yield from _of_states(theirs, ours, n)
+        constant = _constant(original.steps[0], theirs) & _constant(port.steps[0], ours) if n else set()
+        suffix = " of the scheduler" if n else ""
+        step = n if n else None
+        yield from of_values(LOOP, _state(theirs, constant), _state(ours, constant), step, suffix)
         if n == 0:
-            noises = ({"noise": each.arguments.get("sample")} for each in (theirs, ours))
-            yield from of_values(LOOP, *noises)
+            noise, other = ({"noise": each.arguments.get("sample")} for each in (theirs, ours))
+            yield from of_values(LOOP, noise, other)
         yield from _of_calls(theirs.calls, ours.calls, n)
-        arguments = (_renamed(each.arguments) for each in (theirs, ours))
-        yield from of_values(LOOP, *arguments, step=n)
-        after = ({"latents after the step": each.latents} for each in (theirs, ours))
-        yield from of_values(LOOP, *after, step=n)
+        yield from of_values(LOOP, _passed(theirs), _passed(ours), n)
 
 
-def _of_states(theirs: Stepped, ours: Stepped, step: int) -> Iterator[Seam]:
-    """Yields the seams of a scheduler before a step: of all its fields, in the first step by their bare names."""
-    states = []
-    for each in (theirs, ours):
-        state = {name.lstrip("_"): value for name, value in each.state.items()}
-        states.append({name: state.pop(name) for name in FIRST if name in state} | state)
-    if step == 0:
-        yield from of_values(LOOP, *states)
-    else:
-        yield from of_values(LOOP, *states, step=step, suffix=" of the scheduler")
+def _state(stepped: Stepped, constant: set[str]) -> dict[str, Any]:
+    """Returns the fields of a scheduler before a step by their bare names, without some."""
+    state = {name.lstrip("_"): value for name, value in stepped.state.items()}
+    ordered = {name: state[name] for name in FIRST if name in state} | state
+    return {name: value for name, value in ordered.items() if name not in constant}
+
+
+def _constant(first: Stepped, now: Stepped) -> set[str]:
+    """Returns the fields of a scheduler that are the same before two steps."""
+    before, after = _state(first, set()), _state(now, set())
+    seams = ((name, of_values(LOOP, {name: before[name]}, {name: after.get(name)})) for name in before)
+    return {name for name, each in seams if not any(seam.distance for seam in each)}
 
 
 def _of_calls(theirs: list[Called], ours: list[Called], step: int) -> Iterator[Seam]:
     """Yields the seams of the networks' calls in a step, matched by network and condition, in whatever order."""
     known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
-    names = [", ".join(sorted(_called(key) for key in each)) or "none" for each in (known, calls)]
-    yield Seam("calls of networks", LOOP, step, *names, _unless(known.keys() == calls.keys()), 0.0)
-    for key, call in known.items():
+    one, other = (", ".join(sorted(_called(key) for key in each)) or "none" for each in (known, calls))
+    yield Seam("calls of networks", LOOP, step, one, other, _unless(known.keys() == calls.keys()), 0.0)
+    for key in known:
         if key in calls:
-            suffix = " of the negative prompt" if call.condition == NEGATIVE else ""
-            both = call.values.keys() & calls[key].values.keys()
-            pair = ({**each.tensors, **{k: each.values[k] for k in sorted(both)}} for each in (call, calls[key]))
-            yield from of_values(LOOP, *pair, step=step, suffix=suffix)
+            both = known[key].values.keys() & calls[key].values.keys()
+            inputs, others = (
+                {**each.tensors, **{name: each.values[name] for name in sorted(both)}}
+                for each in (known[key], calls[key])
+            )
+            suffix = " of the negative prompt" if known[key].condition == NEGATIVE else ""
+            yield from of_values(LOOP, inputs, others, step, suffix)
 
 
 def _called(key: tuple[str, str, int]) -> str:
@@ -100,10 +105,11 @@ def _called(key: tuple[str, str, int]) -> str:
     return f"{network}{prompt}" + (f" again ({number + 1})" if number else "")
 
 
-def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a step by what they are, the timestep first."""
-    names = sorted(arguments, key=lambda name: (name != "timestep", name != "model_output"))
-    return {RENAMED.get(name, name): arguments[name] for name in names}
+def _passed(stepped: Stepped) -> dict[str, Any]:
+    """Returns what a step was called with, by what it is and the timestep first, and what it returned."""
+    names = sorted(stepped.arguments, key=lambda name: (name != "timestep", name != "model_output"))
+    arguments = {RENAMED.get(name, name): stepped.arguments[name] for name in names}
+    return {**arguments, "latents after the step": stepped.latents}
 
 
 def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
@@ -128,9 +134,11 @@ def _unless(same: bool) -> float:
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Returns max|a - b| / max|b|; infinity for other shapes, or where one is not finite and the other is."""
+    if one.numel() == other.numel() == 0:
+        return 0.0
     if one.shape != other.shape:
         return math.inf
-    if one.numel() == 0 or torch.equal(one, other):
+    if torch.equal(one, other):
         return 0.0
     if not one.is_floating_point():
         return math.inf

@@ -10,14 +10,12 @@ import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchport import load, patch
 from torchport.compile import network, preflight
 from torchport.config import checkout
-from torchport.config.card import DENOISING
 from torchport.stages.family import Stage, Steps
 from torchport.task import Task
 from torchport.verify import upstream_loop
@@ -51,7 +49,7 @@ def seams(port: Task, original: Task, folder: Path, chosen: Collection[int]) -> 
         chosen: Steps, from 0, whose large tensors are compared.
     """
     with side(port):
-        likes = {str(stage.network): _like(port, stage) for stage in port.denoising}
+        likes = {str(stage.network): like(port, stage) for stage in port.denoising}
     reference = record(original, folder, chosen, likes)
     return against(port, folder, chosen, reference, likes)
 
@@ -60,15 +58,20 @@ def against(
     port: Task, folder: Path, chosen: Collection[int], reference: Recorded, likes: Mapping[str, torch.Tensor]
 ) -> Seams:
     """Returns the seams of a port, given those of the original; see `seams`."""
-    own = record(port, folder, chosen, likes, reference)
-    rows = [row for stage, values in reference.encoded.items() for row in of_values(stage, values, own.encoded[stage])]
-    rows += of_traces(reference.trace, own.trace)
+    rows = differences(reference, record(port, folder, chosen, likes, reference))
     unlike = []
     if any(stage.network for stage in _encoding(port)):
         unlike.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
     if not upstream_loop.is_upstreams(port):
         unlike.append("the loop: that of the family is both the port's and the original's")
     return Seams(tuple(rows), tuple(unlike))
+
+
+def differences(original: Recorded, port: Recorded) -> list[Seam]:
+    """Returns what both sides passed on, compared by name."""
+    stages = original.encoded.items()
+    rows = [row for stage, values in stages for row in of_values(stage, values, port.encoded[stage])]
+    return [*rows, *of_traces(original.trace, port.trace)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +106,11 @@ def side(task: Task) -> Iterator[None]:
         yield
 
 
-def _like(task: Task, stage: Stage) -> torch.Tensor:
+def like(task: Task, stage: Stage) -> torch.Tensor:
     """Returns what the stage's network returns, without values."""
     output = preflight.rehearse(task, stage).calls[0].output
-    like: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return like
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return first
 
 
 def _encoding(task: Task) -> list[Stage]:
@@ -122,8 +125,9 @@ def record(
     chosen: Collection[int],
     likes: Mapping[str, torch.Tensor],
     reference: Recorded | None = None,
+    encoded: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> Recorded:
-    """Returns what one side passes on.
+    """Returns what one side passes on; no patch may be in force.
 
     Args:
         task: The side's.
@@ -132,15 +136,18 @@ def record(
         likes: What the networks return, without values.
         reference: The original's, for a port: its loop gets the original's embeddings, so that what an encoder does
             wrong is told once.
+        encoded: What the stages before the loop return, where that is known.
     """
     with side(task):
-        encoded, moments = {}, {} if reference is None else reference.moments
+        own = Recorded({}, {} if reference is None else reference.moments, Trace(chosen))
         for stage in _encoding(task):
+            if stage.network is not None and reference is not None:
+                continue
+            values = _encoded(task, stage, folder) if encoded is None else encoded[stage.name]
             if stage.network is None:
-                encoded[stage.name] = _encoded(task, stage, folder)
-            elif reference is None:
-                moments |= _encoded(task, stage, folder)
-        own = Recorded(encoded, moments, Trace(chosen))
+                own.encoded[stage.name] = values
+            else:
+                own.moments.update(values)
         inputs = (reference or own).inputs
         with own.trace.recording():
             _denoise(task, folder, own.trace, likes, inputs)

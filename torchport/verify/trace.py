@@ -1,7 +1,7 @@
 """What a loop passes to its networks and its scheduler, recorded while the networks' outputs are made up.
 
-No network runs. Each call gets numbers that depend on the step and on the condition alone. So two loops that do the same
-arithmetic have the same numbers everywhere, whether the conditions of guidance come in one batch or one after the other.
+No network runs. Each call returns numbers that depend on the step and on the condition alone. So two loops that do the
+same arithmetic have the same numbers everywhere, whether the conditions of guidance come in one batch or one by one.
 """
 
 from __future__ import annotations

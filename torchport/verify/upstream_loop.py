@@ -30,19 +30,23 @@ class Untouched(Loop):
 
 
 def is_upstreams(task: Task) -> bool:
-    """Returns whether the loop is upstream's own; otherwise the family has it, which the port has, too."""
-    return task.card.pipeline is not None
+    """Returns whether upstream's own loop can be called; otherwise the family's is both the port's and the original's."""
+    return task.card.pipeline is not None or hasattr(task.family, "upstream_loop")
 
 
 def run(task: Task, parts: Mapping[str, Any], calls: Mapping[str, Fed], inputs: Mapping[str, Any]) -> None:
     """Takes the denoising steps of the original in upstream's own loop.
 
     Args:
-        task: The original's, whose card names a pipeline.
+        task: The original's, whose card names a pipeline, or whose family has the function `upstream_loop`.
         parts: Scheduler, guider, and networks and VAE for their configurations.
         calls: The networks by name.
         inputs: What the stages before returned, and `noise` where it is given.
     """
+    if hasattr(task.family, "upstream_loop"):
+        [call] = calls.values()
+        task.family.upstream_loop(parts, call, task.settings, **inputs)
+        return
     if task.card.call is None:
         _run_pipeline(task, parts, calls, inputs)
         return
@@ -51,7 +55,11 @@ def run(task: Task, parts: Mapping[str, Any], calls: Mapping[str, Fed], inputs: 
 
 
 def _run_generic(
-    upstream: UpstreamPipeline, task: Task, parts: Mapping[str, Any], calls: Mapping[str, Fed], inputs: Mapping[str, Any]
+    upstream: UpstreamPipeline,
+    task: Task,
+    parts: Mapping[str, Any],
+    calls: Mapping[str, Fed],
+    inputs: Mapping[str, Any],
 ) -> None:
     """Calls the pipeline of a card that says how."""
     settings = task.settings
