@@ -158,18 +158,18 @@ class Decoded:
         rounding: The greatest difference of the original's frames from the yardstick's, in levels of 255.
         added: Of the port's.
         frame: The port's worst frame, from 0.
+        pictures: That frame as PNG, by what it is: the original's, the port's, and their difference.
     """
 
     rounding: float
     added: float
     frame: int
+    pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
-        """Differences under half a level are no picture's."""
-        if self.added <= 0.5:
-            return Verdict.SAME
-        return verdict_of(self.added / max(self.rounding, 0.5 / FAULT))
+        """A difference of one level is rounding's: frames are whole levels."""
+        return Verdict.SAME if self.added <= 1 else verdict_of(self.added / max(self.rounding, 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
