@@ -12,7 +12,7 @@ from torchport.verify.borders import Border, Pass, Values, inner_paths
 from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.port import Port
 from torchport.verify.recording import Call, given
-from torchport.verify.yardstick import distance, floor, matched
+from torchport.verify.yardstick import distance, floor, is_sampled, matched
 
 HARMLESS = 12
 """Units of one call, with more than rounding, whose effect on the network's output is measured."""
@@ -63,7 +63,10 @@ class Units:
         values = {border: value for border, value in self.call.values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, paths, given(values))
         self.last = forced
-        return list(self._measured(forced, self.call.outer, paths, "", ()))
+        measured = list(self._measured(forced, self.call.outer, paths, "", ()))
+        for one in measured:
+            one.skipped = self._skipped(one.border.path)
+        return measured
 
     def inner(self, block: str) -> list[Measured]:
         """Returns the modules of a block, and its own code between them."""
@@ -81,6 +84,8 @@ class Units:
         """Returns what a unit's own error alone does to the network's output, in units of the rounding there."""
         assert self.last is not None
         border = measured.border
+        if is_sampled(self.call.values[border]):
+            return None  # a capture has no more of it
         bad = measured_value(self, measured)
         outputs = []
         for value in (bad, self.call.values[border]):

@@ -43,22 +43,28 @@ def _is_table(value: Any) -> bool:
 
 
 class Wide(TorchFunctionMode):
-    """Keeps float64 where a module's code casts to float32, as many norms do.
+    """Computes in float64 what a module's code casts to float32, or makes in it, as many norms and tables do.
 
-    Such a cast says that the dtype should be wide. The yardstick's is wider.
+    Such code says that the dtype should be wide. The yardstick's is wider. Where the yardstick's is float32, nothing
+    changes.
+
+    Args:
+        dtype: The yardstick's.
     """
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function; a cast of a float64 tensor to float32 is left out."""
+        """Calls a function with float64 in place of float32."""
         kwargs = kwargs or {}
-        if function in _CASTS and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if function is torch.Tensor.float:
-                return args[0]
-            args, kwargs = pytree.tree_map(_as_float64, (args, kwargs))
+        if self.dtype is not torch.float64:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = pytree.tree_map(_as_float64, (args, kwargs))
         return function(*args, **kwargs)
-
-
-_CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.type}
 
 
 def _as_float64(value: Any) -> Any:
@@ -84,8 +90,38 @@ def distance(a: Any, b: Any) -> float | None:
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
     first, second = _by_place(a), _by_place(b)
-    both = [(first[key], second[key]) for key in first.keys() & second.keys()]
+    both = [(_as_sampled(first[key], second[key]), second[key]) for key in first.keys() & second.keys()]
     return [(one, other) for one, other in both if one.shape == other.shape and other.is_floating_point()]
+
+
+ROWS = "torchport_rows"
+"""The attribute of a tensor that is some rows of another: the numbers of these rows."""
+LARGE, KEPT = 2**22, 4096
+"""Elements above which a tensor is kept in some rows, and how many."""
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns some rows of a large tensor, evenly spaced over all dims but the last; a small one as it is."""
+    if tensor.ndim < 2 or tensor.numel() <= LARGE or hasattr(tensor, ROWS):
+        return tensor
+    table = tensor.reshape(-1, tensor.shape[-1])
+    numbers = torch.linspace(0, table.shape[0] - 1, min(KEPT, table.shape[0])).round().long()
+    rows = table[numbers]
+    setattr(rows, ROWS, numbers)
+    return rows
+
+
+def is_sampled(tree: Any) -> bool:
+    """Returns whether a tree has a tensor that is some rows of another."""
+    return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
+
+
+def _as_sampled(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of a tensor that another one has, where that has only some."""
+    numbers = getattr(like, ROWS, None)
+    if numbers is None or hasattr(tensor, ROWS):
+        return tensor
+    return tensor.reshape(-1, tensor.shape[-1])[numbers]
 
 
 def _by_place(tree: Any) -> dict[Any, torch.Tensor]:
