@@ -1,7 +1,7 @@
 """One call of a network, in which the values at the borders of its modules are noted, and replaced by others.
 
-What a module is called with and what it returns are its two borders. With the original's values at all borders, whatever
-differs at a border was made since the border before: by a module, or by the code between two modules.
+What a module is called with and what it returns are its two borders. With the original's values at all borders,
+whatever differs at a border was made since the border before: by a module, or by the code between two modules.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,10 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices
-from torchport.verify import seams
-from torchport.verify.facts import Drift, Unit
+from torchport.verify import pictures, seams
+from torchport.verify.facts import Decoded, Drift, Unit
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, Enough, Recording, start_of, under, weights_of
+from torchport.verify.recording import Enough, Recording, read, start_of, under, weights_of
 from torchport.verify.units import Measured, Units, looked_into
 from torchport.verify.yardstick import distance, floor
 
@@ -35,6 +36,8 @@ class Compared:
         seams: What its stages and its loop pass on, beside the original's.
         unlike: What was not compared, a line each.
         drift: Of the free-running port.
+        decoded: The decoder's frames; None where they were not compared.
+        programs: What differs from the programs that a plan has, a line each.
     """
 
     networks: list[Unit] = dataclasses.field(default_factory=list)
@@ -42,6 +45,8 @@ class Compared:
     seams: Any = None
     unlike: list[str] = dataclasses.field(default_factory=list)
     drift: list[Drift] = dataclasses.field(default_factory=list)
+    decoded: Decoded | None = None
+    programs: list[str] = dataclasses.field(default_factory=list)
 
 
 def compare(request: Request, file: Path) -> Compared:
@@ -52,7 +57,7 @@ def compare(request: Request, file: Path) -> Compared:
         file: The recording.
     """
     task, compared = accept(request), Compared()
-    recording: Recording = torch.load(file, weights_only=False)
+    recording = read(file)
     with under(task, task.family.STAGES), Programs.of_task(task) as programs:
         preflight.check(task)
         folder = weights_of(task)
@@ -62,8 +67,30 @@ def compare(request: Request, file: Path) -> Compared:
                 with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
                     with engine.operators({op.target: op.function for op in ledger.ops()}):
                         _Comparison(task, stage, folder, ledger, recording, compared, programs).run(ends)
-    compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
+        if recording.decoded is not None:
+            compared.decoded = _decoded(task, folder, recording.decoded)
+        compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
     return compared
+
+
+def _decoded(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
+    """Returns how far the port's frames are from the original's, given the same latents."""
+    stage = task.family.STAGES[-1]
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+        with engine.operators({op.target: op.function for op in ledger.ops()}):
+            parts = network.loaded(task, stage, folder)
+            call = None
+            if stage.network is not None:
+                mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+                weights = network.placed(task, stage, parts, mesh, folder)
+                call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
+            frames = stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"]
+    yardstick = recorded["yardstick"].float()
+    own = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
+    original = (recorded["original"].float() - yardstick).abs()
+    worst = int(own.argmax())
+    shown = pictures.beside(recorded["original"][0, worst], frames[0, worst])
+    return Decoded(float(original.max()), float(own.max()), worst, shown)
 
 
 class _Comparison:
@@ -123,10 +150,8 @@ class _Comparison:
         steps = Steps(finished=loop.finished, resume=start if start[0] else None)
         inputs = {**self.recording.embeddings, **task.noise(stage)}
         fresh = network.afresh(task, stage, parts, self.folder)
-        try:
+        with contextlib.suppress(Enough):
             ends[stage.name] = stage.run(fresh, loop, task.settings, steps, **inputs)
-        except Enough:
-            pass
         return loop
 
     def _drift(self, loop: _Loop) -> None:
@@ -142,10 +167,12 @@ class _Comparison:
         rows = torch.cat([output.float() for output in outputs])
         counts = [call.wide_output.shape[0] for call in calls]
         if rows.shape[0] != sum(counts):
-            line = f"{calls[0].network}: its program computes {rows.shape[0]} conditions, and the original {sum(counts)}"
+            line = (
+                f"{calls[0].network}: its program computes {rows.shape[0]} conditions, and the original {sum(counts)}"
+            )
             self.compared.unlike.append(line)
             return
-        for call, part in zip(calls, rows.split(counts), strict=True):
+        for call, part in zip(calls, torch.split(rows, counts), strict=True):
             added = distance(part, call.wide_output)
             rounding = max(call.rounding, floor(call.output))
             self.compared.networks.append(
@@ -187,6 +214,3 @@ class _Loop:
         if number >= self.enough:
             raise Enough
         self.outputs = []
-
-
-__all__ = ["Call", "Compared", "compare"]

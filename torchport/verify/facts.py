@@ -246,8 +246,8 @@ class Verification:
     @property
     def verdict(self) -> Verdict:
         """Another picture if a seam, a unit or the decoder says so; unclear if one of them does."""
-        parts = [*self.seams, *self.units, *([self.decoded] if self.decoded else [])]
-        verdicts = {part.verdict for part in parts}
+        verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
+        verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
         return next((one for one in (Verdict.OTHER, Verdict.UNCLEAR) if one in verdicts), Verdict.SAME)
 
     @property

@@ -1,8 +1,8 @@
 """The original, recorded: what its networks get and return in chosen steps, beside the yardstick.
 
-The original runs in PyTorch, without the patches that a port needs and without the family's `prepare`: a fault in one of
-them must not be in both. The yardstick gets the original's own values at every border, so that each unit is measured
-alone.
+The original runs in PyTorch, without the patches that a port needs and without the family's `prepare`: a fault in one
+of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
+measured alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.verify import seams
-from torchport.verify.borders import Border, Copies, Pass, Values, inner_paths, outer_paths, size
+from torchport.verify.borders import Copies, Pass, Values, inner_paths, outer_paths, size
 from torchport.verify.yardstick import Wide, distance, wide_dtype, wide_module, widened
 
 LIMIT = 2**30
@@ -109,19 +109,17 @@ class Enough(BaseException):
 
 
 @contextlib.contextmanager
-def under(task: Task, stages: Collection[Stage], without: Collection[str] = ()) -> Iterator[patch.Ledger]:
+def under(task: Task, stages: Collection[Stage]) -> Iterator[patch.Ledger]:
     """Puts the patches of some stages in force, as a run does, and gives their ledger.
 
     Args:
         task: The task.
         stages: The stages.
-        without: The ids of patches that are left out.
     """
-    entries = [entry for entry in task.patches(list(stages)) if entry.id not in without]
     with (
         failure.explained(task),
         checkout.on_path(task.upstream),
-        patch.applied(entries) as ledger,
+        patch.applied(task.patches(list(stages))) as ledger,
         checkout.hushed(True),
         load.default_dtype(torch.float32),
     ):
@@ -145,7 +143,23 @@ def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return outputs
 
 
-def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
+def read(path: Path) -> Recording:
+    """Returns a recording: of this verification, from its file; of another machine, from a folder."""
+    if path.is_dir():
+        from torchport.verify import capture
+
+        return capture.read(path)
+    recording: Recording = torch.load(path, weights_only=False)  # our own file, in a folder that only this user has
+    return recording
+
+
+def record(
+    request: Request,
+    steps: tuple[int, ...] | None,
+    file: Path,
+    decodes: bool = False,
+    capture_folder: Path | None = None,
+) -> None:
     """Writes what the original does to a file; runs in a process of its own.
 
     Args:
@@ -153,6 +167,7 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
         steps: From 0; None: the first of each network.
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.
+        capture_folder: Where a reference for other machines is written; None: nowhere.
     """
     task = accept(request)
     with under(task, task.family.STAGES):
@@ -165,11 +180,19 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
             _Loop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
             recording.decoded = decoded(task, folder, recording.ends[task.denoising[-1].name])
-    outputs = {call.network: call.output for call in reversed(recording.calls)}
-    likes = {str(stage.network): outputs.get(str(stage.network), recording.calls[0].output) for stage in task.denoising}
-    recording.likes = {name: output if isinstance(output, torch.Tensor) else output[0] for name, output in likes.items()}
-    recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
+        outputs = {call.network: call.output for call in reversed(recording.calls)}
+        likes = {
+            str(stage.network): outputs.get(str(stage.network), recording.calls[0].output) for stage in task.denoising
+        }
+        recording.likes = {
+            name: output if isinstance(output, torch.Tensor) else output[0] for name, output in likes.items()
+        }
+        recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
     torch.save(recording, file)
+    if capture_folder is not None:
+        from torchport.verify import capture
+
+        capture.write(capture_folder, recording, task)
 
 
 def _is_over(recording: Recording, steps: tuple[int, ...] | None, decodes: bool) -> bool:
@@ -221,9 +244,7 @@ class _Loop:
         except Enough:
             log.debug("%s: step %d is the last that is looked at", stage.name, self.step - 1)
 
-    def _finished(
-        self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None
-    ) -> None:
+    def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
         recording = self.recording
         latents = latents_of(state)
         if latents is not None:
@@ -235,9 +256,7 @@ class _Loop:
             raise Enough
 
 
-def start_of(
-    ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage
-) -> tuple[int, dict[str, torch.Tensor]]:
+def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tuple[int, dict[str, torch.Tensor]]:
     """Returns how many steps were taken before a stage, and what they leave."""
     for name in stage.needs:
         if name in DENOISING:
@@ -302,7 +321,7 @@ class Recorded:
             module = wide_module(eager.module, self.dtype)
             self._wide = Eager(module, eager.how, eager.outputs, eager.name)
         watch = Pass(self._wide.module, paths, values, _as_wide, Copies())
-        with watch.watching(), Wide():
+        with watch.watching(), Wide(self.dtype):
             output = self._wide(**widened(dict(inputs), self.dtype))
         return output, watch.noted
 
@@ -345,8 +364,8 @@ def _frames(
         frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
         return frames
     wide = Widened(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
-    frames = stage.run(parts, wide, task.settings, Steps(), **latents)["frames"]
-    return frames
+    wide_frames: torch.Tensor = stage.run(parts, wide, task.settings, Steps(), **latents)["frames"]
+    return wide_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,5 +383,5 @@ class Widened:
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns what the network returns."""
-        with Wide():
+        with Wide(self.dtype):
             return self.eager(**widened(inputs, self.dtype))

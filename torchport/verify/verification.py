@@ -1,0 +1,167 @@
+"""A verification: the original is recorded, the port is compared with it, and the patch at fault is looked for.
+
+Each of the three has a process of its own: the original must not meet a port's patches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchport.config.card import DENOISING
+from torchport.errors import BadValueError, MachineError
+from torchport.processes import child
+from torchport.progress import waiting
+from torchport.task import Request, Task, accept
+from torchport.verify.causes import Search
+from torchport.verify.comparing import Compared
+from torchport.verify.facts import Unit, Verification
+from torchport.verify.units import Measured
+from torchport.verify.yardstick import wide_dtype
+
+SMALLER = "Free memory, or make the video smaller: --set height=, width= or frames="
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is verified, beside the request.
+
+    Attributes:
+        steps: The denoising steps, from 0; None: the first of each network.
+        decodes: Whether the decoder is compared.
+        floor: Another mesh, whose drift is printed beside the port's; None: none.
+        capture: The folder that the original's values are written to; None: none.
+        reference: The folder of such values, which take the original's place; None: the original runs.
+    """
+
+    steps: tuple[int, ...] | None = None
+    decodes: bool = False
+    floor: str | None = None
+    capture: Path | None = None
+    reference: Path | None = None
+
+
+def verify(request: Request, options: Options) -> Verification:
+    """Returns whether a port computes what the original computes, and what is at fault if it does not.
+
+    Args:
+        request: Of the port.
+        options: What is compared.
+
+    Raises:
+        TorchportError: What a run of the port or of the original refuses.
+    """
+    task = accept(request)
+    _check_steps(task, options.steps)
+    clock = _Clock()
+    with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
+        file = options.reference or Path(name, "original.pt")
+        if options.reference is None:
+            original = dataclasses.replace(request, backend="original")
+            with clock.lap("the original"):
+                _call("recording:record", original, options.steps, file, options.decodes, options.capture)
+        with clock.lap("the port"):
+            compared: Compared = _call("comparing:compare", request, file)
+        verification = _verification(task, options, compared)
+        with clock.lap("the patch at fault"):
+            verification = _blamed(verification, compared, request, file)
+        return dataclasses.replace(verification, seconds=clock.seconds)
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    def ended(end: child.Ended) -> MachineError:
+        return MachineError(f"torchport.verify.{function}", f"Its process {end}", SMALLER)
+
+    return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment={"PYTHONWARNINGS": "ignore"})
+
+
+class _Clock:
+    """The seconds of each part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def lap(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with waiting(f"verify: {what}"):
+            yield
+        self.seconds[what] = round(time.perf_counter() - start, 1)
+
+
+def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
+    """Refuses steps that the job does not take.
+
+    Raises:
+        BadValueError: There is one.
+    """
+    for step in steps or ():
+        if not 0 <= step < task.settings.steps:
+            fact = f"The job takes {task.settings.steps} steps, which are 0 to {task.settings.steps - 1}"
+            raise BadValueError(f"--steps {step}", fact, "Name some of these")
+
+
+def _verification(task: Task, options: Options, compared: Compared) -> Verification:
+    names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
+    dtypes = {name: task.dtype(name) for name in names}
+    wide = {name: str(wide_dtype(task.settings.dtypes[name])).removeprefix("torch.") for name in names}
+    units = (*compared.networks, *(measured.unit for measured in compared.measured))
+    steps = tuple(sorted({unit.step for unit in units}))
+    return Verification(
+        task.card.model,
+        task.request.config,
+        dtypes,
+        wide,
+        task.job.strategy,
+        {str(axis): size for axis, size in task.job.mesh.items()},
+        steps,
+        task.settings.steps,
+        against="original" if options.reference is None else str(options.reference),
+        seams=compared.seams.seams,
+        units=units,
+        drift=tuple(compared.drift),
+        decoded=compared.decoded,
+        unlike=(*compared.seams.unlike, *compared.unlike, *_not_compared(options)),
+        programs=tuple(compared.programs),
+    )
+
+
+def _not_compared(options: Options) -> list[str]:
+    decoder = [] if options.decodes else ["the decoder (--decode compares it)"]
+    return [f"not compared: {', and '.join([*decoder, 'the weights of the text encoders'])}"]
+
+
+def _blamed(verification: Verification, compared: Compared, request: Request, file: Path) -> Verification:
+    """Returns a verification with the patch at fault, or with where to look."""
+    if verification.bad_seams:
+        search: Search = _call("causes:of_seam", request, file, verification.bad_seams[0])
+        return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
+    if not verification.culprits:
+        return verification
+    measured = _measured(compared, verification.culprits[0])
+    if measured is None:
+        place = f"strategy '{verification.strategy}'"
+        clue = f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
+        return dataclasses.replace(verification, clue=clue)
+    search = _call("causes:search", request, file, measured)
+    return _with(verification, search, lambda: _clue(search))
+
+
+def _with(verification: Verification, search: Search, clue: Callable[[], str]) -> Verification:
+    return dataclasses.replace(verification, causes=search.causes, clue="" if search.causes else clue())
+
+
+def _clue(search: Search) -> str:
+    if not search.tried:
+        return "no patch is called in it: look at the card's dtypes and rules, and at the family's `prepare`"
+    tried = ", ".join(search.tried)
+    return f"leaving out one patch does not cure it ({tried}): look at two of them, at dtypes, and at `prepare`"
+
+
+def _measured(compared: Compared, unit: Unit) -> Measured | None:
+    return next((measured for measured in compared.measured if measured.unit == unit), None)
