@@ -78,13 +78,14 @@ def search(request: Request, file: Path, measured: Measured) -> Search:
     return Search(tuple(_left(task, stage, measured, tried)), tried)
 
 
-def of_seam(request: Request, file: Path, seam: Seam) -> Search:
+def of_seam(request: Request, file: Path, seam: Seam, called: Collection[str]) -> Search:
     """Returns the patch that a seam differs through: halves of the patches are left out until one is left.
 
     Args:
         request: Of the port.
         file: The recording.
         seam: The seam.
+        called: The patches that were called where no network ran.
     """
     task = accept(request)
     recording = read(file)
@@ -96,8 +97,8 @@ def of_seam(request: Request, file: Path, seam: Seam) -> Search:
         same = [one for one in found.seams if (one.name, one.stage, one.step) == (seam.name, seam.stage, seam.step)]
         return max((one.distance for one in same), default=0.0)
 
-    entries = [entry for entry in task.patches(task.family.STAGES) if entry.edits and not entry.plumbing]
-    if distance_without([entry.id for entry in entries]) > seam.allowed:
+    entries = [entry for entry in task.patches(task.family.STAGES) if entry.id in called and not entry.plumbing]
+    if not entries or distance_without([entry.id for entry in entries]) > seam.allowed:
         return Search((), {})
     while len(entries) > 1:
         half = entries[: len(entries) // 2]

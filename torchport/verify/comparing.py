@@ -38,6 +38,7 @@ class Compared:
         drift: Of the free-running port.
         decoded: The decoder's frames; None where they were not compared.
         programs: What differs from the programs that a plan has, a line each.
+        called: The patches that were called where no network ran: in encoders and loops.
     """
 
     networks: list[Unit] = dataclasses.field(default_factory=list)
@@ -47,6 +48,7 @@ class Compared:
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
     programs: list[str] = dataclasses.field(default_factory=list)
+    called: frozenset[str] = frozenset()
 
 
 def compare(request: Request, file: Path) -> Compared:
@@ -58,19 +60,45 @@ def compare(request: Request, file: Path) -> Compared:
     """
     task, compared = accept(request), Compared()
     recording = read(file)
-    with under(task, task.family.STAGES), Programs.of_task(task) as programs:
+    with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as programs:
         preflight.check(task)
         folder = weights_of(task)
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recording.calls) or not ends:
-                with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-                    with engine.operators({op.target: op.function for op in ledger.ops()}):
-                        _Comparison(task, stage, folder, ledger, recording, compared, programs).run(ends)
+                with patch.applied(task.patches([stage]), stage=stage.name) as own:
+                    with engine.operators({op.target: op.function for op in own.ops()}):
+                        _Comparison(task, stage, folder, own, recording, compared, programs).run(ends)
         if recording.decoded is not None:
             compared.decoded = _decoded(task, folder, recording.decoded)
+        before = _counts(ledger)
         compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
+        compared.called = frozenset(key for key, count in _counts(ledger).items() if count != before[key])
     return compared
+
+
+def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
+    """Returns how far a free-running port is from the original after each step; runs in a process of its own.
+
+    Args:
+        request: Of the port, on a mesh of its own.
+        file: The recording.
+        steps: How many steps are taken.
+    """
+    task, compared, recording = accept(request), Compared(), read(file)
+    with under(task, task.family.STAGES), Programs.of_task(task) as programs:
+        preflight.check(task)
+        folder, ends = weights_of(task), dict[str, dict[str, torch.Tensor]]()
+        for stage in task.denoising:
+            if len(compared.drift) < steps:
+                with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+                    with engine.operators({op.target: op.function for op in ledger.ops()}):
+                        _Comparison(task, stage, folder, ledger, recording, compared, programs).run_freely(ends, steps)
+    return compared.drift
+
+
+def _counts(ledger: patch.Ledger) -> dict[str, int]:
+    return {record.entry.id: record.calls.count for record in ledger.records}
 
 
 def _decoded(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
@@ -127,14 +155,24 @@ class _Comparison:
         for call in self.calls:
             self.compared.measured += looked_into(Units(port, call))
 
-    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Runs the loop freely, and once more at each chosen step from where the original was."""
+    def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+        """Runs the loop from where the stage before ended, and notes how far it is from the original."""
+        call, parts = self._program()
+        self._drift(self._loop(call, parts, start_of(ends, self.stage), steps - 1, ends))
+
+    def _program(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the network as a run compiles it, and the stage's parts."""
         task, stage = self.task, self.stage
         parts = network.loaded(task, stage, self.folder)
         module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
         weights = network.placed(task, stage, parts, mesh, self.folder)
         programs_of = functools.partial(self.programs.of, stage, self.folder, mesh, self.ledger)
-        call = network.compiled(task, stage, module, weights, mesh, programs_of=programs_of)
+        return network.compiled(task, stage, module, weights, mesh, programs_of=programs_of), parts
+
+    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Runs the loop freely, and once more at each chosen step from where the original was."""
+        task, stage = self.task, self.stage
+        call, parts = self._program()
         steps = sorted({recorded.step for recorded in self.calls})
         start = start_of(ends, stage)
         self._drift(self._loop(call, parts, start, max(steps, default=task.settings.steps), ends))

@@ -293,26 +293,31 @@ class Recorded:
         return self._recorded(step, number, inputs)
 
     def _recorded(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
-        every = ["", *self.outer]
-        if number == 0:  # guidance's other calls go through the same modules
-            every = ["", *(path for outer in self.outer for path in inner_paths(self.eager.module, outer))]
+        paths = ["", *self.outer]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        watch = Pass(self.eager.module, every, {}, _same, Copies())
-        with watch.watching():
-            output = self.eager(**inputs)
-        values, is_whole = watch.noted, number == 0 and size(watch.noted) <= LIMIT
-        outer = {border: value for border, value in values.items() if border.path in ("", *self.outer)}
+        output, outer = self._watched(kept, paths)
         wide_output, _ = self._yardstick(kept, [], {})
-        _, wide_outer = self._yardstick(kept, ["", *self.outer], given(outer))
+        _, wide_outer = self._yardstick(kept, paths, given(outer))
+        every = ["", *(path for unit in self.outer for path in inner_paths(self.eager.module, unit))]
+        # Guidance's other calls go through the same modules.
+        is_whole = number == 0 and size(outer) * len(every) / len(paths) <= LIMIT
+        values = self._watched(kept, every)[1] if is_whole else outer
         wide_inner = self._yardstick(kept, every, given(values))[1] if is_whole else {}
         stage = self.loop.stage
         self.loop.recording.calls.append(
             Call(
                 *(stage.name, str(stage.network), step, number, kept, _copied(output), wide_output),
-                *(values if is_whole else outer, wide_outer, wide_inner, is_whole),
+                *(values, wide_outer, wide_inner, is_whole),
             )
         )
         return output
+
+    def _watched(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
+        """Returns what the original returns, and its values at borders."""
+        watch = Pass(self.eager.module, paths, {}, _same, Copies())
+        with watch.watching():
+            output = self.eager(**inputs)
+        return output, watch.noted
 
     def _yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
         """Returns what the yardstick returns, and its values at borders."""

@@ -6,6 +6,8 @@ Each of the three has a process of its own: the original must not meet a port's 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from torchport.progress import waiting
 from torchport.task import Request, Task, accept
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
-from torchport.verify.facts import Unit, Verification
+from torchport.verify.facts import Drift, Unit, Verification
 from torchport.verify.units import Measured
 from torchport.verify.yardstick import wide_dtype
 
@@ -58,6 +60,8 @@ def verify(request: Request, options: Options) -> Verification:
     """
     task = accept(request)
     _check_steps(task, options.steps)
+    if options.floor is not None:
+        _sizes(options.floor)
     clock = _Clock()
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
         file = options.reference or Path(name, "original.pt")
@@ -70,6 +74,9 @@ def verify(request: Request, options: Options) -> Verification:
         verification = _verification(task, options, compared)
         with clock.lap("the patch at fault"):
             verification = _blamed(verification, compared, request, file)
+        if options.floor is not None and verification.drift:
+            with clock.lap("the floor"):
+                verification = _with_floor(verification, task, options.floor, file)
         return dataclasses.replace(verification, seconds=clock.seconds)
 
 
@@ -78,6 +85,31 @@ def _call(function: str, *arguments: Any) -> Any:
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", SMALLER)
 
     return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment={"PYTHONWARNINGS": "ignore"})
+
+
+def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -> Verification:
+    """Returns a verification with the drift of another mesh beside the port's."""
+    sizes = _sizes(mesh)
+    written = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+    overrides = (*task.request.overrides, f"mesh={{{written}}}")
+    if task.machine.platform == "cpu":  # virtual devices: as many as the mesh takes
+        overrides += (f"machine=cpu:{math.prod(sizes.values())}",)
+    request = dataclasses.replace(task.request, overrides=overrides)
+    floors: list[Drift] = _call("comparing:drifted", request, file, max(row.step for row in verification.drift))
+    by_step = {row.step: row.distance for row in floors}
+    drift = tuple(dataclasses.replace(row, floor=by_step.get(row.step)) for row in verification.drift)
+    return dataclasses.replace(verification, drift=drift, floor=f"the same port on {mesh}")
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes, by axis.
+
+    Raises:
+        BadValueError: It is no mesh.
+    """
+    if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", mesh) is None:
+        raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the sizes of its axes: dp=1,tp=4")
+    return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
 
 
 class _Clock:
@@ -139,7 +171,7 @@ def _not_compared(options: Options) -> list[str]:
 def _blamed(verification: Verification, compared: Compared, request: Request, file: Path) -> Verification:
     """Returns a verification with the patch at fault, or with where to look."""
     if verification.bad_seams:
-        search: Search = _call("causes:of_seam", request, file, verification.bad_seams[0])
+        search: Search = _call("causes:of_seam", request, file, verification.bad_seams[0], compared.called)
         return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
     if not verification.culprits:
         return verification
