@@ -11,11 +11,11 @@ from torchport.errors import TorchportError
 from torchport.foreign import brief, refusals
 from torchport.progress import log
 from torchport.stages.family import Stage
-from torchport.task import Request, Task, accept
+from torchport.task import Request, Task, accept, devices
 from torchport.verify import seams
 from torchport.verify.facts import FAULT, Cause, Seam
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, given, read, under, weights_of
+from torchport.verify.recording import Call, given, read, under
 from torchport.verify.units import Measured
 from torchport.verify.yardstick import distance
 
@@ -54,12 +54,13 @@ class Search:
     tried: dict[str, float | None]
 
 
-def search(request: Request, file: Path, measured: Measured) -> Search:
+def search(request: Request, file: Path, folder: Path, measured: Measured) -> Search:
     """Returns the patches that a unit's error comes from; runs in a process of its own.
 
     Args:
         request: Of the port.
         file: The recording.
+        folder: The checkpoint's.
         measured: The unit.
     """
     task = accept(request)
@@ -67,8 +68,7 @@ def search(request: Request, file: Path, measured: Measured) -> Search:
     unit = measured.unit
     call = next(c for c in recording.calls if (c.step, c.number, c.network) == (unit.step, unit.call, unit.network))
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
-    with under(task, [stage]):
-        folder = weights_of(task)
+    devices.prepare(task.machine)
     tried: dict[str, float | None] = {}
     for entry in candidates(task, stage, measured):
         tried[entry.id] = _without(task, stage, folder, call, measured, entry)
@@ -78,19 +78,18 @@ def search(request: Request, file: Path, measured: Measured) -> Search:
     return Search(tuple(_left(task, stage, measured, tried)), tried)
 
 
-def of_seam(request: Request, file: Path, seam: Seam, called: Collection[str]) -> Search:
+def of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
     """Returns the patch that a seam differs through: halves of the patches are left out until one is left.
 
     Args:
         request: Of the port.
         file: The recording.
+        folder: The checkpoint's.
         seam: The seam.
         called: The patches that were called where no network ran.
     """
     task = accept(request)
     recording = read(file)
-    with under(task, task.family.STAGES):
-        folder = weights_of(task)
 
     def distance_without(ids: Collection[str]) -> float:
         found = seams.against(leaving_out(task, ids), folder, recording.steps, recording.seams, recording.likes)

@@ -18,7 +18,7 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices
-from torchport.verify import pictures, seams
+from torchport.verify import pictures, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit
 from torchport.verify.port import Port
 from torchport.verify.recording import Enough, Recording, read, start_of, under, weights_of
@@ -38,6 +38,7 @@ class Compared:
         drift: Of the free-running port.
         decoded: The decoder's frames; None where they were not compared.
         programs: What differs from the programs that a plan has, a line each.
+        folder: The checkpoint's.
         called: The patches that were called where no network ran: in encoders and loops.
     """
 
@@ -48,6 +49,7 @@ class Compared:
     drift: list[Drift] = dataclasses.field(default_factory=list)
     decoded: Decoded | None = None
     programs: list[str] = dataclasses.field(default_factory=list)
+    folder: Path = Path()
     called: frozenset[str] = frozenset()
 
 
@@ -62,7 +64,7 @@ def compare(request: Request, file: Path) -> Compared:
     recording = read(file)
     with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as programs:
         preflight.check(task)
-        folder = weights_of(task)
+        folder = compared.folder = weights_of(task)
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recording.calls) or not ends:
@@ -181,6 +183,9 @@ class _Comparison:
             if step == start[0] == 0 or step in states:
                 loop = self._loop(call, parts, (step, states.get(step, {})), step, {})
                 self._compare_outputs(step, loop.outputs)
+        if stage.like is not None and task.job.cache is None:  # a step cache's loop calls two programs in turns
+            plan = programs.of_plan(task, stage, devices(task.machine))
+            self.compared.programs += programs.differences(stage, programs.of_run(call), plan)
 
     def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
         task, stage = self.task, self.stage
