@@ -362,7 +362,8 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
 @click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [the first of each network].")
 @click.option("--decode", is_flag=True, help="Compare the decoder's frames, too, given the same latents.")
 @click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
-@click.option("--capture", type=click.Path(path_type=Path), metavar="DIR", help="Write the original's values to DIR.")
+@click.option("--capture", type=click.Path(path_type=Path), metavar="DIR", help="Run the original alone, into DIR.")
+@click.option("--capture-limit", type=float, metavar="GIB", help="The most that --capture writes, in GiB [2].")
 @click.option("--prompt", metavar="TEXT", help="What the video shows [the card's own].")
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
@@ -372,7 +373,7 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
 @click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
 @click.option("--cache/--no-cache", default=True, help="Load kept programs, as `run` does, and keep new ones [yes].")
-@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page: .html or .sarif.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write .html, .json or .sarif.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @path_option
 def verify(
@@ -382,6 +383,7 @@ def verify(
     floor: str | None,
     capture: Path | None,
     report: Path | None,
+    capture_limit: float | None,
     strategy: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -399,7 +401,7 @@ def verify(
 
     overrides += (f"strategy={strategy}",) if strategy is not None else ()
     request = Request(**options, overrides=overrides)
-    outcome = answer(request, Flags(steps, against, capture, decode, floor, report))
+    outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit))
     terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
     sys.exit(outcome.exit_code)
 

@@ -191,6 +191,13 @@ def test_what_is_no_tensor_and_no_text_is_left_out():
     assert len(shelf.tensors) == 1
 
 
+def test_a_tensor_without_strides_is_kept():
+    shelf = Shelf()
+    data = shelf.put(torch.ones(1).expand(1, 1).expand(1, 1, 1))
+    assert shelf.put(torch.tensor(3.0).expand(2)) != data
+    assert [list(tensor.shape) for tensor in shelf.tensors.values()] == [[1, 1, 1], [2]]
+
+
 def test_another_schema_is_refused(tmp_path, task, monkeypatch):
     monkeypatch.setattr(capture, "SCHEMA", 99)
     capture.write(tmp_path, recording(), task)

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torchport.commands import findings, formats
 from torchport.config.pack import find_pack
-from torchport.errors import BadValueError
-from torchport.files import folder
+from torchport.errors import BadValueError, PatchError
+from torchport.files import atomic, folder
 from torchport.task import Request
-from torchport.verify import report
-from torchport.verify.facts import Verification
-from torchport.verify.verification import Options, verify
+from torchport.verify import capture, report
+from torchport.verify.facts import Cause, Verification
+from torchport.verify.verification import Options, captured, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Flags:
     decode: bool = False
     floor: str | None = None
     report: Path | None = None
+    capture_limit: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +49,71 @@ def answer(request: Request, flags: Flags) -> Answer:
     Raises:
         TorchportError: Flags that do not go together; whatever a run refuses.
     """
-    if flags.report is not None:
-        folder.check_writable("--report", flags.report)
+    _check(flags)
     if request.prompt is None:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
     steps = None if flags.steps is None else _steps(flags.steps)
-    options = Options(steps, flags.decode, flags.floor, flags.capture, _reference(flags.against))
+    options = Options(steps, flags.decode, flags.floor, _reference(flags.against))
+    if flags.capture is not None:
+        limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
+        words = captured(request, options, flags.capture, limit)
+        return Answer({"capture": str(flags.capture), "holds": words}, [f"captured in {flags.capture}: {words}"], 0)
     verification: Verification = verify(request, options)
     if flags.report is not None:
-        report.write(flags.report, verification)
+        WRITERS[flags.report.suffix](flags.report, verification)
     return Answer(report.data(verification), report.lines(verification), verification.exit_code)
+
+
+def _check(flags: Flags) -> None:
+    """Refuses flags that do not go together, and a report that cannot be written.
+
+    Raises:
+        BadValueError: They do not; or the ending of no format.
+        OutputError: The report cannot be written.
+    """
+    alone = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.report}
+    if flags.capture is not None:
+        for flag in (flag for flag, given in alone.items() if given):
+            raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
+    elif flags.capture_limit is not None:
+        raise BadValueError("--capture-limit", "Nothing is captured", "Add --capture DIR")
+    if flags.against != "original":
+        for flag, given in {"--steps": flags.steps, "--decode": flags.decode}.items():
+            if given:
+                raise BadValueError(flag, "The capture says what is compared", f"Capture with {flag}, and leave it out")
+    if flags.report is not None:
+        if flags.report.suffix not in WRITERS:
+            fact = f"'{flags.report.suffix}' is the ending of no format"
+            raise BadValueError(f"--report {flags.report}", fact, f"Known: {', '.join(WRITERS)}")
+        folder.check_writable("--report", flags.report)
+
+
+def findings_of(verification: Verification) -> findings.Report:
+    """Returns the patches at fault as findings, each at the entry's line."""
+    return findings.Report(
+        [
+            findings.Finding(PatchError.id, cause.place, f"{cause.patch}: {words}", cause.patch, "verify")
+            for cause in verification.causes
+            for words in [f"{_broken(verification, cause)} It promises: {cause.promise}."]
+        ]
+    )
+
+
+def _broken(verification: Verification, cause: Cause) -> str:
+    without = "" if cause.without_it is None else f", and {cause.without_it:.2g} without it"
+    return f"{verification.verdict.capitalize()}: {cause.unit} is {cause.with_it:.2g} away{without}."
+
+
+def _write_json(file: Path, verification: Verification) -> None:
+    atomic.write_json(file, report.data(verification))
+
+
+def _write_sarif(file: Path, verification: Verification) -> None:
+    formats.write(findings_of(verification), [file])
+
+
+WRITERS = {".html": report.write, ".json": _write_json, ".sarif": _write_sarif}
+"""What writes a report, by the ending of its name."""
 
 
 def _reference(against: str) -> Path | None:

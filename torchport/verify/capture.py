@@ -21,10 +21,10 @@ from torchport.errors import ArtefactBrokenError, ArtefactForeignError, Artefact
 from torchport.load import checkpoint
 from torchport.progress import log, size_text
 from torchport.save.manifest import versions
-from torchport.task import Task
+from torchport.task import Request, Task, accept
 from torchport.verify.borders import Border, Values
 from torchport.verify.plain import Shelf, restored
-from torchport.verify.recording import Call, Recording
+from torchport.verify.recording import Call, Recording, recorded
 from torchport.verify.seams import Recorded
 from torchport.verify.trace import Called, Stepped, Trace
 from torchport.verify.yardstick import sampled
@@ -42,6 +42,30 @@ OPTIONAL = ("vae_tiling", "variant", "call", "guider")
 """Settings in which a capture and a verification must agree."""
 PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
+
+
+def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
+    """Writes what the original does, and returns in words what that is; runs in a process of its own.
+
+    Args:
+        request: Of the original.
+        steps: From 0; None: the first of each network.
+        decodes: Whether the decoder's frames are recorded, too.
+        folder: Where it is written.
+        limit: In bytes.
+    """
+    task = accept(request)
+    return write(folder, recorded(task, steps, decodes), task, limit)
+
+
+def unpack(folder: Path, file: Path) -> None:
+    """Makes a capture the recording of a verification; runs in a process of its own.
+
+    Args:
+        folder: The capture's.
+        file: The recording's.
+    """
+    torch.save(read(folder), file)
 
 
 def write(folder: Path, recording: Recording, task: Task, limit: int = LIMIT) -> str:

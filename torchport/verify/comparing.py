@@ -14,6 +14,7 @@ import torch
 from torchport import engine, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.kept import Programs
+from torchport.config.card import DENOISING
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
@@ -67,7 +68,7 @@ def compare(request: Request, file: Path) -> Compared:
         folder = compared.folder = weights_of(task)
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
-            if any(call.stage == stage.name for call in recording.calls) or not ends:
+            if any(call.stage == stage.name for call in recording.calls):
                 with patch.applied(task.patches([stage]), stage=stage.name) as own:
                     with engine.operators({op.target: op.function for op in own.ops()}):
                         _Comparison(task, stage, folder, own, recording, compared, programs).run(ends)
@@ -172,24 +173,29 @@ class _Comparison:
         return network.compiled(task, stage, module, weights, mesh, programs_of=programs_of), parts
 
     def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Runs the loop freely, and once more at each chosen step from where the original was."""
+        """Runs the loop at each chosen step from where the original was; and freely, from where it begins.
+
+        A second network's loop runs freely only where that of the first was not left early.
+        """
         task, stage = self.task, self.stage
         call, parts = self._program()
-        steps = sorted({recorded.step for recorded in self.calls})
-        start = start_of(ends, stage)
-        self._drift(self._loop(call, parts, start, max(steps, default=task.settings.steps), ends))
+        steps, states = sorted({recorded.step for recorded in self.calls}), self.recording.states
+        loops: dict[int, _Loop] = {}
+        if all(name in ends for name in stage.needs if name in DENOISING):
+            loop = self._loop(call, parts, start_of(ends, stage), max(steps), ends)
+            self._drift(loop)
+            loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
         for step in steps:
-            states = self.recording.states
-            if step == start[0] == 0 or step in states:
-                loop = self._loop(call, parts, (step, states.get(step, {})), step, {})
-                self._compare_outputs(step, loop.outputs)
+            if step not in loops:
+                loops[step] = self._loop(call, parts, (step, states[step]), step, {})
+            self._compare_outputs(step, loops[step].outputs[step])
         if stage.like is not None and task.job.cache is None:  # a step cache's loop calls two programs in turns
             plan = programs.of_plan(task, stage, devices(task.machine))
             self.compared.programs += programs.differences(stage, programs.of_run(call), plan)
 
     def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
         task, stage = self.task, self.stage
-        loop = _Loop(call, last + 1)
+        loop = _Loop(call, start[0], last + 1)
         steps = Steps(finished=loop.finished, resume=start if start[0] else None)
         inputs = {**self.recording.embeddings, **task.noise(stage)}
         fresh = network.afresh(task, stage, parts, self.folder)
@@ -224,18 +230,20 @@ class _Comparison:
 
 
 class _Loop:
-    """A compiled network in a loop that is left after a step; what it returns in that step is kept.
+    """A compiled network in a loop that is left after a step; what it returns in its first step is kept.
 
     Args:
         call: The network.
+        first: The step that the loop begins with, from 0.
         enough: The number of the last step, from 1.
     """
 
-    def __init__(self, call: Any, enough: int) -> None:
+    def __init__(self, call: Any, first: int, enough: int) -> None:
         self.call = call
+        self.step = self.first = first
         self.enough = enough
         self.batches, self.drops = call.batches, call.drops
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: dict[int, list[torch.Tensor]] = {first: []}
         self.latents: dict[int, torch.Tensor] = {}
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -246,7 +254,8 @@ class _Loop:
     def __call__(self, **inputs: Any) -> Any:
         """Returns what the network returns."""
         output = self.call(**inputs)
-        self.outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+        if self.step == self.first:
+            self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
         return output
 
     def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
@@ -254,6 +263,6 @@ class _Loop:
         latents = latents_of(state)
         if latents is not None:
             self.latents[number] = latents.detach().clone()
+        self.step = number
         if number >= self.enough:
             raise Enough
-        self.outputs = []

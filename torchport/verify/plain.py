@@ -46,15 +46,20 @@ class Shelf:
         digest = _digest(tensor)
         if digest not in self._names:
             name = self._names[digest] = f"t{len(self._names)}"
-            self.tensors[name] = tensor.detach().clone().contiguous()
+            self.tensors[name] = _fresh(tensor)
             self.size += tensor.numel() * tensor.dtype.itemsize
         return self._names[digest]
 
 
 def _digest(tensor: torch.Tensor) -> str:
     sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    sha.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    sha.update(_fresh(tensor).reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with strides of its own: one of a single element may have none, and count as contiguous."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

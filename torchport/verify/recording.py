@@ -144,11 +144,7 @@ def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def read(path: Path) -> Recording:
-    """Returns a recording: of this verification, from its file; of another machine, from a folder."""
-    if path.is_dir():
-        from torchport.verify import capture
-
-        return capture.read(path)
+    """Returns the recording of a verification, from its file."""
     recording: Recording = torch.load(path, weights_only=False)  # our own file, in a folder that only this user has
     return recording
 
@@ -158,7 +154,6 @@ def record(
     steps: tuple[int, ...] | None,
     file: Path,
     decodes: bool = False,
-    capture_folder: Path | None = None,
 ) -> None:
     """Writes what the original does to a file; runs in a process of its own.
 
@@ -167,9 +162,12 @@ def record(
         steps: From 0; None: the first of each network.
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.
-        capture_folder: Where a reference for other machines is written; None: nowhere.
     """
-    task = accept(request)
+    torch.save(recorded(accept(request), steps, decodes), file)
+
+
+def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
+    """Returns what the original does; see `record`."""
     with under(task, task.family.STAGES):
         preflight.check(task)
         folder = weights_of(task)
@@ -188,11 +186,7 @@ def record(
             name: output if isinstance(output, torch.Tensor) else output[0] for name, output in likes.items()
         }
         recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
-    torch.save(recording, file)
-    if capture_folder is not None:
-        from torchport.verify import capture
-
-        capture.write(capture_folder, recording, task)
+    return recording
 
 
 def _is_over(recording: Recording, steps: tuple[int, ...] | None, decodes: bool) -> bool:

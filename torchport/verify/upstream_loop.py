@@ -30,7 +30,7 @@ class Untouched(Loop):
 
 
 def is_upstreams(task: Task) -> bool:
-    """Returns whether upstream's own loop can be called; otherwise the family's is both the port's and the original's."""
+    """Returns whether upstream's own loop can be called; otherwise port and original share the family's."""
     return task.card.pipeline is not None or hasattr(task.family, "upstream_loop")
 
 

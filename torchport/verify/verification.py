@@ -20,6 +20,7 @@ from torchport.errors import BadValueError, MachineError
 from torchport.processes import child
 from torchport.progress import waiting
 from torchport.task import Request, Task, accept
+from torchport.verify import capture
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
 from torchport.verify.facts import Drift, Unit, Verification
@@ -37,14 +38,12 @@ class Options:
         steps: The denoising steps, from 0; None: the first of each network.
         decodes: Whether the decoder is compared.
         floor: Another mesh, whose drift is printed beside the port's; None: none.
-        capture: The folder that the original's values are written to; None: none.
         reference: The folder of such values, which take the original's place; None: the original runs.
     """
 
     steps: tuple[int, ...] | None = None
     decodes: bool = False
     floor: str | None = None
-    capture: Path | None = None
     reference: Path | None = None
 
 
@@ -64,20 +63,49 @@ def verify(request: Request, options: Options) -> Verification:
         _sizes(options.floor)
     clock = _Clock()
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
-        file = options.reference or Path(name, "original.pt")
-        if options.reference is None:
-            original = dataclasses.replace(request, backend="original")
-            with clock.lap("the original"):
-                _call("recording:record", original, options.steps, file, options.decodes, options.capture)
+        file = Path(name, "original.pt")
+        notes = _original(task, options, file, clock)
         with clock.lap("the port"):
             compared: Compared = _call("comparing:compare", request, file)
-        verification = _verification(task, options, compared)
+        verification = _verification(task, options, compared, notes)
         with clock.lap("the patch at fault"):
             verification = _blamed(verification, compared, request, file)
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
         return dataclasses.replace(verification, seconds=clock.seconds)
+
+
+def _original(task: Task, options: Options, file: Path, clock: _Clock) -> list[str]:
+    """Records the original, or takes a capture for it, and returns what that lacks."""
+    if options.reference is not None:
+        notes = capture.check(options.reference, task)
+        with clock.lap("the capture"):
+            _call("capture:unpack", options.reference, file)
+        return notes
+    original = dataclasses.replace(task.request, backend="original")
+    with clock.lap("the original"):
+        _call("recording:record", original, options.steps, file, options.decodes)
+    return []
+
+
+def captured(request: Request, options: Options, folder: Path, limit: int) -> str:
+    """Writes what the original does to a folder, for a port on another machine, and returns what that is in words.
+
+    Args:
+        request: Of the port or of the original.
+        options: Which steps, and whether the decoder's frames.
+        folder: Where it is written.
+        limit: In bytes.
+
+    Raises:
+        TorchportError: What a run of the original refuses.
+    """
+    original = dataclasses.replace(request, backend="original")
+    _check_steps(accept(original), options.steps)
+    with _Clock().lap("the original"):
+        words: str = _call("capture:record", original, options.steps, options.decodes, folder, limit)
+    return words
 
 
 def _call(function: str, *arguments: Any) -> Any:
@@ -138,7 +166,7 @@ def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
             raise BadValueError(f"--steps {step}", fact, "Name some of these")
 
 
-def _verification(task: Task, options: Options, compared: Compared) -> Verification:
+def _verification(task: Task, options: Options, compared: Compared, notes: list[str]) -> Verification:
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     dtypes = {name: task.dtype(name) for name in names}
     wide = {name: str(wide_dtype(task.settings.dtypes[name])).removeprefix("torch.") for name in names}
@@ -153,12 +181,12 @@ def _verification(task: Task, options: Options, compared: Compared) -> Verificat
         {str(axis): size for axis, size in task.job.mesh.items()},
         steps,
         task.settings.steps,
-        against="original" if options.reference is None else str(options.reference),
         seams=compared.seams.seams,
         units=units,
         drift=tuple(compared.drift),
         decoded=compared.decoded,
-        unlike=(*compared.seams.unlike, *compared.unlike, *_not_compared(options)),
+        against="original" if options.reference is None else f"run:{options.reference}",
+        unlike=(*notes, *compared.seams.unlike, *compared.unlike, *_not_compared(options)),
         programs=tuple(compared.programs),
     )
 
@@ -171,7 +199,8 @@ def _not_compared(options: Options) -> list[str]:
 def _blamed(verification: Verification, compared: Compared, request: Request, file: Path) -> Verification:
     """Returns a verification with the patch at fault, or with where to look."""
     if verification.bad_seams:
-        search: Search = _call("causes:of_seam", request, file, verification.bad_seams[0], compared.called)
+        seam = verification.bad_seams[0], compared.called
+        search: Search = _call("causes:of_seam", request, file, compared.folder, *seam)
         return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
     if not verification.culprits:
         return verification
@@ -180,7 +209,7 @@ def _blamed(verification: Verification, compared: Compared, request: Request, fi
         place = f"strategy '{verification.strategy}'"
         clue = f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
         return dataclasses.replace(verification, clue=clue)
-    search = _call("causes:search", request, file, measured)
+    search = _call("causes:search", request, file, compared.folder, measured)
     return _with(verification, search, lambda: _clue(search))
 
 
