@@ -15,6 +15,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,19 @@ def runs(pack: Pack, arguments: argparse.Namespace) -> Iterator[Run]:
                 for dtype in arguments.dtypes or DTYPES:
                     if strategy in card.strategies and (card.checkout is None or arguments.upstream_path):
                         yield Run(model, dtype, strategy, seed)
+
+
+def more_flags(run: Run, pack: Pack, upstream_path: str | None) -> list[str]:
+    """Returns the flags that one card needs and another refuses: a checkout, a picture."""
+    from PIL import Image
+
+    card, _ = pack.card(run.model)
+    flags = ["--upstream-path", str(upstream_path)] if card.checkout is not None else []
+    if card.call is None or card.call.image is None:
+        return flags
+    picture = Path(tempfile.gettempdir(), "verify_clean.png")
+    Image.linear_gradient("L").save(picture)
+    return [*flags, "--image", str(picture)]
 
 
 def row_of(run: Run, pack: Pack, more: list[str]) -> dict[str, Any]:
@@ -111,8 +125,7 @@ def main() -> None:
     known = {row["key"] for row in rows}
     left = [] if arguments.table else [run for run in runs(pack, arguments) if run.key not in known]
     for run in left[: arguments.most]:
-        checkout = pack.card(run.model)[0].checkout is not None
-        row = row_of(run, pack, ["--upstream-path", arguments.upstream_path] if checkout else [])
+        row = row_of(run, pack, more_flags(run, pack, arguments.upstream_path))
         rows.append(row)
         with arguments.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
