@@ -348,7 +348,7 @@ def padded_tokens(original, self, text_embeds, image_embeds):
         "cogvideox",
         """
 def padded_tokens(original, self, text_embeds, image_embeds):
-    return original(self, text_embeds.flip(1), image_embeds)
+    return original(self, text_embeds, image_embeds).roll(1, 1)
 """,
         r"patch_embed",
         "diffusers.cogvideox.token-padding",

@@ -136,6 +136,6 @@ def _steps(text: str) -> tuple[int, ...]:
     Raises:
         BadValueError: It is something else.
     """
-    if re.fullmatch(r"\d+(,\d+)*", text) is None:
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
         raise BadValueError(f"--steps {text}", "It is no list of steps", "Write the numbers of steps, from 0: 0,1,25")
     return tuple(sorted({int(part) for part in text.split(",")}))

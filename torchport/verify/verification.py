@@ -135,7 +135,7 @@ def _sizes(mesh: str) -> dict[str, int]:
     Raises:
         BadValueError: It is no mesh.
     """
-    if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", mesh) is None:
+    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", mesh) is None:
         raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the sizes of its axes: dp=1,tp=4")
     return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
 

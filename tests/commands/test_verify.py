@@ -1,0 +1,53 @@
+"""`torchport verify`: what its flags refuse before anything runs."""
+
+import pytest
+
+from torchport.commands.verify import Flags, answer
+from torchport.errors import BadValueError, TorchportError
+from torchport.processes import child
+from torchport.task import Request
+from torchport.verify import verification
+
+
+def refusal(root, **flags):
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
+    with pytest.raises(BadValueError) as caught:
+        answer(request, Flags(**flags))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "one", "1,", "-1", "9" * 5000])
+def test_steps_are_numbers_with_commas(root, text):
+    assert refusal(root, steps=text) == (
+        f"--steps {text}: It is no list of steps. Write the numbers of steps, from 0: 0,1,25."
+    )
+
+
+def test_a_step_is_one_that_the_job_takes(root):
+    expected = "--steps 8: The job takes 8 steps, which are 0 to 7. Name some of these."
+    assert refusal(root, steps="0,8") == expected
+
+
+@pytest.mark.parametrize("text", ["originals", "run:", "run"])
+def test_a_port_is_compared_with_the_original_or_with_a_capture(root, text):
+    expected = f"--against {text}: It names neither. Write original, or run:DIR of a --capture DIR."
+    assert refusal(root, against=text) == expected
+
+
+def test_a_floor_is_a_mesh(root):
+    expected = "--floor 8: It is no mesh. Write the sizes of its axes: dp=1,tp=4."
+    assert refusal(root, floor="8") == expected
+
+
+def test_a_process_that_ends_is_told_with_its_last_words(root, monkeypatch):
+    def call(function, *arguments, ended, environment):
+        raise ended(child.Ended(-9, ""))
+
+    monkeypatch.setattr(child, "call", call)
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
+    with pytest.raises(TorchportError) as caught:
+        verification.verify(request, verification.Options())
+    assert str(caught.value) == (
+        "torchport.verify.recording:record: Its process was killed by SIGKILL, as the system does where memory runs out, "
+        "and said: nothing. Free memory, or make the video smaller: --set height=, width= or frames=."
+    )
