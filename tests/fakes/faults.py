@@ -176,7 +176,7 @@ import torch
 
 def planted(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
-    self.{name} = self.{name}.to(torch.bfloat16).to(self.{name}.dtype)
+    self.{name} = self.{name}.to(torch.bfloat16).to(self.{name}.dtype).clamp(max=self.{name}.max())
 """
 WARM_UP = """
 import torch

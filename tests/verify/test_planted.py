@@ -98,3 +98,12 @@ def test_another_order_of_summation_is_harmless(verified):
 def test_a_clean_port_makes_the_same_picture(verified, model):
     result = verified(model)
     assert result.verdict is Verdict.SAME, result.first_line
+
+
+@pytest.mark.slow
+def test_the_modules_of_a_block_are_recorded_later_where_all_would_be_too_many(verified, monkeypatch, originals):
+    for kept in originals.iterdir():
+        kept.unlink()
+    monkeypatch.setattr(recording, "LIMIT", 0)
+    fault = next(f for f in faults.COGVIDEOX_FAULTS if f.name == "a sign")
+    check_named(verified, fault)

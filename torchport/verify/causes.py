@@ -14,8 +14,9 @@ from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
 from torchport.verify import seams
 from torchport.verify.facts import FAULT, Cause, Seam
+from torchport.verify.original import given
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, given, read, under
+from torchport.verify.recording import Call, read, under
 from torchport.verify.units import Measured
 from torchport.verify.yardstick import distance
 

@@ -18,12 +18,12 @@ from torchport.config.card import DENOISING
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
-from torchport.task.devices import devices
+from torchport.task.devices import devices, prepare
 from torchport.verify import pictures, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit
 from torchport.verify.port import Port
-from torchport.verify.recording import Enough, Recording, read, start_of, under, weights_of
-from torchport.verify.units import Measured, Units, looked_into
+from torchport.verify.recording import Enough, Inside, Recording, read, start_of, under, weights_of
+from torchport.verify.units import Measured, Units, looked_into, with_effects
 from torchport.verify.yardstick import distance, floor
 
 
@@ -98,6 +98,24 @@ def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
                     with engine.operators({op.target: op.function for op in ledger.ops()}):
                         _Comparison(task, stage, folder, ledger, recording, compared, programs).run_freely(ends, steps)
     return compared.drift
+
+
+def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -> list[Measured]:
+    """Returns the modules of a unit, which was recorded by `record_inside`; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        inside: The unit.
+        folder: The checkpoint's.
+        file: The recording.
+    """
+    task, call = accept(request), inside.call_of(read(file))
+    prepare(task.machine)
+    stage = next(stage for stage in task.denoising if stage.name == call.stage)
+    with under(task, [stage]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
+        units = Units(Port(task, stage, folder, ledger), call)
+        units.outer()
+        return with_effects(units, units.inner(inside.block))
 
 
 def _counts(ledger: patch.Ledger) -> dict[str, int]:

@@ -26,7 +26,8 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.verify import seams
-from torchport.verify.borders import Copies, Pass, Values, inner_paths, outer_paths, size
+from torchport.verify.borders import Values, inner_paths, size
+from torchport.verify.original import Original
 from torchport.verify.yardstick import Wide, distance, wide_dtype, wide_module, widened
 
 LIMIT = 2**30
@@ -268,9 +269,7 @@ class Recorded:
     def __init__(self, eager: Eager, loop: _Loop) -> None:
         self.eager = eager
         self.loop = loop
-        self.outer = outer_paths(eager.module)
-        self.dtype = wide_dtype(loop.task.settings.dtypes[str(loop.stage.network)])
-        self._wide: Eager | None = None
+        self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
         self._last = (-1, 0)
 
     def place(self, **inputs: Any) -> dict[str, Any]:
@@ -287,16 +286,17 @@ class Recorded:
         return self._recorded(step, number, inputs)
 
     def _recorded(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
-        paths = ["", *self.outer]
+        original = self.original
+        paths = ["", *original.outer]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        output, outer = self._watched(kept, paths)
-        wide_output, _ = self._yardstick(kept, [], {})
-        _, wide_outer = self._yardstick(kept, paths, given(outer))
-        every = ["", *(path for unit in self.outer for path in inner_paths(self.eager.module, unit))]
+        output, outer = original.watched(kept, paths)
+        wide_output, _ = original.yardstick(kept, [], {})
+        _, wide_outer = original.yardstick(kept, paths, outer)
+        every = original.every
         # Guidance's other calls go through the same modules.
         is_whole = number == 0 and size(outer) * len(every) / len(paths) <= LIMIT
-        values = self._watched(kept, every)[1] if is_whole else outer
-        wide_inner = self._yardstick(kept, every, given(values))[1] if is_whole else {}
+        values = original.watched(kept, every)[1] if is_whole else outer
+        wide_inner = original.yardstick(kept, every, values)[1] if is_whole else {}
         stage = self.loop.stage
         self.loop.recording.calls.append(
             Call(
@@ -306,41 +306,52 @@ class Recorded:
         )
         return output
 
-    def _watched(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
-        """Returns what the original returns, and its values at borders."""
-        watch = Pass(self.eager.module, paths, {}, _same, Copies())
-        with watch.watching():
-            output = self.eager(**inputs)
-        return output, watch.noted
-
-    def _yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
-        """Returns what the yardstick returns, and its values at borders."""
-        eager = self.eager
-        if self._wide is None:
-            module = wide_module(eager.module, self.dtype)
-            self._wide = Eager(module, eager.how, eager.outputs, eager.name)
-        watch = Pass(self._wide.module, paths, values, _as_wide, Copies())
-        with watch.watching(), Wide(self.dtype):
-            output = self._wide(**widened(dict(inputs), self.dtype))
-        return output, watch.noted
-
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def given(values: Values) -> Values:
-    """Returns what replaces the values at borders: not what the network itself gets and returns."""
-    return {border: value for border, value in values.items() if border.path}
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """A unit of one call of a network.
+
+    Attributes:
+        network: The component.
+        step: The denoising step, from 0.
+        number: The call in this step, from 0.
+        block: The unit's path.
+    """
+
+    network: str
+    step: int
+    number: int
+    block: str
+
+    def call_of(self, recording: Recording) -> Call:
+        """Returns the call in a recording."""
+        key = self.network, self.step, self.number
+        return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
 
 
-def _same(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return given
+def record_inside(request: Request, inside: Inside, file: Path) -> None:
+    """Adds to a recording what the original has in a unit; runs in a process of its own.
 
-
-def _as_wide(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a value of the original in the yardstick's dtype; a copy, as a module may write into it."""
-    return given.to(like.dtype, copy=True)
+    Args:
+        request: Of the original.
+        inside: The unit.
+        file: The recording; it is written anew.
+    """
+    task, recording = accept(request), read(file)
+    call = inside.call_of(recording)
+    stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
+    with under(task, [stage]):
+        folder = weights_of(task)
+        eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
+        original = Original(eager, task.settings.dtypes[inside.network])
+        paths = inner_paths(eager.module, inside.block)
+        call.values = {**call.values, **original.watched(call.inputs, paths)[1]}
+        call.inner = original.yardstick(call.inputs, [*original.outer, *paths], call.values)[1]
+    torch.save(recording, file)
 
 
 def decoded(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:

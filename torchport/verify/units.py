@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from torchport.verify.borders import Border, Pass, Values, inner_paths
 from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
+from torchport.verify.original import given
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, given
+from torchport.verify.recording import Call
 from torchport.verify.yardstick import distance, floor, is_sampled, matched
 
 HARMLESS = 12

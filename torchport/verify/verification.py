@@ -23,7 +23,8 @@ from torchport.task import Request, Task, accept
 from torchport.verify import capture
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
-from torchport.verify.facts import Drift, Unit, Verification
+from torchport.verify.facts import Drift, Unit, Verdict, Verification
+from torchport.verify.recording import Inside
 from torchport.verify.units import Measured
 from torchport.verify.yardstick import wide_dtype
 
@@ -67,6 +68,9 @@ def verify(request: Request, options: Options) -> Verification:
         notes = _original(task, options, file, clock)
         with clock.lap("the port"):
             compared: Compared = _call("comparing:compare", request, file)
+        if options.reference is None:
+            with clock.lap("the faulty block"):
+                _look_inside(compared, request, file)
         verification = _verification(task, options, compared, notes)
         with clock.lap("the patch at fault"):
             verification = _blamed(verification, compared, request, file)
@@ -74,6 +78,19 @@ def verify(request: Request, options: Options) -> Verification:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
         return dataclasses.replace(verification, seconds=clock.seconds)
+
+
+def _look_inside(compared: Compared, request: Request, file: Path) -> None:
+    """Adds the modules of the first faulty block, where a recording of all modules would have been too large."""
+    bad = [one for one in compared.measured if one.unit.verdict is Verdict.OTHER]
+    if not bad or bad[0].unit.kind != "block":
+        return
+    unit = bad[0].unit
+    if any(one.block == unit.path and one.unit.kind != "block" for one in compared.measured):
+        return
+    inside = Inside(unit.network, unit.step, unit.call, unit.path)
+    _call("recording:record_inside", dataclasses.replace(request, backend="original"), inside, file)
+    compared.measured += _call("comparing:compare_inside", request, inside, compared.folder, file)
 
 
 def _original(task: Task, options: Options, file: Path, clock: _Clock) -> list[str]:
