@@ -440,6 +440,18 @@ def planted(noise_pred_uncond, noise_pred_text, self):
     ),
 ]
 
+ANOTHER_ORDER = Fault(
+    "another order of the text",
+    "cogvideox",
+    """
+def padded_tokens(original, self, text_embeds, image_embeds):
+    return original(self, text_embeds.flip(1), image_embeds)
+""",
+    r"patch_embed",
+    "diffusers.cogvideox.token-padding",
+)
+"""No token of the text has a position, so that the pictures do not see their order."""
+
 HARMLESS = [
     Fault("another order of summation", "hunyuan", _in(HUNYUAN), "", H_ATTENTION),
     Fault("another order of summation", "cogvideox", _in(COGVIDEOX), "", C_ATTENTION),

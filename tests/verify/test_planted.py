@@ -94,6 +94,14 @@ def test_another_order_of_summation_is_harmless(verified):
 
 
 @pytest.mark.slow
+def test_a_change_that_no_picture_shows_is_called_harmless_with_its_figures(verified):
+    result = verified("cogvideox", faults.ANOTHER_ORDER)
+    assert result.verdict is Verdict.SAME, result.first_line
+    figures = r"; harmless: transformer\.patch_embed.* adds [\d.e+]+ times the rounding, and moves the output by "
+    assert re.search(figures, result.first_line), result.first_line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_clean_port_makes_the_same_picture(verified, model):
     result = verified(model)

@@ -241,9 +241,13 @@ class _Comparison:
             return
         for call, part in zip(calls, torch.split(rows, counts), strict=True):
             added = distance(part, call.wide_output)
+            if added is None:
+                shapes = f"{list(part.shape)}, and the original's {list(call.wide_output.shape)}"
+                self.compared.unlike.append(f"{call.network}: its program returns {shapes}")
+                continue
             rounding = max(call.rounding, floor(call.output))
             self.compared.networks.append(
-                Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added or 0.0, added)
+                Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
             )
 
 

@@ -272,7 +272,18 @@ class Verification:
         worst = self.worst
         if worst is None:
             return f"{line}every seam agrees, and no unit was compared"
-        return f"{line}no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
+        line = f"{line}no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
+        return line + self._harmless()
+
+    def _harmless(self) -> str:
+        """Returns the unit that adds most of those whose error the output does not show, with its figures."""
+        units = [unit for unit in self.units if unit.is_harmless]
+        if not units:
+            return ""
+        most = max(units, key=lambda unit: unit.ratio)
+        figures = f"adds {most.ratio:.3g} times the rounding, and moves the output by {most.effect:.3g} roundings"
+        more = f", and {len(units) - 1} more" if len(units) > 1 else ""
+        return f"; harmless: {most.name} {figures}{more}"
 
     def _blamed(self) -> str:
         if self.causes:

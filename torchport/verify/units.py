@@ -201,7 +201,7 @@ def looked_into(units: Units) -> list[Measured]:
 def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
     """Returns units, with the effect of those that have more than rounding, up to the first that is at fault.
 
-    Those with the greatest ratios come last where there are many: one that is at fault is found in any case.
+    After the first `HARMLESS` of them, only the effects of those that may be at fault are measured.
     """
     result, budget = [], HARMLESS
     is_over = False
