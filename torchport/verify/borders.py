@@ -51,6 +51,7 @@ class Pass:
     Attributes:
         noted: The values before they are replaced.
         touched: The patches that were called since the border before.
+        autocasts: Whether a region of CUDA autocast was entered around a module.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Pass:
         self.counts = counts
         self.noted: Values = {}
         self.touched: dict[Border, frozenset[str]] = {}
+        self.autocasts = False
         self._numbers: dict[str, list[int]] = {path: [] for path in self.modules}  # of the calls that are open
         self._begun = dict.fromkeys(self.modules, 0)
         self._before: Mapping[str, int] = {}
@@ -99,6 +101,7 @@ class Pass:
         self._begun[path] += 1
         self._numbers[path].append(number)
         border = Border(path, number, "in")
+        self.autocasts |= torch.is_autocast_enabled("cuda")
         if path in self.skipped:
             return None
         signature = inspect.signature(module.forward)

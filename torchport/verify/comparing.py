@@ -40,6 +40,7 @@ class Compared:
         decoded: The decoder's frames; None where they were not compared.
         programs: What differs from the programs that a plan has, a line each.
         folder: The checkpoint's.
+        yardstick: Its dtype, by component.
         called: The patches that were called where no network ran: in encoders and loops.
     """
 
@@ -51,6 +52,7 @@ class Compared:
     decoded: Decoded | None = None
     programs: list[str] = dataclasses.field(default_factory=list)
     folder: Path = Path()
+    yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     called: frozenset[str] = frozenset()
 
 
@@ -66,6 +68,9 @@ def compare(request: Request, file: Path) -> Compared:
     with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as programs:
         preflight.check(task)
         folder = compared.folder = weights_of(task)
+        compared.yardstick = {
+            call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recording.calls
+        }
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recording.calls):

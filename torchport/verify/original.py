@@ -20,6 +20,7 @@ class Original:
         dtype: That of the job.
 
     Attributes:
+        dtype: The yardstick's.
         outer: The paths of its units.
     """
 
@@ -39,6 +40,8 @@ class Original:
         watch = Pass(self.eager.module, paths, {}, _same, Copies())
         with watch.watching():
             output = self.eager(**inputs)
+        if watch.autocasts:  # which would narrow a yardstick in float32, too
+            self.dtype = torch.float64
         return output, watch.noted
 
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:

@@ -23,10 +23,10 @@ from torchport.task import Request, Task, accept
 from torchport.verify import capture
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
+from torchport.verify.equivalence import Alone
 from torchport.verify.facts import Drift, Unit, Verdict, Verification
 from torchport.verify.recording import Inside
 from torchport.verify.units import Measured
-from torchport.verify.yardstick import wide_dtype
 
 SMALLER = "Free memory, or make the video smaller: --set height=, width= or frames="
 
@@ -125,6 +125,21 @@ def captured(request: Request, options: Options, folder: Path, limit: int) -> st
     return words
 
 
+def patches_alone(request: Request) -> list[Alone]:
+    """Returns every patch of a model that changes numbers, tested alone.
+
+    Args:
+        request: Of the port.
+
+    Raises:
+        TorchportError: What a run of the port or of the original refuses.
+    """
+    accept(request)
+    with _Clock().lap("each patch alone"):
+        rows: list[Alone] = _call("equivalence:alone", request)
+    return rows
+
+
 def _call(function: str, *arguments: Any) -> Any:
     def ended(end: child.Ended) -> MachineError:
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", SMALLER)
@@ -186,14 +201,13 @@ def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
 def _verification(task: Task, options: Options, compared: Compared, notes: list[str]) -> Verification:
     names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
     dtypes = {name: task.dtype(name) for name in names}
-    wide = {name: str(wide_dtype(task.settings.dtypes[name])).removeprefix("torch.") for name in names}
     units = (*compared.networks, *(measured.unit for measured in compared.measured))
     steps = tuple(sorted({unit.step for unit in units}))
     return Verification(
         task.card.model,
         task.request.config,
         dtypes,
-        wide,
+        {name: compared.yardstick.get(name, "none") for name in names},
         task.job.strategy,
         {str(axis): size for axis, size in task.job.mesh.items()},
         steps,
