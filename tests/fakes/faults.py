@@ -149,11 +149,6 @@ def rewrite(target, match, gives=None):
     return {"target": target, "rewrite": put | ({"gives": gives} if gives else {})}
 
 
-def instance(target, path):
-    """Returns the keys of a patch that exchanges submodules of the transformer."""
-    return {"target": target, "instance": {"component": "transformer", "path": path, "put": "faults.py:planted"}}
-
-
 def _in(template, fault="", after="", norms=""):
     """Returns the code of an attention that is right but for some lines."""
     lines = {"#FAULT": fault, "#AFTER": after, "#NORMS": norms}
@@ -186,9 +181,9 @@ def planted(original, self, *args, **kwargs):
     {moved}
 """
 EPS = """
-def planted(original):
-    original.eps = 1e-2
-    return original
+def planted(original, self, *args, **kwargs):
+    self.norm.eps = 1e-2
+    return original(self, *args, **kwargs)
 """
 BIAS = """
 def planted(original, self, *args, **kwargs):
@@ -287,8 +282,8 @@ def planted(hidden_states, attn_output, gate_msa):
         "a wrong eps",
         "hunyuan",
         EPS,
-        r"transformer_blocks\.0\.norm2",
-        entry=instance("torch.nn:LayerNorm", r"transformer_blocks\.0\.norm2"),
+        r"transformer_blocks\.0\.norm1",
+        entry=wrap("diffusers.models.normalization:AdaLayerNormZero.forward"),
     ),
     Fault("transposed heads", "hunyuan", _in(HUNYUAN, TRANSPOSED), IN_ATTENTION, H_ATTENTION),
     Fault(
@@ -393,8 +388,8 @@ def planted(hidden_states, attn_hidden_states, gate_msa):
         "a wrong eps",
         "cogvideox",
         EPS,
-        r"norm_final",
-        entry=instance("torch.nn:LayerNorm", r"norm_final"),
+        r"transformer\.norm_out",
+        entry=wrap("diffusers.models.normalization:AdaLayerNorm.forward"),
     ),
     Fault(
         "transposed heads",
