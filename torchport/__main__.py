@@ -364,6 +364,7 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
 @click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
 @click.option("--capture", type=click.Path(path_type=Path), metavar="DIR", help="Run the original alone, into DIR.")
 @click.option("--capture-limit", type=float, metavar="GIB", help="The most that --capture writes, in GiB [2].")
+@click.option("--patches", is_flag=True, help="Test every patch of the model alone, beside what it replaces.")
 @click.option("--prompt", metavar="TEXT", help="What the video shows [the card's own].")
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
@@ -384,6 +385,7 @@ def verify(
     capture: Path | None,
     report: Path | None,
     capture_limit: float | None,
+    patches: bool,
     strategy: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -401,7 +403,7 @@ def verify(
 
     overrides += (f"strategy={strategy}",) if strategy is not None else ()
     request = Request(**options, overrides=overrides)
-    outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit))
+    outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit, patches))
     terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
     sys.exit(outcome.exit_code)
 

@@ -1,12 +1,15 @@
 """`torchport verify`: what its flags refuse before anything runs."""
 
+from pathlib import Path
+
 import pytest
 
-from torchport.commands.verify import Flags, answer
+from torchport.commands.verify import WRITERS, Flags, answer, findings_of
 from torchport.errors import BadValueError, TorchportError
 from torchport.processes import child
 from torchport.task import Request
 from torchport.verify import verification
+from torchport.verify.facts import Cause, Unit, Verification
 
 
 def refusal(root, **flags):
@@ -37,6 +40,42 @@ def test_a_port_is_compared_with_the_original_or_with_a_capture(root, text):
 def test_a_floor_is_a_mesh(root):
     expected = "--floor 8: It is no mesh. Write the sizes of its axes: dp=1,tp=4."
     assert refusal(root, floor="8") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"capture": Path("c"), "against": "run:d"},
+            "--against: --capture runs the original alone. Leave one of the two out.",
+        ),
+        ({"capture_limit": 1.0}, "--capture-limit: Nothing is captured. Add --capture DIR."),
+        (
+            {"against": "run:d", "steps": "1"},
+            "--steps: The capture says what is compared. Capture with --steps, and leave it out.",
+        ),
+        ({"patches": True, "decode": True}, "--decode: --patches tests each patch alone. Leave one of the two out."),
+        (
+            {"report": Path("r.txt")},
+            "--report r.txt: '.txt' is the ending of no format. Known: .html, .json, .sarif.",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(root, flags, expected):
+    assert refusal(root, **flags) == expected
+
+
+def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
+    cause = Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence")
+    unit = Unit(0, 0, "transformer", "blocks.2", 2, "block", "transformer.blocks.2", 1e-6, 9e-4)
+    one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8, units=(unit,), causes=(cause,))
+    for name, what in (("a.sarif", '"startLine": 3'), ("a.json", '"exit_code": 1'), ("a.html", "patches/a.yaml:3")):
+        WRITERS[f".{name.partition('.')[2]}"](tmp_path / name, one)
+        assert what in (tmp_path / name).read_text()
+    [finding] = findings_of(one).findings
+    assert finding.text == (
+        "a.patch: Another picture: transformer.blocks.2 is 0.0009 away, and 1e-06 without it. It promises: bitwise."
+    )
 
 
 def test_a_process_that_ends_is_told_with_its_last_words(root, monkeypatch):
