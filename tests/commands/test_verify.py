@@ -83,10 +83,10 @@ def test_a_process_that_ends_is_told_with_its_last_words(root, monkeypatch):
         raise ended(child.Ended(-9, ""))
 
     monkeypatch.setattr(child, "call", call)
-    request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", prompt="A cat", paths=(str(root),))
     with pytest.raises(TorchportError) as caught:
         verification.verify(request, verification.Options())
     assert str(caught.value) == (
-        "torchport.verify.recording:record: Its process was killed by SIGKILL, as the system does where memory runs out, "
-        "and said: nothing. Free memory, or make the video smaller: --set height=, width= or frames=."
+        "torchport.verify.recording:record: Its process was killed by SIGKILL, as the system does where memory runs "
+        "out, and said: nothing. Free memory, or make the video smaller: --set height=, width= or frames=."
     )

@@ -3,6 +3,7 @@
 import torch
 
 from torchport.verify.borders import Border, Copies, Pass, inner_paths, outer_paths, size
+from torchport.verify.yardstick import distance
 
 
 class Block(torch.nn.Module):
@@ -79,6 +80,21 @@ def test_a_value_of_another_shape_stays():
     free, _ = called(module, x, [])
     output, _ = called(module, x, ["blocks.0"], given)
     assert torch.equal(output, free)
+
+
+def test_a_mask_of_true_and_false_stays_where_the_original_has_one_of_numbers():
+    module, seen = network(), []
+    module.blocks[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["mask"]), with_kwargs=True)
+
+    def forward(x):
+        return module.blocks[0](x, mask=torch.tensor([[True, False]]))
+
+    module.forward = forward
+    border = Border("blocks.0", 0, "in")
+    x = torch.ones(1, 2, 4)
+    _, watch = called(module, x, ["blocks.0"], {border: {"x": x * 2, "mask": torch.tensor([[0.0, -10000.0]])}})
+    assert seen[0].dtype == torch.bool
+    assert distance(watch.noted[border], {"x": x, "mask": torch.tensor([[0.0, -10000.0]])}) == 0
 
 
 def test_a_skipped_module_returns_what_is_given():

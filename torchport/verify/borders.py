@@ -37,7 +37,8 @@ Values = dict[Border, Any]
 class Pass:
     """Notes the values at borders, and replaces them.
 
-    A value replaces another one where that has the same shape: a port may pad, or pass a mask in another form.
+    A value replaces another one where that has the same shape, and is as it of numbers or of true and false: a port may
+    pad, or pass a mask in another form.
 
     Args:
         network: The module that is called.
@@ -142,7 +143,9 @@ class Pass:
         return pytree.tree_unflatten([self._leaf(*pair) for pair in zip(leaves, others, strict=True)], structure)
 
     def _leaf(self, value: Any, given: Any) -> Any:
-        fits = isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor) and value.shape == given.shape
+        if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
+            return value
+        fits = value.shape == given.shape and value.is_floating_point() == given.is_floating_point()
         return self.to_network(given, value) if fits else value
 
 

@@ -92,6 +92,8 @@ class _Functions(TorchFunctionMode):
 class _Overloads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes calls of ATen's overloads."""
 
+    supports_higher_order_operators = True  # they pass through, as flex attention does
+
     def __init__(self, noted: Mapping[Any, list[Noted]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted = noted
@@ -124,7 +126,9 @@ def noting(entries: Sequence[Entry]) -> Iterator[dict[str, list[Noted]]]:
     for slot, noted in slots.values():
         slot.put(_noting(slot.raw, noted))
     try:
-        with _Functions(operators), _Overloads(operators):
+        overloads = {op: noted for op, noted in operators.items() if isinstance(op, torch._ops.OpOverload)}
+        # Compiled code of upstream's would be interpreted under a mode, so it is entered where it is needed.
+        with _Functions(operators), _Overloads(overloads) if overloads else contextlib.nullcontext():
             yield calls
     finally:
         for slot, _ in slots.values():

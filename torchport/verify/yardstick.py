@@ -91,7 +91,11 @@ def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
     first, second = _by_place(a), _by_place(b)
     both = [(_as_sampled(first[key], second[key]), second[key]) for key in first.keys() & second.keys()]
-    return [(one, other) for one, other in both if one.shape == other.shape and other.is_floating_point()]
+    return [(one, other) for one, other in both if one.shape == other.shape and _are_numbers(one, other)]
+
+
+def _are_numbers(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_floating_point() for tensor in tensors)
 
 
 ROWS = "torchport_rows"
