@@ -410,7 +410,7 @@ def planted(hidden_states, attn_hidden_states, gate_msa):
         "a dropped bias",
         "cogvideox",
         BIAS,
-        r"transformer_blocks\.0\.ff",
+        r"transformer_blocks\.0 own code at its end, with ff",
         entry=wrap("diffusers.models.attention:FeedForward.forward"),
     ),
     Fault(

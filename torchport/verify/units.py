@@ -55,6 +55,7 @@ class Units:
         self.call = call
         self.free: Values = {}
         self.last: Pass | None = None
+        self.between: dict[Border, list[str]] = {}
 
     def outer(self) -> list[Measured]:
         """Returns the network's blocks, and its own code between them."""
@@ -77,6 +78,7 @@ class Units:
         borders = {border: value for border, value in values.items() if border.path in (block, *skipped)}
         _, look = self.port.called(self.call.inputs, ["", *self.port.outer, *every], borders, skipped)
         paths = [path for path in every if self._is_alike(path, look.noted)]
+        self.between = _between(look.noted, every, paths)
         borders |= {border: value for border, value in values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, [*self.port.outer, *paths], borders, skipped)
         return list(self._measured(forced, self.call.inner, paths, block, skipped))
@@ -124,6 +126,8 @@ class Units:
                 continue
             inherited = distance(self.free[border], wide[border]) if not block and border in self.free else None
             kind, path, name = self._named(border, paths, block)
+            if kind == "own code" and self.between.get(border):
+                name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self.between[border])}"
             rounding = max(rounding, floor(original))
             call = self.call
             unit = Unit(
@@ -151,6 +155,18 @@ class Units:
         if inside:
             return "own code", path, f".{path} own code at its end"
         return "module", path, f".{path}"
+
+
+def _between(noted: Values, every: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
+    """Returns the modules that cannot be compared alone and were called since the border before, by border."""
+    between: dict[Border, list[str]] = {}
+    waiting: list[str] = []
+    for border in noted:
+        if border.path in paths:
+            between[border], waiting = waiting, []
+        elif border.path in every and not any(_within(border.path, other) for other in waiting):
+            waiting.append(border.path)
+    return between
 
 
 def measured_value(units: Units, measured: Measured) -> Any:
