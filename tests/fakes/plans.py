@@ -71,5 +71,6 @@ def plan(**stages):
         "fits": True,
         "versions": {"jax": "0.10.2"},
         "assumptions": ["uncalibrated"],
+        "verification": None,
         "stages": {"encode": left_out, **(stages or {"denoise": stage()})},
     }

@@ -95,9 +95,10 @@ def _verification_lines(job: JobPlan) -> list[str]:
     cost = job.verification
     if cost is None:
         return []
+    host, device = size_text(cost.host_bytes), size_text(cost.device_bytes)
     return [
-        f"verify: weights of {size_text(cost.host_bytes)} on the host, in two dtypes, and {size_text(cost.device_bytes)} "
-        f"on one device; a step takes {cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
+        f"verify: weights of {host} on the host, in two dtypes, and of {device} on one device; a step takes "
+        f"{cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
     ]
 
 
