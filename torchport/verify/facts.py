@@ -7,7 +7,7 @@ import enum
 import math
 from typing import Literal
 
-ROUNDING = 1.5
+ROUNDING = 2.0
 """Up to this ratio a unit's error is rounding."""
 FAULT = 3.0
 """Above this ratio a unit's error is a fault's."""
