@@ -131,6 +131,12 @@ def test_what_cannot_be_tested_alone_says_why(changes, calls, why):
     assert equivalence._unclear(entry(**changes), calls) == why
 
 
+def test_half_of_a_mask_is_valid_in_random_inputs():
+    for like in (torch.ones(1, 6), torch.zeros(1, 6, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.bool)):
+        assert equivalence._random(like).int().tolist() == [[1, 1, 1, 0, 0, 0]]
+    assert equivalence._random(torch.zeros(1, 6, 2)).abs().min() > 0
+
+
 def test_the_broken_ones_come_first():
     rows = [
         Alone("a", "a.yaml:1", "bitwise", "same", "captured: the same bits", 3),

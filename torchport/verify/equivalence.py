@@ -97,7 +97,8 @@ def _noted(task: Task, stage: Stage, folder: Path, entries: Sequence[patch.Entry
 def _random(tensor: torch.Tensor) -> torch.Tensor:
     """Returns random numbers, or a mask of which half is valid, like a stage's input."""
     generator = torch.Generator().manual_seed(tensor.numel())
-    if tensor.ndim == 2 and bool((tensor == 1).all()):
+    # What stands for a mask beforehand is all ones, or zeros of whole numbers: no prompt has no valid token.
+    if tensor.ndim == 2 and (bool((tensor == 1).all()) or not tensor.is_floating_point()):
         mask = torch.ones_like(tensor)
         mask[:, tensor.shape[1] // 2 :] = 0
         return mask
