@@ -533,6 +533,59 @@ def scan(
 
 
 @cli.command()
+@click.option("--model", required=True, metavar="NAME", help="A model card; `torchport models` lists them.")
+@click.option("--config", required=True, metavar="FILE", help="The job, such as configs/demo.yaml: sizes, machine.")
+@click.option("--against", default="original", show_default=True, metavar="original|run:DIR", help="What is compared.")
+@click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [the first of each network].")
+@click.option("--decode", is_flag=True, help="Compare the decoder's frames, too, given the same latents.")
+@click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
+@click.option("--capture", type=click.Path(path_type=Path), metavar="DIR", help="Run the original alone, into DIR.")
+@click.option("--capture-limit", type=float, metavar="GIB", help="The most that --capture writes, in GiB [2].")
+@click.option("--patches", is_flag=True, help="Test every patch of the model alone, beside what it replaces.")
+@click.option("--prompt", metavar="TEXT", help="What the video shows [the card's own].")
+@click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for random ones [the card's].")
+@click.option("--image", type=click.Path(path_type=Path), metavar="FILE", help="The first frame, for image-to-video.")
+@click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
+@click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
+@click.option("--cache/--no-cache", default=True, help="Load kept programs, as `run` does, and keep new ones [yes].")
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write .html, .json or .sarif.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@path_option
+def verify(
+    against: str,
+    steps: str | None,
+    decode: bool,
+    floor: str | None,
+    capture: Path | None,
+    report: Path | None,
+    capture_limit: float | None,
+    patches: bool,
+    strategy: str | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Proves that a port makes the same picture as the original, or names the module and the patch at fault.
+
+    The exit code is 1 for another picture, and 0 otherwise.
+    """
+    terminal.log_to_stderr()
+    import json
+
+    from torchport.commands.verify import Flags, answer
+    from torchport.task import Request
+
+    overrides += (f"strategy={strategy}",) if strategy is not None else ()
+    request = Request(**options, overrides=overrides)
+    outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit, patches))
+    terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
+    sys.exit(outcome.exit_code)
+
+
+@cli.command()
 @click.argument("a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("b", metavar="B", type=click.Path(path_type=Path))
 @click.option("--floor", type=click.Path(path_type=Path), metavar="DIR", help="A run of A's job on another mesh.")

@@ -41,6 +41,11 @@ def constant(tensor: Any) -> Any:
     return torchax.default_env().to_xla(tensor)
 
 
+def array(tensor: Any) -> Any:
+    """Returns a tensor of the engine as a JAX array, without copying."""
+    return tensor.jax()
+
+
 def missing_operator(error: BaseException) -> str | None:
     """Returns the operator that the engine cannot lower, as `torch.ops.aten:name.overload`; empty if it has no name.
 
@@ -102,7 +107,7 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
     before = dict(environment._ops)
     try:
         for target, function in replacements.items():
-            environment.override_op_definition(_operator(target), function)
+            environment.override_op_definition(operator(target), function)
         yield
     finally:
         # torchax offers no way to take one back, so the table is put back as it was.
@@ -110,7 +115,8 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
         environment._ops.update(before)
 
 
-def _operator(target: str) -> Any:
+def operator(target: str) -> Any:
+    """Returns a torch function or an ATen overload by its target; see `operators`."""
     name, _, path = target.partition(":")
     if name == "torch.ops.aten":
         import torch

@@ -267,6 +267,81 @@ def _inputs(
     }
 
 
+class _AsUpstreamCalls:
+    """Stands in upstream's pipeline where the transformer stood, and passes its inputs on by the loop's names."""
+
+    def __init__(self, transformer: Any, call: Call, dtype: torch.dtype) -> None:
+        self.transformer, self.call, self.dtype = transformer, call, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transformer, name)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, timestep: Any, text_states: Any, _: Any, mask: Any, **more: Any
+    ) -> Any:
+        """Returns what `call` returns, as upstream's transformer does."""
+        cos, sin = self.transformer.get_rotary_pos_embed(tuple(hidden_states.shape[2:]))
+        inputs = {"hidden_states": hidden_states, "timestep": timestep, "text_states": text_states}
+        inputs |= {
+            "encoder_attention_mask": mask,
+            "freqs_cos": cos,
+            "freqs_sin": sin,
+            **more.pop("extra_kwargs"),
+            **more,
+        }
+        if self.dtype == torch.float32:  # see `_inputs`
+            states = ("text_states", "byt5_text_states", "vision_states")
+            inputs |= {name: inputs[name].float() for name in states}
+        del inputs["return_dict"]
+        return (self.call(**inputs),)
+
+
+def upstream_loop(parts: Mapping[str, Any], call: Call, settings: Settings, **inputs: torch.Tensor) -> None:
+    """Takes all steps in upstream's own `__call__`, with `call` for the transformer: `denoise` is compared with it.
+
+    Args:
+        parts: As `denoise` has them.
+        call: The transformer.
+        settings: As `denoise` has them.
+        **inputs: As `denoise` has them.
+    """
+    from PIL import Image
+
+    pipe, guided = pipeline(settings, parts), batch(settings.guidance_scale) == 2
+    size, prefixes = (settings.height, settings.width), ["negative_", ""] if guided else [""]
+    glyphs = [torch.cat([inputs[prefix + name] for prefix in prefixes]) for name in EMBEDDINGS[2:]]
+    overridden: dict[str, Any] = {
+        "transformer": _AsUpstreamCalls(parts["transformer"], call, settings.dtypes["transformer"]),
+        "encode_prompt": lambda *_, **__: [inputs.get(p + name) for name in EMBEDDINGS[:2] for p in ("", "negative_")],
+        "_prepare_byt5_embeddings": lambda *_: dict(zip(("byt5_text_states", "byt5_text_mask"), glyphs, strict=True)),
+        "get_closest_resolution_given_original_size": lambda *_: size,
+        "autocast_enabled": False,
+    }
+    picture = None
+    if "image_latents" in inputs:
+        picture = Image.new("RGB", size[::-1])
+        overridden |= {
+            "get_closest_resolution_given_reference_image": lambda *_: size,
+            "get_image_condition_latents": lambda *_: inputs["image_latents"],
+            "_prepare_vision_states": lambda *_: inputs["image_embeds"].repeat(len(prefixes), 1, 1),
+        }
+    if "noise" in inputs:
+        overridden["prepare_latents"] = lambda *_: inputs["noise"]
+    vars(pipe).update(overridden)
+    pipe.set_progress_bar_config(disable=True)
+    given = {
+        "guidance_scale": settings.guidance_scale,
+        "num_inference_steps": settings.steps,
+        "reference_image": picture,
+    }
+    generator = torch.Generator().manual_seed(settings.seed)
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # it prints a table of its arguments
+        pipe(
+            settings.prompt, "16:9", settings.frames, False, **given, enable_sr=False, generator=generator,
+            output_type="latent", return_dict=False,
+        )  # fmt: skip
+
+
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype) -> Iterator[None]:
     """Enters CUDA's autocast as upstream does, where a network computes in half precision."""

@@ -72,5 +72,6 @@ def plan(**stages):
         "versions": {"jax": "0.10.2"},
         "assumptions": ["uncalibrated"],
         "lossy": [],
+        "verification": None,
         "stages": {"encode": left_out, **(stages or {"denoise": stage()})},
     }

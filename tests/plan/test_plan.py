@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import types
 
 import jax
 import pytest
@@ -172,6 +173,15 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     text = "\n".join(report.lines(found))
     assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding.asked_bytes:,} bytes, limit" in text
     assert not found.fits and found.stage("denoise").per_device.hbm_bytes == 32 * 2**30
+
+
+def test_a_verification_takes_the_weights_in_two_dtypes_and_four_calls():
+    task = accept(dataclasses.replace(request(*SMALL), stage="denoise"))
+    planned = {"denoise": types.SimpleNamespace(step=types.SimpleNamespace(flops=1e12))}
+    cost = plan.verification(task, planned)
+    assert cost.host_bytes == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
+    assert (cost.flops, cost.host_s) == (4e12, 4.0)
+    assert plan.verification(task, {}) is None
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():

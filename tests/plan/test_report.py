@@ -11,7 +11,7 @@ from fakes.plans import GIB, memory, stage
 from torchport.errors import OutputError
 from torchport.files import folder
 from torchport.plan import report
-from torchport.plan.figures import JobPlan
+from torchport.plan.figures import JobPlan, VerificationCost
 
 VOID = {"meta", "rect"}
 HOSTILE = "<script>alert('x')</script>&\"quoted\""
@@ -219,6 +219,16 @@ def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
     assert at_once(arguments_bytes=2 * GIB, peak_bytes=12 * GIB) == [f"{turns} fit at once: 28.0 GiB of 32.0 GiB"]
     assert at_once(arguments_bytes=None) == []
     assert plan(denoise=stage()).at_once_bytes is None
+
+
+def test_a_plan_states_what_a_verification_takes():
+    cost = VerificationCost(host_bytes=48 * GIB, device_bytes=16 * GIB, flops=5.6e16, host_s=56000.0)
+    job = plan(denoise=stage()).model_copy(update={"verification": cost})
+    [line] = [line for line in report.lines(job) if line.startswith("verify: ")]
+    assert line == (
+        "verify: weights of 48.0 GiB on the host, in two dtypes, and of 16.0 GiB on one device; a step takes "
+        "5.6e+16 FLOP on the host, 5.6e+04 s at 1 TFLOP/s"
+    )
 
 
 def test_products_that_are_estimated_too_low_are_named_and_change_nothing_of_what_fits():

@@ -288,6 +288,19 @@ class StageLeftOut(Figure):
     """the reason, in words; the only other field of such a stage"""
 
 
+class VerificationCost(Figure):
+    """What `torchport verify` takes, of one step of each network that denoises."""
+
+    host_bytes: int
+    """the host's memory for the weights of the original in its own dtype, and beside them in the yardstick's"""
+    device_bytes: int
+    """memory of one device for the port's weights, whole: its modules are called one by one there"""
+    flops: int | float
+    """arithmetic on the host: each call of the original once, and three times in the yardstick's dtype"""
+    host_s: float
+    """seconds of that on a host with 1 TFLOP/s"""
+
+
 class JobPlan(Figure):
     """A job's plan."""
 
@@ -309,6 +322,8 @@ class JobPlan(Figure):
     """what makes the result another than the model's own: attention in eight bits, a step cache"""
     stages: dict[str, Annotated[StagePlan | StageLeftOut, pydantic.Field(discriminator="status")]]
     """the stages, by name"""
+    verification: VerificationCost | None = None
+    """what `torchport verify` takes; null where no stage that denoises was compiled"""
 
     @property
     def mesh_text(self) -> str:

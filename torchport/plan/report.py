@@ -75,7 +75,7 @@ def lines(job: JobPlan) -> list[str]:
             continue
         calls = ", ".join(f"{one.times} x {largest_shape(one.inputs)}" for one in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
-    text += _at_once_lines(job)
+    text += [*_at_once_lines(job), *_verification_lines(job)]
     text += [f"  lossy: {said}" for said in job.lossy]
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
@@ -89,6 +89,18 @@ def _at_once_lines(job: JobPlan) -> list[str]:
     limit = job.stage("denoise").per_device.hbm_bytes
     verdict = "both would fit at once" if size <= limit else "both would not fit at once"
     return [f"two networks take turns, one is on the devices at a time; {verdict}: {_size(size)} of {_size(limit)}"]
+
+
+def _verification_lines(job: JobPlan) -> list[str]:
+    """Returns what a verification of the job takes."""
+    cost = job.verification
+    if cost is None:
+        return []
+    host, device = size_text(cost.host_bytes), size_text(cost.device_bytes)
+    return [
+        f"verify: weights of {host} on the host, in two dtypes, and of {device} on one device; a step takes "
+        f"{cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
+    ]
 
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:

@@ -7,11 +7,14 @@ from torchport.save.artefact import (
     discard_stale,
     file_of,
     read,
+    read_file,
     read_manifest,
     readable_manifest,
     remove,
+    sha256_of,
     write,
     write_copy,
+    write_file,
 )
 
 __all__ = [
@@ -21,9 +24,12 @@ __all__ = [
     "discard_stale",
     "file_of",
     "read",
+    "read_file",
     "read_manifest",
     "readable_manifest",
     "remove",
+    "sha256_of",
     "write",
     "write_copy",
+    "write_file",
 ]

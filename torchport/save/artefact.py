@@ -46,24 +46,50 @@ def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: M
         NotFiniteError: A tensor holds NaN or infinity. Nothing is written.
         OutputError: The folder cannot be written, or is full. The older artefact stays.
     """
-    from safetensors.torch import save
-
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         _check_finite(folder, name, key, tensor)
     manifest = Manifest(
         schema_version=SCHEMA,
         tensors={key: Tensor(dtype=_dtype(t), shape=list(t.shape)) for key, t in tensors.items()},
-        sha256=_sha256(tensors),
+        sha256=sha256_of(tensors),
         **facts,
     )
-    text = text_of(manifest)
-    data = save(tensors, {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
     # The copy goes first: it must never describe another artefact than the one beside it.
     atomic.remove(_copy(folder, name))
-    with atomic.writing(file_of(folder, name)) as temporary:
-        temporary.write_bytes(data)
+    write_file(file_of(folder, name), tensors, text_of(manifest))
     return manifest
+
+
+def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> None:
+    """Writes tensors as safetensors, with a text under a checksum of its own.
+
+    Args:
+        file: An older one gives way, once the new one is whole.
+        tensors: Contiguous, in host memory.
+        text: What `read_file` returns beside them.
+
+    Raises:
+        OutputError: The folder cannot be written, or is full. The older file stays.
+    """
+    from safetensors.torch import save
+
+    data = save(dict(tensors), {_TEXT: text, _CHECKSUM: hashlib.sha256(text.encode()).hexdigest()})
+    with atomic.writing(file) as temporary:
+        temporary.write_bytes(data)
+
+
+def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """Returns the text and the tensors of a file that `write_file` wrote.
+
+    Args:
+        file: The file, which is there.
+        made_by: The command that makes it, for the error.
+
+    Raises:
+        ArtefactBrokenError: It is no such file, or a damaged one.
+    """
+    return _manifest_text(file, made_by), _load(file, made_by)
 
 
 def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
@@ -79,7 +105,7 @@ def _copy(folder: Path, name: str) -> Path:
     return folder / f"{name}.json"
 
 
-def _sha256(tensors: Mapping[str, torch.Tensor]) -> str:
+def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """Returns a checksum of tensors that two runs share if they agree in every bit."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -178,7 +204,7 @@ def read(
             str(file), f"It is an artefact of '{manifest.stage}'", f"Make '{name}' with: {made_by}"
         )
     tensors = _load(file, made_by)
-    if _sha256(tensors) != manifest.sha256:
+    if sha256_of(tensors) != manifest.sha256:
         raise _broken_error(file, "Its tensors are not those that were written", made_by)
     _check_copy(folder, name, manifest)
     _check_identity(file, name, identity, manifest.identity, components, manifest.components)

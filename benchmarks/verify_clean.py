@@ -1,0 +1,137 @@
+"""False alarms of `torchport verify`: clean ports of every card, in both dtypes, under every strategy, with many seeds.
+
+    python benchmarks/verify_clean.py [--rows FILE] [--models hunyuan,wan] [--dtypes float32] [--strategies tp]
+                                      [--seeds 10] [--most N] [--table]
+
+Each run is one command on the card's demo with its tiny weights, and appends a line of JSON to the file of rows. Runs
+that the file has are not made again, so that a stopped benchmark goes on. The table has a row for each card, dtype and
+strategy: how many runs, how many of them said something else than "the same picture", and the greatest ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchport.config.pack import Pack, find_pack
+
+DTYPES = ("float32", "bfloat16")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run: a card's demo in a dtype, under a strategy, with a seed."""
+
+    model: str
+    dtype: str
+    strategy: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the file of rows."""
+        return f"{self.model} {self.dtype} {self.strategy} {self.seed}"
+
+    def command(self, pack: Pack, more: list[str]) -> list[str]:
+        """Returns the command line."""
+        card, _ = pack.card(self.model)
+        options = {"--model": self.model, "--config": card.demo, "--strategy": self.strategy, "--seed": str(self.seed)}
+        words = [word for pair in options.items() for word in pair]
+        networks = [name for name in card.strategies[self.strategy].weights if name != "vae"]
+        for name in networks:
+            words += ["--set", f"dtypes.{name}={self.dtype}"]
+        return [sys.executable, "-m", "torchport", "verify", *words, "--json", *more]
+
+
+def runs(pack: Pack, arguments: argparse.Namespace) -> Iterator[Run]:
+    """Yields the runs that the arguments name: every card with its first seed before the next seed."""
+    for seed in range(arguments.seeds):
+        for model in arguments.models or pack.models():
+            card, _ = pack.card(model)
+            for strategy in arguments.strategies or card.strategies:
+                for dtype in arguments.dtypes or DTYPES:
+                    if strategy in card.strategies and (card.checkout is None or arguments.upstream_path):
+                        yield Run(model, dtype, strategy, seed)
+
+
+def more_flags(run: Run, pack: Pack, upstream_path: str | None) -> list[str]:
+    """Returns the flags that one card needs and another refuses: a checkout, a picture."""
+    from PIL import Image
+
+    card, _ = pack.card(run.model)
+    flags = ["--upstream-path", str(upstream_path)] if card.checkout is not None else []
+    if card.call is None or card.call.image is None:
+        return flags
+    picture = Path(tempfile.gettempdir(), "verify_clean.png")
+    Image.linear_gradient("L").save(picture)
+    return [*flags, "--image", str(picture)]
+
+
+def row_of(run: Run, pack: Pack, more: list[str]) -> dict[str, Any]:
+    """Returns what a run said."""
+    start = time.perf_counter()
+    done = subprocess.run(run.command(pack, more), cwd=ROOT, capture_output=True, text=True, check=False)
+    row = {"key": run.key, **dataclasses.asdict(run), "seconds": round(time.perf_counter() - start, 1)}
+    if not done.stdout.startswith("{"):
+        return {**row, "verdict": "refused", "line": done.stderr.strip().splitlines()[-1:]}
+    data = json.loads(done.stdout)
+    units = data["units"]
+    ratios = {
+        "network": max((unit["ratio"] or 0 for unit in units if unit["kind"] == "network"), default=None),
+        "unit": max((unit["ratio"] or 0 for unit in units if unit["kind"] != "network"), default=None),
+    }
+    return {**row, "verdict": data["verdict"], "line": data["first_line"], "ratios": ratios}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the table: a row for each card, dtype and strategy."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["dtype"], row["strategy"]), []).append(row)
+    lines = [
+        "| card | dtype | strategy | runs | not the same picture | network's ratio | unit's ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, group in sorted(groups.items()):
+        alarms = sum(row["verdict"] != "the same picture" for row in group)
+        ratios = [row["ratios"] for row in group if "ratios" in row]
+        worst = [max((each[kind] or 0 for each in ratios), default=0) for kind in ("network", "unit")]
+        lines.append(f"| {' | '.join(key)} | {len(group)} | {alarms} | {worst[0]:.2f} | {worst[1]:.2f} |")
+    return lines
+
+
+def main() -> None:
+    """Makes the runs that are left, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, default=Path("verify_clean.jsonl"))
+    for name in ("models", "dtypes", "strategies"):
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","))
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--most", type=int, help="Runs that are made at most.")
+    parser.add_argument("--table", action="store_true", help="Print the table alone.")
+    parser.add_argument("--upstream-path", help="A checkout, for cards whose upstream pip cannot install.")
+    arguments = parser.parse_args()
+    pack = find_pack((str(ROOT),))
+    rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()] if arguments.rows.exists() else []
+    known = {row["key"] for row in rows}
+    left = [] if arguments.table else [run for run in runs(pack, arguments) if run.key not in known]
+    for run in left[: arguments.most]:
+        row = row_of(run, pack, more_flags(run, pack, arguments.upstream_path))
+        rows.append(row)
+        with arguments.rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{run.key}: {row['verdict']}, {row['seconds']} s", flush=True)
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""`torchport verify`: what its flags refuse before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from torchport.commands.verify import WRITERS, Flags, answer, findings_of
+from torchport.errors import BadValueError, TorchportError
+from torchport.processes import child
+from torchport.task import Request
+from torchport.verify import verification
+from torchport.verify.facts import Cause, Unit, Verification
+
+
+def refusal(root, **flags):
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
+    with pytest.raises(BadValueError) as caught:
+        answer(request, Flags(**flags))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "one", "1,", "-1", "9" * 5000])
+def test_steps_are_numbers_with_commas(root, text):
+    assert refusal(root, steps=text) == (
+        f"--steps {text}: It is no list of steps. Write the numbers of steps, from 0: 0,1,25."
+    )
+
+
+def test_a_step_is_one_that_the_job_takes(root):
+    expected = "--steps 8: The job takes 8 steps, which are 0 to 7. Name some of these."
+    assert refusal(root, steps="0,8") == expected
+
+
+@pytest.mark.parametrize("text", ["originals", "run:", "run"])
+def test_a_port_is_compared_with_the_original_or_with_a_capture(root, text):
+    expected = f"--against {text}: It names neither. Write original, or run:DIR of a --capture DIR."
+    assert refusal(root, against=text) == expected
+
+
+def test_a_floor_is_a_mesh(root):
+    expected = "--floor 8: It is no mesh. Write the sizes of its axes: dp=1,tp=4."
+    assert refusal(root, floor="8") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"capture": Path("c"), "against": "run:d"},
+            "--against: --capture runs the original alone. Leave one of the two out.",
+        ),
+        ({"capture_limit": 1.0}, "--capture-limit: Nothing is captured. Add --capture DIR."),
+        (
+            {"against": "run:d", "steps": "1"},
+            "--steps: The capture says what is compared. Capture with --steps, and leave it out.",
+        ),
+        ({"patches": True, "decode": True}, "--decode: --patches tests each patch alone. Leave one of the two out."),
+        (
+            {"report": Path("r.txt")},
+            "--report r.txt: '.txt' is the ending of no format. Known: .html, .json, .sarif.",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(root, flags, expected):
+    assert refusal(root, **flags) == expected
+
+
+def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
+    cause = Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence")
+    unit = Unit(0, 0, "transformer", "blocks.2", 2, "block", "transformer.blocks.2", 1e-6, 9e-4)
+    one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8, units=(unit,), causes=(cause,))
+    for name, what in (("a.sarif", '"startLine": 3'), ("a.json", '"exit_code": 1'), ("a.html", "patches/a.yaml:3")):
+        WRITERS[f".{name.partition('.')[2]}"](tmp_path / name, one)
+        assert what in (tmp_path / name).read_text()
+    [finding] = findings_of(one).findings
+    assert finding.text == (
+        "a.patch: Another picture: transformer.blocks.2 is 0.0009 away, and 1e-06 without it. It promises: bitwise."
+    )
+
+
+def test_a_process_that_ends_is_told_with_its_last_words(root, monkeypatch):
+    def call(function, *arguments, ended, environment):
+        raise ended(child.Ended(-9, ""))
+
+    monkeypatch.setattr(child, "call", call)
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", prompt="A cat", paths=(str(root),))
+    with pytest.raises(TorchportError) as caught:
+        verification.verify(request, verification.Options())
+    assert str(caught.value) == (
+        "torchport.verify.recording:record: Its process was killed by SIGKILL, as the system does where memory runs "
+        "out, and said: nothing. Free memory, or make the video smaller: --set height=, width= or frames=."
+    )

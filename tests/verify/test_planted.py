@@ -1,0 +1,117 @@
+"""Faults planted in a port, one at a time: the first line of a verification names the module and the patch."""
+
+import dataclasses
+import re
+import shutil
+from importlib import import_module
+
+import pytest
+
+from tests.fakes import faults
+from torchport.task import Request
+from torchport.verify import recording, verification
+from torchport.verify.facts import Verdict
+from torchport.verify.verification import Options
+
+SIZES = ("height=32", "width=48", "frames=9", "steps=2", "machine=cpu:1", "mesh={}")
+CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}
+QUICK = [
+    ("cogvideox", "a sign"),
+    ("cogvideox", "rotary applied twice"),
+    ("cogvideox", "guidance off by one"),
+]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Recordings of originals by model: no planted patch changes them."""
+    return tmp_path_factory.mktemp("originals")
+
+
+@pytest.fixture
+def verified(root, tmp_path, originals, monkeypatch):
+    """Verifies a port with a fault, in this process: a fresh one would import everything again."""
+
+    def call(function, *arguments):
+        module, _, name = function.partition(":")
+        if name == "record":
+            return recorded(*arguments)
+        return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)
+
+    def recorded(request, steps, file, *rest):
+        kept = originals / f"{request.model}.pt"
+        if not kept.exists():
+            clean = dataclasses.replace(request, paths=(str(root),))
+            recording.record(clean, steps, kept)
+        shutil.copy(kept, file)
+
+    monkeypatch.setattr(verification, "_call", call)
+
+    def verify(model, fault=None):
+        paths = (str(root),) if fault is None else (str(fault.pack(root, tmp_path / "pack")), str(root))
+        request = Request(
+            model, CONFIGS[model], prompt="A cat", checkpoint="tiny", overrides=SIZES, paths=paths, cache=False
+        )
+        return verification.verify(request, Options())
+
+    return verify
+
+
+def check_named(verified, fault):
+    """Checks that the first line names what a fault is in."""
+    result = verified(fault.model, fault)
+    assert result.verdict is Verdict.OTHER, result.first_line
+    assert re.search(fault.names, result.first_line), result.first_line
+    assert fault.patch in result.first_line, result.first_line
+    assert "faults.yaml:1" in result.first_line
+    assert result.exit_code == 1
+
+
+EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS]
+
+
+@pytest.mark.parametrize(
+    "fault", [f for f in EVERY if (f.model, f.name) in QUICK], ids=lambda f: f"{f.model}, {f.name}"
+)
+def test_the_module_and_the_patch_of_a_fault_are_named(verified, fault):
+    check_named(verified, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", [f for f in EVERY if (f.model, f.name) not in QUICK], ids=lambda f: f"{f.model}, {f.name}"
+)
+def test_the_module_and_the_patch_of_every_fault_are_named(verified, fault):
+    check_named(verified, fault)
+
+
+def test_another_order_of_summation_is_harmless(verified):
+    fault = next(fault for fault in faults.HARMLESS if fault.model == "cogvideox")
+    result = verified("cogvideox", fault)
+    assert result.verdict is not Verdict.OTHER, result.first_line
+    assert result.first_line.startswith(f"{result.verdict}: no unit adds more than ")
+    assert result.exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_change_that_no_picture_shows_is_called_harmless_with_its_figures(verified):
+    result = verified("cogvideox", faults.ANOTHER_ORDER)
+    assert result.verdict is Verdict.SAME, result.first_line
+    figures = r"; harmless: transformer\.patch_embed.* adds [\d.e+]+ times the rounding, and moves the output by "
+    assert re.search(figures, result.first_line), result.first_line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_clean_port_makes_the_same_picture(verified, model):
+    result = verified(model)
+    assert result.verdict is Verdict.SAME, result.first_line
+
+
+@pytest.mark.slow
+def test_the_modules_of_a_block_are_recorded_later_where_all_would_be_too_many(verified, monkeypatch, originals):
+    for kept in originals.iterdir():
+        kept.unlink()
+    monkeypatch.setattr(recording, "LIMIT", 0)
+    fault = next(f for f in faults.COGVIDEOX_FAULTS if f.name == "a sign")
+    check_named(verified, fault)

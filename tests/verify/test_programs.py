@@ -1,0 +1,112 @@
+"""What a run compiles is what a plan compiled, and a mismatch is named."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from torchport import engine, patch, shard
+from torchport.compile import network
+from torchport.stages.family import Steps
+from torchport.task import Request, accept
+from torchport.task.devices import devices
+from torchport.verify import programs, seams
+
+SIZES = ("height=64", "width=96", "frames=9", "steps=2")
+
+
+@pytest.fixture(scope="module")
+def compared(root):
+    """The programs of a run's first step and of a plan, for changes of either job."""
+    request = Request("ltx", "configs/ltx_demo.yaml", prompt="A cat", overrides=SIZES, paths=(str(root),))
+
+    def made(of_plan=(), of_run=()):
+        run, plan = (accept(dataclasses.replace(request, overrides=(*SIZES, *sets))) for sets in (of_run, of_plan))
+        with seams.side(run):
+            folder, stage = network.write_tiny(run), run.denoising[0]
+            return stage, of_a_run(run, stage, folder), programs.of_plan(plan, stage, devices(plan.machine))
+
+    return functools.cache(made)
+
+
+class EnoughError(Exception):
+    """Leaves a loop at its first call."""
+
+
+def of_a_run(task, stage, folder, without_operators=False):
+    """Returns the program of the first call, which is lowered and not run."""
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+        operators = {} if without_operators else {op.target: op.function for op in ledger.ops()}
+        with engine.operators(operators):
+            parts = network.loaded(task, stage, folder)
+            mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+            weights = network.placed(task, stage, parts, mesh, folder)
+            compiled = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
+            with pytest.raises(EnoughError):
+                stage.run(parts, Noting(compiled), task.settings, Steps(), **stage.like(parts, task.settings))
+            return programs.of_run(compiled)
+
+
+class Noting:
+    """A compiled network that notes what it is called with, as a program's key."""
+
+    batches = drops = True
+
+    def __init__(self, compiled):
+        self.compiled, self.place = compiled, compiled.place
+
+    def __call__(self, **inputs):
+        arrays, static = self.compiled._sorted(inputs)
+        flat, tree = jax.tree_util.tree_flatten(arrays)
+        self.compiled.programs[static, tree, tuple((x.shape, x.dtype, x.sharding) for x in flat)] = None
+        raise EnoughError
+
+
+def test_a_run_and_a_plan_have_the_same_programs(compared):
+    stage, run, plan = compared()
+    assert programs.differences(stage, run, plan) == []
+    assert [program.digest for program in run] == [program.digest for program in plan]
+
+
+def test_another_dtype_is_named(compared):
+    stage, run, plan = compared(of_plan=("dtypes.transformer=bfloat16",))
+    [line] = programs.differences(stage, run, plan)
+    assert line.startswith("denoise: run and plan compile two programs (")
+    assert "is float32 [" in line
+    assert "in a run and bfloat16 [" in line
+
+
+def test_another_strategy_is_named(compared):
+    stage, run, plan = compared(of_plan=("strategy=tp",))
+    [line] = programs.differences(stage, run, plan)
+    assert line.startswith("denoise: run and plan compile two programs (")
+    assert " in a run and " in line  # what is split over other axes has another form, or is no stack
+
+
+def program(text="a\nb", **fields):
+    known = {"arguments": {"x": "float32 [2] P()"}, "static": {}, "outputs": ["float32 [2]"], "modules": {"": "Net"}}
+    return programs.Program(**known | {"constants": {}, "text": text} | fields)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"text": "a\nc"}, "line 2 of the text is `b` in a run and `c` in a plan"),
+        ({"text": "a\nb\nc"}, "the text of one goes on where the other ends"),
+        ({"text": "", "modules": {"": "Other"}}, "module '' is Net in a run and Other in a plan"),
+        ({"text": "", "static": {"mode": "1"}}, "argument 'mode' is absent in a run and 1 in a plan"),
+        ({"text": "", "constants": {"4xf32": 1}}, "constants of '4xf32' is absent in a run and 1 in a plan"),
+        ({"text": "", "outputs": ["bfloat16 [2]"]}, "the output is float32 [2] in a run and bfloat16 [2] in a plan"),
+    ],
+)
+def test_the_first_cause_is_named(compared, other, what):
+    ours, theirs = program(), program(**other)
+    stage = compared()[0]
+    [line] = programs.differences(stage, [ours], [theirs])
+    assert line == f"denoise: run and plan compile two programs ({ours.digest}): {what}"
+
+
+def test_no_program_of_a_plan_is_named(compared):
+    stage = compared()[0]
+    assert programs.differences(stage, [program()], [])[0].endswith("a plan has no program")

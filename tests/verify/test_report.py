@@ -1,0 +1,92 @@
+"""A verification in words, as data and as a page."""
+
+import dataclasses
+import json
+import math
+
+import torch
+
+from torchport.verify import pictures, report
+from torchport.verify.facts import Cause, Decoded, Drift, Seam, Unit, Verification
+
+
+def unit(depth, added, kind="block", step=0, **more):
+    path = "" if kind == "network" else f"blocks.{depth}"
+    name = f"transformer.{path}".rstrip(".")
+    return Unit(step, 0, "transformer", path, depth, kind, name, 1e-6, added, **more)
+
+
+def verification(*units, **fields):
+    known = {"model": "m", "config": "c.yaml", "dtypes": {"transformer": "float32"}, "strategy": "tp", "total": 8}
+    known |= {"yardstick": {"transformer": "float64"}, "mesh": {"dp": 2, "tp": 4}, "steps": (0, 3)}
+    return Verification(**known | {"units": units, **fields})
+
+
+CLEAN = [unit(n, 1e-6 * (1 + n / 10), step=step, inherited=2e-6) for step in (0, 3) for n in range(4)]
+FAULTY = verification(
+    unit(0, 4e-6, "network"),
+    unit(1, 1e-6),
+    unit(2, 9e-4, inherited=1e-3, effect=70.0),
+    seams=(Seam("sigmas", "denoise", None, "float32 [3]", "float32 [3]", 0.0, 1e-7),),
+    causes=(Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence"),),
+    drift=(Drift(1, 1e-5, 2e-5), Drift(2, 3e-5, 4e-5)),
+    floor="dp=1,tp=8",
+    decoded=Decoded(0.0, 2.0, 1, {"the original": b"png"}),
+    unlike=("the encoders", "the loop"),
+    programs=("denoise: another dtype",),
+    seconds={"the original": 3.0, "the port": 9.5},
+)
+
+
+def test_the_text_has_twelve_lines_at_most_and_the_verdict_first():
+    lines = report.lines(FAULTY)
+    assert len(lines) == 12
+    assert lines[0] == FAULTY.first_line
+    assert lines[0].startswith(
+        "another picture: transformer.blocks.2 adds 900 times the rounding at step 0; patch a.patch"
+    )
+    assert lines[1] == "m c.yaml: float32 beside float64, tp on dp=2,tp=4, step 0, 3 of 8, against original"
+    assert lines[6] == "patch: a.patch (patches/a.yaml:3) by absence: 0.0009 with it, 1e-06 without it"
+    assert lines[7] == "drift (no verdict): running free, the port is 3e-05 away after step 2, of dp=1,tp=8 4e-05"
+
+
+def test_a_clean_port_is_the_same_picture_in_few_lines():
+    lines = report.lines(verification(*CLEAN))
+    assert lines[0].startswith("the same picture: ")
+    assert len(lines) == 3
+
+
+def test_data_is_json_without_infinity():
+    bad = Seam("noise", "denoise", None, "a", "b", math.inf, 0.0)
+    data = report.data(dataclasses.replace(FAULTY, seams=(bad,)))
+    text = json.dumps(data, allow_nan=False)
+    assert json.loads(text)["exit_code"] == 1
+    assert data["seams"][0]["distance"] is None
+    assert data["seams"][0]["verdict"] == "another picture"
+    assert data["units"][2]["ratio"] == 900
+
+
+def test_the_page_shows_blocks_by_steps_and_error_against_depth(tmp_path):
+    file = tmp_path / "page.html"
+    report.write(file, verification(*CLEAN, unit(0, 1e-6, "network")))
+    page = file.read_text()
+    assert "step 0</th><th>step 3" in page
+    assert page.count('class="cell"') == 10
+    assert "error against depth" in page
+    assert "polyline" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_page_names_the_patch_and_shows_frames():
+    page = report.page(FAULTY)
+    assert "patches/a.yaml:3" in page
+    assert "data:image/png;base64,cG5n" in page
+
+
+def test_a_difference_of_frames_is_made_visible():
+    original = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    port = original.clone()
+    port[0, 0, 0] = 5
+    frames = pictures.beside(original, port)
+    assert list(frames) == ["the original", "the port", "the difference, 51 times"]
+    assert all(png.startswith(b"\x89PNG") for png in frames.values())

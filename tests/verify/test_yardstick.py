@@ -1,0 +1,63 @@
+"""The yardstick computes in a wider dtype, and distances are relative to it."""
+
+import math
+
+import torch
+
+from torchport.verify.yardstick import Wide, distance, floor, wide_dtype, wide_module, widened
+
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.table = torch.arange(3, dtype=torch.float32)
+
+    def forward(self, x):
+        return (x.to(torch.float32) * torch.linspace(0, 1, 3, dtype=torch.float32) + self.table) * self.weight
+
+
+def test_float64_stands_beside_float32_and_float32_beside_bfloat16():
+    assert wide_dtype(torch.float32) is torch.float64
+    assert wide_dtype(torch.bfloat16) is torch.float32
+    assert wide_dtype(torch.float16) is torch.float32
+
+
+def test_what_a_module_casts_to_float32_stays_as_wide_as_the_yardstick():
+    module, x = wide_module(Norm(), torch.float64), torch.rand(3, dtype=torch.float64)
+    with Wide(torch.float64):
+        output = module(x)
+    assert output.dtype is torch.float64
+    exact = x * torch.linspace(0, 1, 3, dtype=torch.float64) + torch.arange(3, dtype=torch.float64)
+    assert torch.equal(output, exact)
+
+
+def test_whole_numbers_and_masks_keep_their_dtypes():
+    tree = widened({"ids": torch.tensor([1]), "mask": torch.tensor([True]), "x": torch.ones(1)}, torch.float64)
+    assert [tree[name].dtype for name in ("ids", "mask", "x")] == [torch.int64, torch.bool, torch.float64]
+
+
+def test_the_distance_is_that_of_the_worst_tensor():
+    a, b = (torch.tensor([1.0, 2.0]), torch.tensor([10.0])), (torch.tensor([1.0, 2.0]), torch.tensor([8.0]))
+    assert distance(a, b) == 0.25
+
+
+def test_a_tensor_of_another_shape_is_not_compared():
+    assert distance(torch.ones(2), torch.ones(3)) is None
+    assert distance({"x": torch.ones(2), "mask": None}, {"x": torch.ones(2), "mask": torch.ones(1)}) == 0
+
+
+def test_nan_is_infinitely_far_unless_the_yardstick_has_it():
+    nan = torch.tensor([math.nan, 1.0])
+    assert distance(nan, torch.ones(2)) == math.inf
+    assert distance(nan, nan) == 0
+    assert distance(torch.ones(2), nan) == 0
+
+
+def test_zeros_are_compared_absolutely():
+    assert distance(torch.tensor([0.5]), torch.zeros(1)) == 0.5
+
+
+def test_the_floor_is_one_rounding_of_the_narrowest_dtype():
+    assert floor([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)]) == torch.finfo(torch.bfloat16).eps
+    assert floor([torch.tensor([1])]) == 0

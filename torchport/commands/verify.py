@@ -1,0 +1,151 @@
+"""`torchport verify`: whether a port makes the same picture; and if not, where, and through which patch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from torchport.commands import findings, formats
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, PatchError
+from torchport.files import atomic, folder
+from torchport.task import Request
+from torchport.verify import capture, equivalence, report
+from torchport.verify.facts import Cause, Verification
+from torchport.verify.verification import Options, captured, patches_alone, verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The flags of the command that are not those of `torchport run`."""
+
+    steps: str | None = None
+    against: str = "original"
+    capture: Path | None = None
+    decode: bool = False
+    floor: str | None = None
+    report: Path | None = None
+    capture_limit: float | None = None
+    patches: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the command prints, as data and as text, and its exit code."""
+
+    data: dict[str, Any]
+    lines: list[str]
+    exit_code: int
+
+
+def answer(request: Request, flags: Flags) -> Answer:
+    """Returns what a verification says; a report, if one is asked for, has been written.
+
+    Args:
+        request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
+        flags: What is verified.
+
+    Raises:
+        TorchportError: Flags that do not go together; whatever a run refuses.
+    """
+    _check(flags)
+    if request.prompt is None:
+        request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
+    steps = None if flags.steps is None else _steps(flags.steps)
+    options = Options(steps, flags.decode, flags.floor, _reference(flags.against))
+    if flags.patches:
+        rows = patches_alone(request)
+        is_broken = any(row.verdict == equivalence.BROKEN for row in rows)
+        data = {"patches": [dataclasses.asdict(row) for row in rows]}
+        return Answer(data, equivalence.lines(rows), int(is_broken))
+    if flags.capture is not None:
+        limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
+        words = captured(request, options, flags.capture, limit)
+        return Answer({"capture": str(flags.capture), "holds": words}, [f"captured in {flags.capture}: {words}"], 0)
+    verification: Verification = verify(request, options)
+    if flags.report is not None:
+        WRITERS[flags.report.suffix](flags.report, verification)
+    return Answer(report.data(verification), report.lines(verification), verification.exit_code)
+
+
+def _check(flags: Flags) -> None:
+    """Refuses flags that do not go together, and a report that cannot be written.
+
+    Raises:
+        BadValueError: They do not; or the ending of no format.
+        OutputError: The report cannot be written.
+    """
+    alone = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.report}
+    if flags.patches:
+        others = {"--steps": flags.steps, "--decode": flags.decode, "--capture": flags.capture, **alone}
+        for flag in (flag for flag, given in others.items() if given):
+            raise BadValueError(flag, "--patches tests each patch alone", "Leave one of the two out")
+    if flags.capture is not None:
+        for flag in (flag for flag, given in alone.items() if given):
+            raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
+    elif flags.capture_limit is not None:
+        raise BadValueError("--capture-limit", "Nothing is captured", "Add --capture DIR")
+    if flags.against != "original":
+        for flag, given in {"--steps": flags.steps, "--decode": flags.decode}.items():
+            if given:
+                raise BadValueError(flag, "The capture says what is compared", f"Capture with {flag}, and leave it out")
+    if flags.report is not None:
+        if flags.report.suffix not in WRITERS:
+            fact = f"'{flags.report.suffix}' is the ending of no format"
+            raise BadValueError(f"--report {flags.report}", fact, f"Known: {', '.join(WRITERS)}")
+        folder.check_writable("--report", flags.report)
+
+
+def findings_of(verification: Verification) -> findings.Report:
+    """Returns the patches at fault as findings, each at the entry's line."""
+    return findings.Report(
+        [
+            findings.Finding(PatchError.id, cause.place, f"{cause.patch}: {words}", cause.patch, "verify")
+            for cause in verification.causes
+            for words in [f"{_broken(verification, cause)} It promises: {cause.promise}."]
+        ]
+    )
+
+
+def _broken(verification: Verification, cause: Cause) -> str:
+    without = "" if cause.without_it is None else f", and {cause.without_it:.2g} without it"
+    return f"{verification.verdict.capitalize()}: {cause.unit} is {cause.with_it:.2g} away{without}."
+
+
+def _write_json(file: Path, verification: Verification) -> None:
+    atomic.write_json(file, report.data(verification))
+
+
+def _write_sarif(file: Path, verification: Verification) -> None:
+    formats.write(findings_of(verification), [file])
+
+
+WRITERS = {".html": report.write, ".json": _write_json, ".sarif": _write_sarif}
+"""What writes a report, by the ending of its name."""
+
+
+def _reference(against: str) -> Path | None:
+    """Returns the folder of `run:DIR`; None for the original.
+
+    Raises:
+        BadValueError: It is something else.
+    """
+    if against == "original":
+        return None
+    kind, _, name = against.partition(":")
+    if kind != "run" or not name:
+        raise BadValueError(f"--against {against}", "It names neither", "Write original, or run:DIR of a --capture DIR")
+    return Path(name)
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    """Returns the steps that `0,1,25` names, in order.
+
+    Raises:
+        BadValueError: It is something else.
+    """
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
+        raise BadValueError(f"--steps {text}", "It is no list of steps", "Write the numbers of steps, from 0: 0,1,25")
+    return tuple(sorted({int(part) for part in text.split(",")}))

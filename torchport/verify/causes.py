@@ -1,0 +1,180 @@
+"""Which patch is at fault: each one that was called in a faulty unit is left out, and the unit is measured again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from torchport import engine, patch
+from torchport.errors import TorchportError
+from torchport.foreign import brief, refusals
+from torchport.progress import log
+from torchport.stages.family import Stage
+from torchport.task import Request, Task, accept, devices
+from torchport.verify import seams
+from torchport.verify.facts import FAULT, Cause, Seam
+from torchport.verify.original import given
+from torchport.verify.port import Port
+from torchport.verify.recording import Call, read, under
+from torchport.verify.units import Measured
+from torchport.verify.yardstick import distance
+
+
+@dataclasses.dataclass(frozen=True)
+class Without(Task):
+    """A task without some of its patches.
+
+    Attributes:
+        without: The ids of those that are left out.
+    """
+
+    without: frozenset[str] = frozenset()
+
+    def patches(self, stages: Sequence[Stage]) -> list[patch.Entry]:
+        """Returns the patches of some stages that are not left out."""
+        return [entry for entry in super().patches(stages) if entry.id not in self.without]
+
+
+def leaving_out(task: Task, ids: Collection[str]) -> Without:
+    """Returns a task without some of its patches."""
+    fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
+    return Without(**fields, without=frozenset(ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What the search for a patch found.
+
+    Attributes:
+        causes: The patches at fault, the likeliest first.
+        tried: The ids of those that were left out, with the unit's error without them; None where it cannot be called.
+    """
+
+    causes: tuple[Cause, ...]
+    tried: dict[str, float | None]
+
+
+def search(request: Request, file: Path, folder: Path, measured: Measured) -> Search:
+    """Returns the patches that a unit's error comes from; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+        folder: The checkpoint's.
+        measured: The unit.
+    """
+    task = accept(request)
+    recording = read(file)
+    unit = measured.unit
+    call = next(c for c in recording.calls if (c.step, c.number, c.network) == (unit.step, unit.call, unit.network))
+    stage = next(stage for stage in task.denoising if stage.name == call.stage)
+    devices.prepare(task.machine)
+    tried: dict[str, float | None] = {}
+    for entry in candidates(task, stage, measured):
+        tried[entry.id] = _without(task, stage, folder, call, measured, entry)
+        log.info("without %s: %s adds %s", entry.id, unit.name, tried[entry.id])
+        if _is_cured(unit.rounding, tried[entry.id]):
+            return Search((_cause(entry, measured, tried[entry.id]),), tried)
+    return Search(tuple(_left(task, stage, measured, tried)), tried)
+
+
+def of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
+    """Returns the patch that a seam differs through: halves of the patches are left out until one is left.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+        folder: The checkpoint's.
+        seam: The seam.
+        called: The patches that were called where no network ran.
+    """
+    task = accept(request)
+    recording = read(file)
+
+    def distance_without(ids: Collection[str]) -> float:
+        found = seams.against(leaving_out(task, ids), folder, recording.steps, recording.seams, recording.likes)
+        same = [one for one in found.seams if (one.name, one.stage, one.step) == (seam.name, seam.stage, seam.step)]
+        return max((one.distance for one in same), default=0.0)
+
+    entries = [entry for entry in task.patches(task.family.STAGES) if entry.id in called and not entry.plumbing]
+    if not entries or distance_without([entry.id for entry in entries]) > seam.allowed:
+        return Search((), {})
+    while len(entries) > 1:
+        half = entries[: len(entries) // 2]
+        is_in = distance_without([entry.id for entry in half]) <= seam.allowed
+        entries = half if is_in else entries[len(half) :]
+    without = distance_without([entries[0].id])
+    if without > seam.allowed:
+        return Search((), {entries[0].id: without})
+    entry = entries[0]
+    cause = Cause(entry.id, entry.place, promise(entry), seam.name, seam.distance, without, "absence")
+    return Search((cause,), {entry.id: without})
+
+
+def _is_cured(rounding: float, added: float | None) -> bool:
+    return added is not None and added <= FAULT * rounding
+
+
+def candidates(task: Task, stage: Stage, measured: Measured) -> list[patch.Entry]:
+    """Returns the patches that may be at fault: those called right before the border first, then those of its block.
+
+    A patch whose calls are not counted may have been called anywhere.
+    """
+    entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
+    first = [entry for entry in entries if entry.id in measured.touched]
+    # What a patch of an operator computes differs last: most often it is exact, and every module calls it.
+    first.sort(key=lambda entry: entry.kind == "op")
+    rest = [entry for entry in entries if entry not in first]
+    uncounted = {entry.id for entry in rest if entry.instance is not None or not entry.counted}
+    nearby = [entry for entry in rest if entry.id in measured.nearby | uncounted]
+    return [*first, *nearby]
+
+
+def _without(
+    task: Task, stage: Stage, folder: Path, call: Call, measured: Measured, entry: patch.Entry
+) -> float | None:
+    """Returns a unit's error without a patch; None where the network cannot be called without it."""
+    try:
+        with under(leaving_out(task, [entry.id]), [stage]) as ledger:
+            with engine.operators({op.target: op.function for op in ledger.ops()}):
+                return _added(Port(task, stage, folder, ledger), call, measured)
+    except TorchportError as error:
+        log.info("without %s the network cannot be called: %s", entry.id, error.fact)
+    except BaseException as error:
+        if engine.missing_operator(error) is None and not isinstance(error, refusals()):
+            raise
+        log.info("without %s the network cannot be called: %s", entry.id, brief(error))
+    return None
+
+
+def _added(port: Port, call: Call, measured: Measured) -> float | None:
+    """Returns the distance of the port from the yardstick at a border."""
+    values = given(call.values)
+    paths = {*measured.forced, *measured.skipped} - {""}
+    borders = {border: value for border, value in values.items() if border.path in paths}
+    wide = call.inner if measured.border in call.inner and measured.unit.kind != "block" else call.outer
+    watched = ["", *port.outer, *measured.forced]
+    noted = port.called(call.inputs, watched, borders, measured.skipped)[1].noted
+    return distance(noted[measured.border], wide[measured.border]) if measured.border in noted else None
+
+
+def _left(task: Task, stage: Stage, measured: Measured, tried: dict[str, float | None]) -> Iterator[Cause]:
+    """Yields the patches that could not be left out: all others were, and are not at fault."""
+    untried = [key for key, added in tried.items() if added is None]
+    if len(untried) == 1:
+        entry = next(entry for entry in task.patches([stage]) if entry.id == untried[0])
+        yield dataclasses.replace(_cause(entry, measured, None), how="elimination")
+
+
+def _cause(entry: patch.Entry, measured: Measured, without: float | None) -> Cause:
+    unit = measured.unit
+    return Cause(entry.id, entry.place, promise(entry), unit.name, unit.added, without, "absence")
+
+
+def promise(entry: patch.Entry) -> str:
+    """Returns what a patch promises of its equivalence, in words."""
+    written = entry.equivalence.written()
+    if isinstance(written, str):
+        return written
+    return "; ".join(f"{key}: {value}" for key, value in written.items())

@@ -1,0 +1,295 @@
+"""The port, compared with a recording of the original: its programs as a whole, and its modules one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import engine, patch, shard
+from torchport.compile import network, preflight
+from torchport.compile.kept import Programs
+from torchport.config.card import DENOISING
+from torchport.stages.family import Stage, Steps
+from torchport.stages.replay import latents_of
+from torchport.task import Request, Task, accept
+from torchport.task.devices import devices, prepare
+from torchport.verify import pictures, programs, seams
+from torchport.verify.facts import Decoded, Drift, Unit
+from torchport.verify.port import Port
+from torchport.verify.recording import Enough, Inside, Recording, read, start_of, under, weights_of
+from torchport.verify.units import Measured, Units, looked_into, with_effects
+from torchport.verify.yardstick import distance, floor
+
+
+@dataclasses.dataclass
+class Compared:
+    """What the port's process found.
+
+    Attributes:
+        networks: Units that are whole networks, in the order of their calls.
+        measured: The other units.
+        seams: What its stages and its loop pass on, beside the original's.
+        unlike: What was not compared, a line each.
+        drift: Of the free-running port.
+        decoded: The decoder's frames; None where they were not compared.
+        programs: What differs from the programs that a plan has, a line each.
+        folder: The checkpoint's.
+        yardstick: Its dtype, by component.
+        called: The patches that were called where no network ran: in encoders and loops.
+    """
+
+    networks: list[Unit] = dataclasses.field(default_factory=list)
+    measured: list[Measured] = dataclasses.field(default_factory=list)
+    seams: Any = None
+    unlike: list[str] = dataclasses.field(default_factory=list)
+    drift: list[Drift] = dataclasses.field(default_factory=list)
+    decoded: Decoded | None = None
+    programs: list[str] = dataclasses.field(default_factory=list)
+    folder: Path = Path()
+    yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
+    called: frozenset[str] = frozenset()
+
+
+def compare(request: Request, file: Path) -> Compared:
+    """Returns how the port differs from a recording; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+    """
+    task, compared = accept(request), Compared()
+    recording = read(file)
+    with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as programs:
+        preflight.check(task)
+        folder = compared.folder = weights_of(task)
+        compared.yardstick = {
+            call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recording.calls
+        }
+        ends: dict[str, dict[str, torch.Tensor]] = {}
+        for stage in task.denoising:
+            if any(call.stage == stage.name for call in recording.calls):
+                with patch.applied(task.patches([stage]), stage=stage.name) as own:
+                    with engine.operators({op.target: op.function for op in own.ops()}):
+                        _Comparison(task, stage, folder, own, recording, compared, programs).run(ends)
+        if recording.decoded is not None:
+            compared.decoded = _decoded(task, folder, recording.decoded)
+        before = _counts(ledger)
+        compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
+        compared.called = frozenset(key for key, count in _counts(ledger).items() if count != before[key])
+    return compared
+
+
+def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
+    """Returns how far a free-running port is from the original after each step; runs in a process of its own.
+
+    Args:
+        request: Of the port, on a mesh of its own.
+        file: The recording.
+        steps: How many steps are taken.
+    """
+    task, compared, recording = accept(request), Compared(), read(file)
+    with under(task, task.family.STAGES), Programs.of_task(task) as programs:
+        preflight.check(task)
+        folder, ends = weights_of(task), dict[str, dict[str, torch.Tensor]]()
+        for stage in task.denoising:
+            if len(compared.drift) < steps:
+                with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+                    with engine.operators({op.target: op.function for op in ledger.ops()}):
+                        _Comparison(task, stage, folder, ledger, recording, compared, programs).run_freely(ends, steps)
+    return compared.drift
+
+
+def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -> list[Measured]:
+    """Returns the modules of a unit, which was recorded by `record_inside`; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        inside: The unit.
+        folder: The checkpoint's.
+        file: The recording.
+    """
+    task, call = accept(request), inside.call_of(read(file))
+    prepare(task.machine)
+    stage = next(stage for stage in task.denoising if stage.name == call.stage)
+    with under(task, [stage]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
+        units = Units(Port(task, stage, folder, ledger), call)
+        units.outer()
+        return with_effects(units, units.inner(inside.block))
+
+
+def _counts(ledger: patch.Ledger) -> dict[str, int]:
+    return {record.entry.id: record.calls.count for record in ledger.records}
+
+
+def _decoded(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
+    """Returns how far the port's frames are from the original's, given the same latents."""
+    stage = task.family.STAGES[-1]
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+        with engine.operators({op.target: op.function for op in ledger.ops()}):
+            parts = network.loaded(task, stage, folder)
+            call = None
+            if stage.network is not None:
+                mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+                weights = network.placed(task, stage, parts, mesh, folder)
+                call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
+            frames = stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"]
+    yardstick = recorded["yardstick"].float()
+    own = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
+    original = (recorded["original"].float() - yardstick).abs()
+    worst = int(own.argmax())
+    shown = pictures.beside(recorded["original"][0, worst], frames[0, worst])
+    return Decoded(float(original.max()), float(own.max()), worst, shown)
+
+
+class _Comparison:
+    """A stage's network, compared.
+
+    Args:
+        task: The port's.
+        stage: The stage.
+        folder: The checkpoint's.
+        ledger: Of the stage's patches, in force.
+        recording: The original's.
+        compared: Is added to.
+        programs: The kept programs.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stage: Stage,
+        folder: Path,
+        ledger: patch.Ledger,
+        recording: Recording,
+        compared: Compared,
+        programs: Programs,
+    ) -> None:
+        self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
+        self.recording, self.compared, self.programs = recording, compared, programs
+        self.calls = [call for call in recording.calls if call.stage == stage.name]
+
+    def run(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Compares the stage's programs, and then its modules."""
+        self._compare_programs(ends)
+        port = Port(self.task, self.stage, self.folder, self.ledger)
+        for call in self.calls:
+            self.compared.measured += looked_into(Units(port, call))
+
+    def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+        """Runs the loop from where the stage before ended, and notes how far it is from the original."""
+        call, parts = self._program()
+        self._drift(self._loop(call, parts, start_of(ends, self.stage), steps - 1, ends))
+
+    def _program(self) -> tuple[Any, dict[str, Any]]:
+        """Returns the network as a run compiles it, and the stage's parts."""
+        task, stage = self.task, self.stage
+        parts = network.loaded(task, stage, self.folder)
+        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+        weights = network.placed(task, stage, parts, mesh, self.folder)
+        programs_of = functools.partial(self.programs.of, stage, self.folder, mesh, self.ledger)
+        return network.compiled(task, stage, module, weights, mesh, programs_of=programs_of), parts
+
+    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Runs the loop at each chosen step from where the original was; and freely, from where it begins.
+
+        A second network's loop runs freely only where that of the first was not left early.
+        """
+        task, stage = self.task, self.stage
+        call, parts = self._program()
+        steps, states = sorted({recorded.step for recorded in self.calls}), self.recording.states
+        loops: dict[int, _Loop] = {}
+        if all(name in ends for name in stage.needs if name in DENOISING):
+            loop = self._loop(call, parts, start_of(ends, stage), max(steps), ends)
+            self._drift(loop)
+            loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
+        for step in steps:
+            if step not in loops:
+                loops[step] = self._loop(call, parts, (step, states[step]), step, {})
+            self._compare_outputs(step, loops[step].outputs[step])
+        if stage.like is not None and task.job.cache is None:  # a step cache's loop calls two programs in turns
+            plan = programs.of_plan(task, stage, devices(task.machine))
+            self.compared.programs += programs.differences(stage, programs.of_run(call), plan)
+
+    def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
+        task, stage = self.task, self.stage
+        loop = _Loop(call, start[0], last + 1)
+        steps = Steps(finished=loop.finished, resume=start if start[0] else None)
+        inputs = {**self.recording.embeddings, **task.noise(stage)}
+        fresh = network.afresh(task, stage, parts, self.folder)
+        with contextlib.suppress(Enough):
+            ends[stage.name] = stage.run(fresh, loop, task.settings, steps, **inputs)
+        return loop
+
+    def _drift(self, loop: _Loop) -> None:
+        for number, latents in loop.latents.items():
+            original = self.recording.latents.get(number)
+            apart = None if original is None else distance(latents, original)
+            if apart is not None:
+                self.compared.drift.append(Drift(number, apart))
+
+    def _compare_outputs(self, step: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Compares what the programs return in a step with what the original's network returned, call by call."""
+        calls = [call for call in self.calls if call.step == step]
+        rows = torch.cat([output.float() for output in outputs])
+        counts = [call.wide_output.shape[0] for call in calls]
+        if rows.shape[0] != sum(counts):
+            line = (
+                f"{calls[0].network}: its program computes {rows.shape[0]} conditions, and the original {sum(counts)}"
+            )
+            self.compared.unlike.append(line)
+            return
+        for call, part in zip(calls, torch.split(rows, counts), strict=True):
+            added = distance(part, call.wide_output)
+            if added is None:
+                shapes = f"{list(part.shape)}, and the original's {list(call.wide_output.shape)}"
+                self.compared.unlike.append(f"{call.network}: its program returns {shapes}")
+                continue
+            rounding = max(call.rounding, floor(call.output))
+            self.compared.networks.append(
+                Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
+            )
+
+
+class _Loop:
+    """A compiled network in a loop that is left after a step; what it returns in its first step is kept.
+
+    Args:
+        call: The network.
+        first: The step that the loop begins with, from 0.
+        enough: The number of the last step, from 1.
+    """
+
+    def __init__(self, call: Any, first: int, enough: int) -> None:
+        self.call = call
+        self.step = self.first = first
+        self.enough = enough
+        self.batches, self.drops = call.batches, call.drops
+        self.outputs: dict[int, list[torch.Tensor]] = {first: []}
+        self.latents: dict[int, torch.Tensor] = {}
+
+    def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs where the network wants them."""
+        placed: dict[str, Any] = self.call.place(**inputs)
+        return placed
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns what the network returns."""
+        output = self.call(**inputs)
+        if self.step == self.first:
+            self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
+        return output
+
+    def finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
+        """Is called after each step."""
+        latents = latents_of(state)
+        if latents is not None:
+            self.latents[number] = latents.detach().clone()
+        self.step = number
+        if number >= self.enough:
+            raise Enough

@@ -1,0 +1,397 @@
+"""The original, recorded: what its networks get and return in chosen steps, beside the yardstick.
+
+The original runs in PyTorch, without the patches that a port needs and without the family's `prepare`: a fault in one
+of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
+measured alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import load, patch
+from torchport.compile import failure, network, preflight
+from torchport.compile.eager import Eager
+from torchport.config import checkout
+from torchport.config.card import DENOISING
+from torchport.load import checkpoint
+from torchport.progress import log
+from torchport.stages.family import Stage, Steps
+from torchport.stages.replay import latents_of
+from torchport.task import Request, Task, accept
+from torchport.verify import seams
+from torchport.verify.borders import Values, inner_paths, size
+from torchport.verify.original import Original
+from torchport.verify.yardstick import Wide, distance, wide_dtype, wide_module, widened
+
+LIMIT = 2**30
+"""Bytes of one call's borders up to which all modules are recorded at once; above it, those of a faulty unit alone."""
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a network.
+
+    Attributes:
+        stage: The stage's name.
+        network: The component.
+        step: The denoising step, from 0.
+        number: The call in this step, from 0.
+        inputs: What the network got.
+        output: What it returned.
+        wide_output: What the yardstick returned.
+        values: The original's at the borders.
+        outer: The yardstick's at the borders of units, with the original's at those borders.
+        inner: The yardstick's at all borders, with the original's at all; empty where that would be too large.
+        is_whole: Whether all modules were recorded.
+    """
+
+    stage: str
+    network: str
+    step: int
+    number: int
+    inputs: dict[str, Any]
+    output: Any
+    wide_output: Any
+    values: Values
+    outer: Values
+    inner: Values
+    is_whole: bool = True
+
+    @property
+    def rounding(self) -> float:
+        """The distance of the network's output from the yardstick's."""
+        return distance(self.output, self.wide_output) or 0.0
+
+
+@dataclasses.dataclass
+class Recording:
+    """What the original did.
+
+    Attributes:
+        encoded: What the stages before denoising returned, by stage.
+        calls: Of its networks in the chosen steps, in order.
+        latents: After each step, by its number from 1.
+        states: What a loop goes on from at each chosen step, by the number of steps before it.
+        ends: What each denoising stage returned, by its name.
+        seams: What its stages and its loop pass on.
+        likes: What a call of each network returns, for loops without a network.
+        decoded: Frames of the original and of the yardstick, and the latents; None where they are not compared.
+    """
+
+    encoded: dict[str, dict[str, torch.Tensor]]
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    latents: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    seams: Any = None
+    likes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    decoded: Any = None
+
+    @property
+    def embeddings(self) -> dict[str, torch.Tensor]:
+        """What the denoising stages get, by the names of the artefacts."""
+        return {name: tensor for outputs in self.encoded.values() for name, tensor in outputs.items()}
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that were recorded."""
+        return tuple(sorted({call.step for call in self.calls}))
+
+
+class Enough(BaseException):
+    """Leaves a loop after the last step that is looked at."""
+
+
+@contextlib.contextmanager
+def under(task: Task, stages: Collection[Stage]) -> Iterator[patch.Ledger]:
+    """Puts the patches of some stages in force, as a run does, and gives their ledger.
+
+    Args:
+        task: The task.
+        stages: The stages.
+    """
+    with (
+        failure.explained(task),
+        checkout.on_path(task.upstream),
+        patch.applied(task.patches(list(stages))) as ledger,
+        checkout.hushed(True),
+        load.default_dtype(torch.float32),
+    ):
+        yield ledger
+
+
+def weights_of(task: Task) -> Path:
+    """Returns the folder of a task's checkpoint; the tiny one is written if it is not there."""
+    if task.checkpoint == "tiny":
+        return network.write_tiny(task)
+    return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).folder
+
+
+def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns what each stage before denoising returns; the original's patches must be in force."""
+    outputs: dict[str, dict[str, torch.Tensor]] = {}
+    for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
+        parts = network.loaded(task, dataclasses.replace(stage, prepare=None), folder)
+        call = network.eager(task, stage, parts, folder) if stage.network is not None else None
+        outputs[stage.name] = stage.run(parts, call, task.settings, Steps())
+    return outputs
+
+
+def read(path: Path) -> Recording:
+    """Returns the recording of a verification, from its file."""
+    recording: Recording = torch.load(path, weights_only=False)  # our own file, in a folder that only this user has
+    return recording
+
+
+def record(
+    request: Request,
+    steps: tuple[int, ...] | None,
+    file: Path,
+    decodes: bool = False,
+) -> None:
+    """Writes what the original does to a file; runs in a process of its own.
+
+    Args:
+        request: Of the original.
+        steps: From 0; None: the first of each network.
+        file: Where the recording is written.
+        decodes: Whether the decoder's frames are recorded, too.
+    """
+    torch.save(recorded(accept(request), steps, decodes), file)
+
+
+def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
+    """Returns what the original does; see `record`."""
+    with under(task, task.family.STAGES):
+        preflight.check(task)
+        folder = weights_of(task)
+        recording = Recording(encoded(task, folder))
+        for stage in task.denoising:
+            if _is_over(recording, steps, decodes):
+                break
+            _Loop(task, stage, folder, recording, steps, decodes).run()
+        if decodes:
+            recording.decoded = decoded(task, folder, recording.ends[task.denoising[-1].name])
+        outputs = {call.network: call.output for call in reversed(recording.calls)}
+        likes = {
+            str(stage.network): outputs.get(str(stage.network), recording.calls[0].output) for stage in task.denoising
+        }
+        recording.likes = {
+            name: output if isinstance(output, torch.Tensor) else output[0] for name, output in likes.items()
+        }
+        recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
+    return recording
+
+
+def _is_over(recording: Recording, steps: tuple[int, ...] | None, decodes: bool) -> bool:
+    return not decodes and steps is not None and len(recording.latents) > max(steps)
+
+
+class _Loop:
+    """A stage's loop, recorded.
+
+    Args:
+        task: The original's.
+        stage: The stage.
+        folder: The checkpoint's.
+        recording: Is added to.
+        steps: As `record` has them.
+        decodes: Whether all steps are taken.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stage: Stage,
+        folder: Path,
+        recording: Recording,
+        steps: tuple[int, ...] | None,
+        decodes: bool,
+    ) -> None:
+        self.task, self.stage, self.folder = task, dataclasses.replace(stage, prepare=None), folder
+        self.recording = recording
+        self.start, self.state = start_of(recording.ends, stage)
+        chosen = (self.start,) if steps is None else steps
+        self.chosen = [step for step in chosen if step >= self.start]
+        is_last = stage.name == task.denoising[-1].name
+        self.enough = max(chosen) + 1 if (is_last or steps is not None) and not decodes else task.settings.steps + 1
+        self.step = self.start
+
+    def run(self) -> None:
+        """Runs it as far as is needed."""
+        task, stage, recording = self.task, self.stage, self.recording
+        parts = network.loaded(task, stage, self.folder)
+        eager = network.eager(task, stage, parts, self.folder)
+        inputs = {**recording.embeddings, **task.noise(stage)}
+        if self.start in self.chosen and self.start:
+            recording.states[self.start] = self.state
+        call = Recorded(eager, self)
+        steps = Steps(finished=self._finished, resume=(self.start, self.state) if self.start else None)
+        try:
+            recording.ends[stage.name] = stage.run(parts, call, task.settings, steps, **inputs)
+        except Enough:
+            log.debug("%s: step %d is the last that is looked at", stage.name, self.step - 1)
+
+    def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
+        recording = self.recording
+        latents = latents_of(state)
+        if latents is not None:
+            recording.latents[number] = _copied(latents)
+        if number in self.chosen:
+            recording.states[number] = {name: _copied(tensor) for name, tensor in state.items()}
+        self.step = number
+        if number >= self.enough:
+            raise Enough
+
+
+def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tuple[int, dict[str, torch.Tensor]]:
+    """Returns how many steps were taken before a stage, and what they leave."""
+    for name in stage.needs:
+        if name in DENOISING:
+            state = dict(ends[name])
+            return int(state.pop("done")), state
+    return 0, {}
+
+
+class Recorded:
+    """An eager network whose calls in chosen steps are recorded, with the yardstick's beside them."""
+
+    batches = False
+    drops = False
+
+    def __init__(self, eager: Eager, loop: _Loop) -> None:
+        self.eager = eager
+        self.loop = loop
+        self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
+        self._last = (-1, 0)
+
+    def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are."""
+        return inputs
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns what the network returns."""
+        step = self.loop.step
+        if step not in self.loop.chosen:
+            return self.eager(**inputs)
+        number = self._last[1] + 1 if self._last[0] == step else 0
+        self._last = (step, number)
+        return self._recorded(step, number, inputs)
+
+    def _recorded(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
+        original = self.original
+        paths = ["", *original.outer]
+        kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        output, outer = original.watched(kept, paths)
+        wide_output, _ = original.yardstick(kept, [], {})
+        _, wide_outer = original.yardstick(kept, paths, outer)
+        every = original.every
+        # Guidance's other calls go through the same modules.
+        is_whole = number == 0 and size(outer) * len(every) / len(paths) <= LIMIT
+        values = original.watched(kept, every)[1] if is_whole else outer
+        wide_inner = original.yardstick(kept, every, values)[1] if is_whole else {}
+        stage = self.loop.stage
+        self.loop.recording.calls.append(
+            Call(
+                *(stage.name, str(stage.network), step, number, kept, _copied(output), wide_output),
+                *(values, wide_outer, wide_inner, is_whole),
+            )
+        )
+        return output
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """A unit of one call of a network.
+
+    Attributes:
+        network: The component.
+        step: The denoising step, from 0.
+        number: The call in this step, from 0.
+        block: The unit's path.
+    """
+
+    network: str
+    step: int
+    number: int
+    block: str
+
+    def call_of(self, recording: Recording) -> Call:
+        """Returns the call in a recording."""
+        key = self.network, self.step, self.number
+        return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
+
+
+def record_inside(request: Request, inside: Inside, file: Path) -> None:
+    """Adds to a recording what the original has in a unit; runs in a process of its own.
+
+    Args:
+        request: Of the original.
+        inside: The unit.
+        file: The recording; it is written anew.
+    """
+    task, recording = accept(request), read(file)
+    call = inside.call_of(recording)
+    stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
+    with under(task, [stage]):
+        folder = weights_of(task)
+        eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
+        original = Original(eager, task.settings.dtypes[inside.network])
+        paths = inner_paths(eager.module, inside.block)
+        call.values = {**call.values, **original.watched(call.inputs, paths)[1]}
+        call.inner = original.yardstick(call.inputs, [*original.outer, *paths], call.values)[1]
+    torch.save(recording, file)
+
+
+def decoded(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the frames of the original and of the yardstick for the same latents, and what both were given."""
+    stage = task.family.STAGES[-1]
+    stage = dataclasses.replace(stage, prepare=None)
+    frames = {}
+    for name in ("original", "yardstick"):
+        parts = network.loaded(task, stage, folder)
+        call = None if stage.network is None else network.eager(task, stage, parts, folder)
+        dtype = None if name == "original" or call is None else wide_dtype(task.settings.dtypes[str(stage.network)])
+        frames[name] = _frames(task, stage, parts, call, latents, dtype)
+    return {**frames, "latents": latents}
+
+
+def _frames(
+    task: Task, stage: Stage, parts: dict[str, Any], call: Any, latents: Mapping[str, torch.Tensor], dtype: Any
+) -> torch.Tensor:
+    if dtype is None:
+        frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
+        return frames
+    wide = Widened(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
+    wide_frames: torch.Tensor = stage.run(parts, wide, task.settings, Steps(), **latents)["frames"]
+    return wide_frames
+
+
+@dataclasses.dataclass(frozen=True)
+class Widened:
+    """A network in the yardstick's dtype, called with inputs in the original's."""
+
+    eager: Eager
+    dtype: torch.dtype
+    batches: bool = False
+    drops: bool = False
+
+    def place(self, **inputs: Any) -> dict[str, Any]:
+        """Returns the inputs as they are."""
+        return inputs
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Returns what the network returns."""
+        with Wide(self.dtype):
+            return self.eager(**widened(inputs, self.dtype))

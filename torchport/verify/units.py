@@ -1,0 +1,230 @@
+"""The units of one call of a network: each with the original's inputs, beside the original and the yardstick."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from torchport.verify.borders import Border, Pass, Values, inner_paths
+from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
+from torchport.verify.original import given
+from torchport.verify.port import Port
+from torchport.verify.recording import Call
+from torchport.verify.yardstick import distance, floor, is_sampled, matched
+
+HARMLESS = 6
+"""Units of one call, with more than rounding, whose effect on the network's output is measured."""
+
+
+@dataclasses.dataclass
+class Measured:
+    """One unit, and what is needed to look further into it.
+
+    Attributes:
+        unit: The unit.
+        border: Where it was measured.
+        block: The path of the unit of the network that it lies in; empty for the network's own code.
+        touched: The patches that were called between the border before and this one.
+        nearby: Those that were called in its block.
+        forced: The paths of the modules whose borders had the original's values.
+        skipped: Those that were not called.
+    """
+
+    unit: Unit
+    border: Border
+    block: str
+    touched: frozenset[str] = frozenset()
+    nearby: frozenset[str] = frozenset()
+    forced: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+class Units:
+    """The units of one call.
+
+    Args:
+        port: The port's network.
+        call: The original's, recorded.
+    """
+
+    def __init__(self, port: Port, call: Call) -> None:
+        self.port = port
+        self.call = call
+        self.free: Values = {}
+        self.last: Pass | None = None
+        self.between: dict[Border, list[str]] = {}
+
+    def outer(self) -> list[Measured]:
+        """Returns the network's blocks, and its own code between them."""
+        paths = ["", *self.port.outer]
+        _, free = self.port.called(self.call.inputs, paths, {})
+        self.free = free.noted
+        values = {border: value for border, value in self.call.values.items() if border.path in paths}
+        _, forced = self.port.called(self.call.inputs, paths, given(values))
+        self.last = forced
+        measured = list(self._measured(forced, self.call.outer, paths, "", ()))
+        for one in measured:
+            one.skipped = self._skipped(one.border.path)
+        return measured
+
+    def inner(self, block: str) -> list[Measured]:
+        """Returns the modules of a block, and its own code between them."""
+        assert self.last is not None
+        every, skipped = inner_paths(self.port.module, block), self._skipped(block)
+        values = given(self.call.values)
+        borders = {border: value for border, value in values.items() if border.path in (block, *skipped)}
+        _, look = self.port.called(self.call.inputs, ["", *self.port.outer, *every], borders, skipped)
+        paths = [path for path in every if self._is_alike(path, look.noted)]
+        self.between = _between(look.noted, every, paths)
+        borders |= {border: value for border, value in values.items() if border.path in paths}
+        _, forced = self.port.called(self.call.inputs, [*self.port.outer, *paths], borders, skipped)
+        return list(self._measured(forced, self.call.inner, paths, block, skipped))
+
+    def effect(self, measured: Measured) -> float | None:
+        """Returns what a unit's own error alone does to the network's output, in units of the rounding there."""
+        assert self.last is not None
+        border = measured.border
+        if is_sampled(self.call.values[border]):
+            return None  # a capture has no more of it
+        bad = measured_value(self, measured)
+        outputs = []
+        for value in (bad, self.call.values[border]):
+            output, _ = self.port.called(self.call.inputs, [border.path], {border: value})
+            outputs.append(output)
+        apart = distance(*outputs)
+        return None if apart is None else apart / max(self.call.rounding, floor(self.call.output))
+
+    def _skipped(self, block: str) -> tuple[str, ...]:
+        """Returns the other blocks whose outputs are known in every detail, so that they need not be called."""
+        assert self.last is not None
+        others = [path for path in self.port.outer if path != block]
+        return tuple(path for path in others if self._is_alike(path, self.last.noted))
+
+    def _is_alike(self, path: str, noted: Values) -> bool:
+        """Returns whether the port calls a module as often as the original, with tensors of the same shapes."""
+        borders = {border for border in self.call.values if border.path == path}
+        if not borders or borders != {border for border in noted if border.path == path}:
+            return False
+        return all(_shapes(self.call.values[border]) == _shapes(noted[border]) for border in borders)
+
+    def _measured(
+        self, forced: Pass, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
+    ) -> Iterator[Measured]:
+        """Yields a unit for each border that can be compared, in the order of the call."""
+        nearby = _nearby(forced, self.port.outer)
+        for depth, (border, value) in enumerate(forced.noted.items()):
+            known = border in wide and border in self.call.values and (not block or _within(border.path, block))
+            is_root = not border.path
+            if not known or (is_root and border.side == "in") or (border.path == block and border.side == "in"):
+                continue
+            original = self.call.values[border]
+            rounding, added = distance(original, wide[border]), distance(value, wide[border])
+            if rounding is None or added is None or not matched(value, original):
+                continue
+            inherited = distance(self.free[border], wide[border]) if not block and border in self.free else None
+            kind, path, name = self._named(border, paths, block)
+            if kind == "own code" and self.between.get(border):
+                name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self.between[border])}"
+            rounding = max(rounding, floor(original))
+            call = self.call
+            unit = Unit(
+                *(call.step, call.number, call.network, path, depth, kind, f"{call.network}{name}"),
+                *(rounding, added, inherited, None, border.number),
+            )
+            within = block or (border.path if border.side == "out" else "")
+            yield Measured(
+                *(unit, border, within, forced.touched[border], nearby.get(within, frozenset())),
+                *(tuple(paths), skipped),
+            )
+
+    def _named(self, border: Border, paths: Collection[str], block: str) -> tuple[Kind, str, str]:
+        """Returns a border's kind, the path of what it belongs to, and its name after the network's."""
+        path = border.path
+        inside = [other for other in paths if other != path and _within(other, path)]
+        if border.side == "in":
+            owner = _owner(path, [*paths, block])
+            before = path.removeprefix(f"{owner}.") if owner else path
+            return "own code", owner, f"{owner and f'.{owner}'} own code before {before}"
+        if not path:
+            return "own code", "", " own code at its end"
+        if not block:
+            return "block", path, f".{path}"
+        if inside:
+            return "own code", path, f".{path} own code at its end"
+        return "module", path, f".{path}"
+
+
+def _between(noted: Values, every: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
+    """Returns the modules that cannot be compared alone and were called since the border before, by border."""
+    between: dict[Border, list[str]] = {}
+    waiting: list[str] = []
+    for border in noted:
+        if border.path in paths:
+            between[border], waiting = waiting, []
+        elif border.path in every and not any(_within(border.path, other) for other in waiting):
+            waiting.append(border.path)
+    return between
+
+
+def measured_value(units: Units, measured: Measured) -> Any:
+    """Returns the port's value at a unit's border."""
+    border = measured.border
+    if units.last is not None and border in units.last.noted and measured.border.path in units.port.outer:
+        return units.last.noted[border]
+    values = given(units.call.values)
+    borders = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
+    paths = [*units.port.outer, *measured.forced]
+    return units.port.called(units.call.inputs, paths, borders, measured.skipped)[1].noted[border]
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _owner(path: str, paths: Collection[str]) -> str:
+    """Returns the nearest of some modules that a module lies in; empty for the network itself."""
+    owners = [other for other in paths if other and other != path and path.startswith(f"{other}.")]
+    return max(owners, key=len, default="")
+
+
+def _shapes(tree: Any) -> dict[Any, Any]:
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {path: tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+
+
+def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:
+    """Returns the patches that were called in each block."""
+    nearby: dict[str, frozenset[str]] = {}
+    for border, touched in forced.touched.items():
+        for path in outer:
+            if _within(border.path, path) and not (border.path == path and border.side == "in"):
+                nearby[path] = nearby.get(path, frozenset()) | touched
+    return nearby
+
+
+def looked_into(units: Units) -> list[Measured]:
+    """Returns the units of a call: its blocks and, where one is at fault, the modules of the first of these."""
+    outer = with_effects(units, units.outer())
+    bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
+    if not bad or not bad[0].block or not units.call.inner:
+        return outer
+    return [*outer, *with_effects(units, units.inner(bad[0].block))]
+
+
+def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
+    """Returns units, with the effect of those that have more than rounding, up to the first that is at fault.
+
+    After the first `HARMLESS` of them, only the effects of those that may be at fault are measured.
+    """
+    result, budget = [], HARMLESS
+    is_over = False
+    for one in measured:
+        if one.unit.ratio > (ROUNDING if budget > 0 else FAULT) and not is_over:
+            one.unit = dataclasses.replace(one.unit, effect=units.effect(one))
+            budget -= 1
+            is_over = one.unit.verdict is Verdict.OTHER
+        result.append(one)
+    return result

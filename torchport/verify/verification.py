@@ -1,0 +1,259 @@
+"""A verification: the original is recorded, the port is compared with it, and the patch at fault is looked for.
+
+Each of the three has a process of its own: the original must not meet a port's patches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchport.config.card import DENOISING
+from torchport.errors import BadValueError, MachineError
+from torchport.processes import child
+from torchport.progress import waiting
+from torchport.task import Request, Task, accept
+from torchport.verify import capture
+from torchport.verify.causes import Search
+from torchport.verify.comparing import Compared
+from torchport.verify.equivalence import Alone
+from torchport.verify.facts import Drift, Unit, Verdict, Verification
+from torchport.verify.recording import Inside
+from torchport.verify.units import Measured
+
+SMALLER = "Free memory, or make the video smaller: --set height=, width= or frames="
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is verified, beside the request.
+
+    Attributes:
+        steps: The denoising steps, from 0; None: the first of each network.
+        decodes: Whether the decoder is compared.
+        floor: Another mesh, whose drift is printed beside the port's; None: none.
+        reference: The folder of such values, which take the original's place; None: the original runs.
+    """
+
+    steps: tuple[int, ...] | None = None
+    decodes: bool = False
+    floor: str | None = None
+    reference: Path | None = None
+
+
+def verify(request: Request, options: Options) -> Verification:
+    """Returns whether a port computes what the original computes, and what is at fault if it does not.
+
+    Args:
+        request: Of the port.
+        options: What is compared.
+
+    Raises:
+        TorchportError: What a run of the port or of the original refuses.
+    """
+    task = accept(request)
+    _check_steps(task, options.steps)
+    if options.floor is not None:
+        _sizes(options.floor)
+    clock = _Clock()
+    with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
+        file = Path(name, "original.pt")
+        notes = _original(task, options, file, clock)
+        with clock.lap("the port"):
+            compared: Compared = _call("comparing:compare", request, file)
+        if options.reference is None:
+            with clock.lap("the faulty block"):
+                _look_inside(compared, request, file)
+        verification = _verification(task, options, compared, notes)
+        with clock.lap("the patch at fault"):
+            verification = _blamed(verification, compared, request, file)
+        if options.floor is not None and verification.drift:
+            with clock.lap("the floor"):
+                verification = _with_floor(verification, task, options.floor, file)
+        return dataclasses.replace(verification, seconds=clock.seconds)
+
+
+def _look_inside(compared: Compared, request: Request, file: Path) -> None:
+    """Adds the modules of the first faulty block, where a recording of all modules would have been too large."""
+    bad = [one for one in compared.measured if one.unit.verdict is Verdict.OTHER]
+    if not bad or bad[0].unit.kind != "block":
+        return
+    unit = bad[0].unit
+    if any(one.block == unit.path and one.unit.kind != "block" for one in compared.measured):
+        return
+    inside = Inside(unit.network, unit.step, unit.call, unit.path)
+    _call("recording:record_inside", dataclasses.replace(request, backend="original"), inside, file)
+    compared.measured += _call("comparing:compare_inside", request, inside, compared.folder, file)
+
+
+def _original(task: Task, options: Options, file: Path, clock: _Clock) -> list[str]:
+    """Records the original, or takes a capture for it, and returns what that lacks."""
+    if options.reference is not None:
+        notes = capture.check(options.reference, task)
+        with clock.lap("the capture"):
+            _call("capture:unpack", options.reference, file)
+        return notes
+    original = dataclasses.replace(task.request, backend="original")
+    with clock.lap("the original"):
+        _call("recording:record", original, options.steps, file, options.decodes)
+    return []
+
+
+def captured(request: Request, options: Options, folder: Path, limit: int) -> str:
+    """Writes what the original does to a folder, for a port on another machine, and returns what that is in words.
+
+    Args:
+        request: Of the port or of the original.
+        options: Which steps, and whether the decoder's frames.
+        folder: Where it is written.
+        limit: In bytes.
+
+    Raises:
+        TorchportError: What a run of the original refuses.
+    """
+    original = dataclasses.replace(request, backend="original")
+    _check_steps(accept(original), options.steps)
+    with _Clock().lap("the original"):
+        words: str = _call("capture:record", original, options.steps, options.decodes, folder, limit)
+    return words
+
+
+def patches_alone(request: Request) -> list[Alone]:
+    """Returns every patch of a model that changes numbers, tested alone.
+
+    Args:
+        request: Of the port.
+
+    Raises:
+        TorchportError: What a run of the port or of the original refuses.
+    """
+    accept(request)
+    with _Clock().lap("each patch alone"):
+        rows: list[Alone] = _call("equivalence:alone", request)
+    return rows
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    def ended(end: child.Ended) -> MachineError:
+        return MachineError(f"torchport.verify.{function}", f"Its process {end}", SMALLER)
+
+    return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment={"PYTHONWARNINGS": "ignore"})
+
+
+def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -> Verification:
+    """Returns a verification with the drift of another mesh beside the port's."""
+    sizes = _sizes(mesh)
+    written = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+    overrides = (*task.request.overrides, f"mesh={{{written}}}")
+    if task.machine.platform == "cpu":  # virtual devices: as many as the mesh takes
+        overrides += (f"machine=cpu:{math.prod(sizes.values())}",)
+    request = dataclasses.replace(task.request, overrides=overrides)
+    floors: list[Drift] = _call("comparing:drifted", request, file, max(row.step for row in verification.drift))
+    by_step = {row.step: row.distance for row in floors}
+    drift = tuple(dataclasses.replace(row, floor=by_step.get(row.step)) for row in verification.drift)
+    return dataclasses.replace(verification, drift=drift, floor=f"the same port on {mesh}")
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes, by axis.
+
+    Raises:
+        BadValueError: It is no mesh.
+    """
+    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", mesh) is None:
+        raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the sizes of its axes: dp=1,tp=4")
+    return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
+
+
+class _Clock:
+    """The seconds of each part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def lap(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with waiting(f"verify: {what}"):
+            yield
+        self.seconds[what] = round(time.perf_counter() - start, 1)
+
+
+def _check_steps(task: Task, steps: tuple[int, ...] | None) -> None:
+    """Refuses steps that the job does not take.
+
+    Raises:
+        BadValueError: There is one.
+    """
+    for step in steps or ():
+        if not 0 <= step < task.settings.steps:
+            fact = f"The job takes {task.settings.steps} steps, which are 0 to {task.settings.steps - 1}"
+            raise BadValueError(f"--steps {step}", fact, "Name some of these")
+
+
+def _verification(task: Task, options: Options, compared: Compared, notes: list[str]) -> Verification:
+    names = [str(stage.network) for stage in task.family.STAGES if stage.name in DENOISING]
+    dtypes = {name: task.dtype(name) for name in names}
+    units = (*compared.networks, *(measured.unit for measured in compared.measured))
+    steps = tuple(sorted({unit.step for unit in units}))
+    return Verification(
+        task.card.model,
+        task.request.config,
+        dtypes,
+        {name: compared.yardstick.get(name, "none") for name in names},
+        task.job.strategy,
+        {str(axis): size for axis, size in task.job.mesh.items()},
+        steps,
+        task.settings.steps,
+        seams=compared.seams.seams,
+        units=units,
+        drift=tuple(compared.drift),
+        decoded=compared.decoded,
+        against="original" if options.reference is None else f"run:{options.reference}",
+        unlike=(*notes, *compared.seams.unlike, *compared.unlike, *_not_compared(options)),
+        programs=tuple(compared.programs),
+    )
+
+
+def _not_compared(options: Options) -> list[str]:
+    decoder = [] if options.decodes else ["the decoder (--decode compares it)"]
+    return [f"not compared: {', and '.join([*decoder, 'the weights of the text encoders'])}"]
+
+
+def _blamed(verification: Verification, compared: Compared, request: Request, file: Path) -> Verification:
+    """Returns a verification with the patch at fault, or with where to look."""
+    if verification.bad_seams:
+        seam = verification.bad_seams[0], compared.called
+        search: Search = _call("causes:of_seam", request, file, compared.folder, *seam)
+        return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
+    if not verification.culprits:
+        return verification
+    measured = _measured(compared, verification.culprits[0])
+    if measured is None:
+        place = f"strategy '{verification.strategy}'"
+        clue = f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
+        return dataclasses.replace(verification, clue=clue)
+    search = _call("causes:search", request, file, compared.folder, measured)
+    return _with(verification, search, lambda: _clue(search))
+
+
+def _with(verification: Verification, search: Search, clue: Callable[[], str]) -> Verification:
+    return dataclasses.replace(verification, causes=search.causes, clue="" if search.causes else clue())
+
+
+def _clue(search: Search) -> str:
+    if not search.tried:
+        return "no patch is called in it: look at the card's dtypes and rules, and at the family's `prepare`"
+    tried = ", ".join(search.tried)
+    return f"leaving out one patch does not cure it ({tried}): look at two of them, at dtypes, and at `prepare`"
+
+
+def _measured(compared: Compared, unit: Unit) -> Measured | None:
+    return next((measured for measured in compared.measured if measured.unit == unit), None)

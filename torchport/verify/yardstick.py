@@ -1,0 +1,151 @@
+"""The yardstick: the original in a wider dtype. And the distance of two trees of tensors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+TINY = 1e-30
+"""A yardstick whose greatest value is below this is zero: distances from it are absolute."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the yardstick's dtype for a network: float64 for float32, float32 for what is narrower."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def widened(tree: Any, dtype: torch.dtype) -> Any:
+    """Returns a tree whose floating-point tensors have the yardstick's dtype, unless theirs is as wide."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        narrower = tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize
+        return tensor.to(dtype) if narrower else tensor
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
+
+
+def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Returns a copy of a module that computes in the yardstick's dtype."""
+    wide = copy.deepcopy(module).to(dtype)
+    for part in wide.modules():  # tables that are attributes, and no buffers
+        vars(part).update({name: widened(value, dtype) for name, value in vars(part).items() if _is_table(value)})
+    return wide
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class Wide(TorchFunctionMode):
+    """Computes in float64 what a module's code casts to float32, or makes in it, as many norms and tables do.
+
+    Such code says that the dtype should be wide. The yardstick's is wider. Where the yardstick's is float32, nothing
+    changes.
+
+    Args:
+        dtype: The yardstick's.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function with float64 in place of float32."""
+        kwargs = kwargs or {}
+        if self.dtype is not torch.float64:
+            return function(*args, **kwargs)
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args, kwargs = pytree.tree_map(_as_float64, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _as_float64(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def distance(a: Any, b: Any) -> float | None:
+    """Returns max|a - b| / max|b| over the tensors of two trees, the greatest of those that have the same shape.
+
+    Values that are NaN or infinite in b are left out. A value that is so in a alone is infinitely far.
+
+    Args:
+        a: A tree.
+        b: The yardstick's.
+
+    Returns:
+        None where no two tensors have the same shape.
+    """
+    pairs = matched(a, b)
+    return max((_distance(one, other) for one, other in pairs), default=None) if pairs else None
+
+
+def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
+    first, second = _by_place(a), _by_place(b)
+    both = [(_as_sampled(first[key], second[key]), second[key]) for key in first.keys() & second.keys()]
+    return [(one, other) for one, other in both if one.shape == other.shape and _are_numbers(one, other)]
+
+
+def _are_numbers(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_floating_point() for tensor in tensors)
+
+
+ROWS = "torchport_rows"
+"""The attribute of a tensor that is some rows of another: the numbers of these rows."""
+LARGE, KEPT = 2**22, 4096
+"""Elements above which a tensor is kept in some rows, and how many."""
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns some rows of a large tensor, evenly spaced over all dims but the last; a small one as it is."""
+    if tensor.ndim < 2 or tensor.numel() <= LARGE or hasattr(tensor, ROWS):
+        return tensor
+    table = tensor.reshape(-1, tensor.shape[-1])
+    numbers = torch.linspace(0, table.shape[0] - 1, min(KEPT, table.shape[0])).round().long()
+    rows = table[numbers]
+    setattr(rows, ROWS, numbers)
+    return rows
+
+
+def is_sampled(tree: Any) -> bool:
+    """Returns whether a tree has a tensor that is some rows of another."""
+    return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
+
+
+def _as_sampled(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of a tensor that another one has, where that has only some."""
+    numbers = getattr(like, ROWS, None)
+    if numbers is None or hasattr(tensor, ROWS):
+        return tensor
+    return tensor.reshape(-1, tensor.shape[-1])[numbers]
+
+
+def _by_place(tree: Any) -> dict[Any, torch.Tensor]:
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    known = torch.isfinite(b)
+    if not b.numel() or not bool(known.any()):
+        return 0.0
+    b = torch.where(known, b.double(), 0.0)
+    a = torch.where(known, a.double(), 0.0)
+    largest, apart = float(b.abs().max()), float((a - b).abs().max())
+    if math.isnan(apart):
+        return math.inf
+    return apart / largest if largest > TINY else apart
+
+
+def floor(tree: Any) -> float:
+    """Returns the distance that one rounding makes in the narrowest dtype of a tree's tensors."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return max((torch.finfo(leaf.dtype).eps for leaf in tensors if leaf.is_floating_point()), default=0.0)
