@@ -182,8 +182,11 @@ def planted(original, self, *args, **kwargs):
 """
 EPS = """
 def planted(original, self, *args, **kwargs):
-    self.norm.eps = 1e-2
-    return original(self, *args, **kwargs)
+    eps, self.norm.eps = self.norm.eps, 1e-2
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.norm.eps = eps
 """
 BIAS = """
 def planted(original, self, *args, **kwargs):
