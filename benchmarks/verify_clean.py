@@ -84,7 +84,7 @@ def row_of(run: Run, pack: Pack, more: list[str]) -> dict[str, Any]:
     if not done.stdout.startswith("{"):
         return {**row, "verdict": "refused", "line": done.stderr.strip().splitlines()[-1:]}
     data = json.loads(done.stdout)
-    units = data["units"]
+    units = [unit for unit in data["units"] if not unit["harmless"]]
     ratios = {
         "network": max((unit["ratio"] or 0 for unit in units if unit["kind"] == "network"), default=None),
         "unit": max((unit["ratio"] or 0 for unit in units if unit["kind"] != "network"), default=None),

@@ -182,8 +182,11 @@ def planted(original, self, *args, **kwargs):
 """
 EPS = """
 def planted(original, self, *args, **kwargs):
-    self.norm.eps = 1e-2
-    return original(self, *args, **kwargs)
+    eps, self.norm.eps = self.norm.eps, 1e-2
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.norm.eps = eps
 """
 BIAS = """
 def planted(original, self, *args, **kwargs):
@@ -213,8 +216,7 @@ HUNYUAN_FAULTS = [
 import torch
 
 def image_condition(image_embeds, encoder_hidden_states_3, encoder_attention_mask):
-    mask = torch.ones(encoder_hidden_states_3.shape[:2]).to(encoder_attention_mask)
-    return encoder_hidden_states_3, mask
+    return encoder_hidden_states_3, torch.ones_like(encoder_hidden_states_3[..., 0]).to(encoder_attention_mask.dtype)
 """,
         r"own code before transformer_blocks\.0|own code before cond_type_embed",
         "diffusers.hunyuan15.image-condition",

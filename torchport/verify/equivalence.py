@@ -129,11 +129,11 @@ def _tested(entry: patch.Entry, calls: list[Noted], port: Task, base: list[patch
     reason = _unclear(entry, calls)
     if reason:
         return Alone(*head, UNCLEAR, reason)
-    original = inputs.function_of(entry)
     cases = [case for call in calls for case in (call, *made_of(call))]
     worst, refused, count = (-1.0, SAME, ""), [], 0
-    for case in cases:
-        expected = _original(original, case)
+    # Nothing may hold upstream's function while its patch is put in force.
+    every = [_original(inputs.function_of(entry), case) for case in cases]
+    for case, expected in zip(cases, every, strict=True):
         if expected is None:
             continue  # upstream refuses these inputs, too
         with patch.applied([*base, entry]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):

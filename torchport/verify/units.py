@@ -196,9 +196,11 @@ def _shapes(tree: Any) -> dict[Any, Any]:
 
 
 def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:
-    """Returns the patches that were called in each block."""
+    """Returns the patches that were called in each block, and under an empty path those of the network's own code."""
     nearby: dict[str, frozenset[str]] = {}
     for border, touched in forced.touched.items():
+        if not border.path or (border.path in outer and border.side == "in"):
+            nearby[""] = nearby.get("", frozenset()) | touched
         for path in outer:
             if _within(border.path, path) and not (border.path == path and border.side == "in"):
                 nearby[path] = nearby.get(path, frozenset()) | touched
