@@ -651,9 +651,8 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
     try:
         job.cache.computed(job.steps)
     except BadValueError as error:
-        paths = [
-            ("cache", key) for key in getattr(error, "keys", ())
-        ]  # a flag that sets one of them is at fault, or a line
+        # A flag that sets one of them is at fault, or a line.
+        paths: list[tuple[str, ...]] = [("cache", key) for key in getattr(error, "keys", ())]
         path = next((path for path in paths if path in document.flags), None)
         path = path or next((path for path in paths if path in document.lines), ("cache",))
         yield BadValueError(document.place(path), error.fact, error.remedy)
