@@ -112,9 +112,9 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
 @pytest.mark.parametrize(
     ("name", "old", "new", "kind", "fact"),
     [
-        ("demo", "frames: 17", "frame: 17", UnknownKeyError, "Unknown key 'frame'. Did you mean 'frames'? Known: "),
-        ("demo", "frames: 17", "frames: '17'", WrongTypeError, "'frames' is '17' (text). It must be a whole number."),
-        ("demo", "frames: 17", "steps: 17", DuplicateKeyError, "'steps' stands here and on line"),
+        ("demo", "frames: 13", "frame: 13", UnknownKeyError, "Unknown key 'frame'. Did you mean 'frames'? Known: "),
+        ("demo", "frames: 13", "frames: '13'", WrongTypeError, "'frames' is '13' (text). It must be a whole number."),
+        ("demo", "frames: 13", "steps: 13", DuplicateKeyError, "'steps' stands here and on line"),
         ("demo", "steps: 8", "steps: 0", WrongTypeError, "'steps' is 0 (a number). It must be greater than 0."),
         (
             "demo",
@@ -182,7 +182,7 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
     ],
 )
 def test_a_mistake_is_refused_with_its_file_and_line(copied, name, old, new, kind, fact):
-    if new == "steps: 17":  # the second one, in this file's order, is the one that is refused
+    if new == "steps: 13":  # the second one, in this file's order, is the one that is refused
         edit(copied, name, old, new)
         line = line_of(copied, name, "steps: 8")
     else:
