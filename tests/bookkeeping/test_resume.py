@@ -595,7 +595,7 @@ def test_what_is_not_finite_is_refused_in_its_step_and_the_latents_saved_before_
         plant(context, "transformer", 5, value)  # both conditions of guidance are calls of their own
         run(request)
     assert re.fullmatch(
-        r"'denoise', step 3 of 5 \(timestep \d+(\.\d+)?\): 'latents' has 1 of 1024 values that are NaN or infinite\. "
+        r"'denoise', step 3 of 5 \(timestep \d+(\.\d+)?\): 'latents' has 1 of 512 values that are NaN or infinite\. "
         r"Run the same command into another folder with --no-jit, which names the module that computes them first\.",
         str(caught.value),
     ), str(caught.value)
@@ -692,7 +692,7 @@ def test_pictures_that_were_not_written_before_a_kill_are_written_after_it(reque
         raise MemoryError
 
     with monkeypatch.context() as context, pytest.raises(MemoryError):
-        context.setattr("torchport.bookkeeping.journey.write_video", killed)
+        context.setattr("torchport.bookkeeping.video.write_video", killed)
         run(request_for(overrides=ONE_STEP))
     assert "video.mp4" not in names(tmp_path / "out")
     made = save.file_of(tmp_path / "out", "decode").stat().st_mtime_ns

@@ -108,7 +108,7 @@ def test_a_plan_reads_as_text(planned):
     text = "\n".join(report.lines(planned[0]))
     assert text.startswith("hunyuan on v6e:2x4, ulysses, dp=2 x sp=4: fits")
     assert "\nencode: not ported. It runs on the host, in PyTorch" in text
-    assert "\ndenoise: 1 program(s), called 8 x [2, 65, 3, 4, 6]" in text
+    assert "\ndenoise: 1 program(s), called 8 x [2, 33, 3, 4, 6]" in text
     assert "(compiler)" in text and "by the model" in text and "assumed: calibrated with " in text
     assert "diffusers/models/" in text and " among 4 (2x2 square)  " in text
 
@@ -273,7 +273,7 @@ def test_a_stage_is_outlined_with_the_inputs_its_verb_makes():
     [called] = found.called
     inputs = called.tensors
     assert called.times == 8, "once a step"
-    assert inputs["hidden_states"].shape == (2, 65, 3, 4, 6) and inputs["image_embeds"].shape == (2, 0, 40)
+    assert inputs["hidden_states"].shape == (2, 33, 3, 4, 6) and inputs["image_embeds"].shape == (2, 0, 40)
     tokens = inputs["encoder_hidden_states"].shape[1] + inputs["encoder_hidden_states_2"].shape[1]
     assert tokens % 256 == 0
     assert all(isinstance(weight, jax.ShapeDtypeStruct) for weight in found.program.weights.values())

@@ -73,7 +73,14 @@ def test_a_signal_is_the_scripts_own(here, number):
     code = "import up.m, time\nprint('ready', flush=True)\ntime.sleep(60)\n"
     here.write("script.py", code)
     ends = []
+    default = f"import os, signal, sys; signal.signal({number:d}, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     for command in ([sys.executable, "script.py"], here.command("script.py")):
+        command = [
+            sys.executable,
+            "-c",
+            default,
+            *command,
+        ]  # a shell's background job ignores SIGINT, and hands that on
         process = subprocess.Popen(
             command, cwd=here.root, env=here.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
