@@ -116,7 +116,7 @@ def test_a_shell_block_that_is_not_run_says_what_it_needs():
     needs = [NEEDS.match(code) for kind, code in REST if kind == "sh"]
     assert needs and all(needs)
     found = {match[1] for _, code in itertools.chain(PORT, REST) if (match := NEEDS.match(code))}
-    assert found <= {"network", "checkout", "tpu", "verify"}
+    assert found <= {"network", "checkout", "tpu"}
 
 
 def test_every_config_of_torchports_that_the_guide_names_is_there():
