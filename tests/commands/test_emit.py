@@ -210,3 +210,11 @@ def test_a_format_for_the_terminal_and_a_draft_are_refused_together(emit, tmp_pa
     ])  # fmt: skip
     assert not (tmp_path / "pack").exists()
     assert emit("--report", "findings.json")[0] == 1 and (tmp_path / "findings.json").exists()
+
+
+def test_packages_below_src_are_drafted(emit, tmp_path):
+    files = {f"src/{name}": text for name, text in CODE.items()}
+    _, out, _ = emit(files=files)
+    assert not [line for line in out if "There is no module" in line]
+    assert out[-1].endswith("check --static up --path pack --upstream-path code/src")
+    assert {"up.flash-attn", "up.attend", "up.rank", "up.net-forward-8"} <= set(entries(tmp_path))

@@ -56,7 +56,7 @@ def test_json_has_all_that_a_draft_of_a_patch_needs(torchport, code, capsys):
         "file": "up.py",
         "line": 6,
         "target": "up:other",
-        "draft": "replace",
+        "draft": "rewrite",
         "verdict": "rewrite",
     }
     assert (row["reach"], row["covered_by"], row["effort"]) == ("path", [], "hours")
@@ -133,3 +133,18 @@ def test_a_pack_of_ones_own_covers_too(torchport, code, capsys, tmp_path):
     (folder / "all.py").write_text("def put(x): return x\n", encoding="utf-8")
     exit_code, out, _ = torchport("scan", "up.py", "--entry", "up:other", "--path", "pack", capsys=capsys)
     assert exit_code == 0 and out[0].endswith("[covered by up.other]")
+
+
+def test_a_folder_without_python_is_refused(torchport, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    code, out, err = torchport("scan", "empty", capsys=capsys)
+    said = "error[TP107] torchport scan empty: There is no Python file in it. Name the codebase's folder."
+    assert (code, out, err) == (2, [], [said])
+
+
+def test_an_entry_whose_file_cannot_be_read_is_refused_with_the_reason(torchport, capsys, tmp_path):
+    (tmp_path / "src/up").mkdir(parents=True)
+    (tmp_path / "src/up/net.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
+    code, out, err = torchport("scan", ".", "--entry", "up.net:Net", capsys=capsys)
+    said = "Its file src/up/net.py:2 could not be read. Python cannot read it: invalid syntax. Mend the file: "
+    assert (code, out, err) == (2, [], [f"error[TP107] --entry up.net:Net: {said}torchport explain PS901."])

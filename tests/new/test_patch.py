@@ -266,6 +266,20 @@ def test_a_target_that_drifted_from_the_lock_is_refused(world):
         ("scaled", "stub", ("--importer", "up.x"), "The package up is installed, and a stub is for one that is not."),
         ("scaled", "op", (), "up.model:scaled is not torch's. Name torch.ops.aten:name.overload, or write --kind"),
         (
+            "Net",
+            "instance",
+            ("--component", "net", "--submodules", "("),
+            "'instance.path' is '(', no regular expression: missing ), unterminated subpattern at position 0. Escape",
+        ),
+        (
+            "scaled.inner",
+            "replace",
+            (),
+            "scaled (up/model.py:10) is a function, and no patch can name what is inside it. Patch scaled, or rewrite "
+            "a statement of it: up.model:scaled --kind rewrite --line N.",
+        ),
+        ("größe", "wrap", (), "'up.model:größe' has letters beyond ASCII, and a target of a patch has none. Patch a"),
+        (
             "scaled",
             "wrap",
             ("--file", "a/b"),

@@ -204,3 +204,8 @@ def test_a_number_and_a_dictionary_without_annotation_are_no_tensors(kinds):
 
 def test_a_square_of_features_is_no_mask(kinds):
     assert kinds("import torch\ndef f(x: torch.Tensor, D, n):\n    return torch.eye(D, device=x.device)\n") == []
+
+
+def test_a_flag_of_training_without_annotation_is_no_tensor(kinds):
+    text = "import torch\nclass N(torch.nn.Module):\n    def forward(self, x, train):\n        if train: x = x + 1\n"
+    assert kinds(text) == []

@@ -336,3 +336,8 @@ def test_an_output_that_is_a_dataclass_of_nobody_is_returned_as_it_is_only_witho
     rules = {"weights": [], "inputs": INPUTS}
     with pytest.raises(BadValueError, match=r"Own: It returns a 'Output', of which PyTorch knows no tensors"):
         torchport.port(Own().eval(), strategy=rules, mesh={"dp": 2})(x)
+
+
+def test_what_is_no_module_is_refused(session):
+    with pytest.raises(BadValueError, match=r"^port: It is of the type function, and no torch\.nn\.Module\. Pass a"):
+        torchport.port(close, strategy=RULES, mesh=MESH)

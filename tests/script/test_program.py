@@ -9,7 +9,7 @@ import sys
 import pytest
 from fakes.plain_script import PlainScript
 
-from torchport.errors import BadValueError
+from torchport.errors import BadValueError, UnknownNameError
 from torchport.script.program import Flags, axes_of, run
 
 
@@ -180,3 +180,17 @@ def test_the_original_takes_no_flag_of_a_compiler(tmp_path, flag):
     value = {"mesh": "tp=2", "machine": "cpu:8"}.get(flag, "some")
     with pytest.raises(BadValueError, match=f"^--{flag} {value}: --backend original compiles nothing"):
         run(Flags("small", (str(script),), backend="original", **{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"strategy": "tpp"}, "--strategy tpp: The card of 'wan' has no such strategy. Did you mean 'tp'? Known: "),
+        ({"attention": "flash"}, "--attention flash: There is no such implementation. "),
+    ],
+)
+def test_names_that_are_read_late_are_refused_before_the_script(tmp_path, flags, text):
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(UnknownNameError, match=f"^{re.escape(text)}"):
+        run(Flags("wan", (str(script),), **flags))

@@ -62,7 +62,7 @@ def emit(report: Report, path: Path, out: Path, paths: Sequence[str] = ()) -> tu
         OutputError: The folder is an upstream's, or cannot be written.
         ConfigError: A file that is there has a mistake.
     """
-    root = _search_folder(path)
+    root = _search_folder(path, report)
     outcome = Outcome()
     with on_path(root):
         home = home_of(report, path, out)
@@ -84,13 +84,28 @@ def home_of(report: Report, path: Path, out: Path) -> Home:
     return folder.home(out, [path, *(one for one in found if one is not None)], "--emit")
 
 
-def _search_folder(path: Path) -> Path:
-    """Returns the folder that must be on the search path so that the codebase's packages can be imported."""
+def _search_folder(path: Path, report: Report) -> Path:
+    """Returns the folder that must be on the search path so that the codebase's packages can be imported.
+
+    It is the one that most findings are imported from: `src/` where the packages lie in it.
+    """
+    wanted = "path" if report.entries else "unknown"
+    starts = Counter(start for one in report.findings if one.reach == wanted and (start := _start(one)) is not None)
+    if starts:
+        return starts.most_common(1)[0][0]
     current = Path(os.path.realpath(path))
     current = current.parent if has_file(current) else current
     while has_file(current / "__init__.py"):
         current = current.parent
     return current
+
+
+def _start(one: Finding) -> Path | None:
+    """Returns the folder that a finding's module is imported from; None where its file is not named as its module."""
+    names = one.target.partition(":")[0].split(".")
+    file = Path(os.path.realpath(one.file)).with_suffix("")
+    file = file.parent if file.name == "__init__" else file
+    return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
 
 
 def _open(report: Report) -> list[Finding]:

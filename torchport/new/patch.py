@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchport.config import parse_document
-from torchport.errors import TakenNameError, WrongTypeError
+from torchport.errors import BadValueError, TakenNameError, WrongTypeError
 from torchport.files.folder import as_named
 from torchport.new import function
 from torchport.new.draft import Draft, Wish, draft
@@ -45,9 +45,11 @@ def write(wish: Wish, home: Home) -> Written:
 
     Raises:
         TakenNameError: The entry, its function or its test is there already.
+        BadValueError: A flag has a value that no entry can have.
         PatchError: The target cannot be patched in this way, or drifted from the lock.
     """
     one = draft(wish)
+    _check_fields(wish, one)
     file = f"patches/{wish.names}.yaml"
     text = proposal.written(one.fields, wish.package) + "\n"
     entry = _checked(wish, one, home, file, text)
@@ -71,6 +73,18 @@ def entries(home: Home, package: str) -> list[Entry]:
     return [entry for file in files for entry in read_file(file)]
 
 
+def _check_fields(wish: Wish, one: Draft) -> None:
+    """Refuses a flag whose value no entry can have, such as a regular expression that is none.
+
+    Raises:
+        BadValueError: There is one.
+    """
+    wrong = mistake(proposal.entry_of(one.fields, wish.package))
+    if wrong is not None:
+        _, fact, remedy = wrong
+        raise BadValueError(wish.place, fact, remedy)
+
+
 def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
     """Returns the entry, if it can stand in its file beside the others.
 
@@ -80,8 +94,6 @@ def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
         WrongTypeError: The file is no list in lines.
     """
     entry = proposal.entry_of(one.fields, wish.package)
-    wrong = mistake(entry)
-    assert wrong is None, wrong
     path = home.root / file
     before = home.text(file)
     known = entries(home, wish.package)

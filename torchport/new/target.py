@@ -75,6 +75,9 @@ def check_name(target: str, place: str) -> None:
         BadValueError: It is not `module:attribute.path`.
     """
     if not _TARGET.fullmatch(target):
+        if not target.isascii() and all(map(str.isidentifier, re.split("[.:]", target))):
+            fact = f"'{target}' has letters beyond ASCII, and a target of a patch has none"
+            raise BadValueError(place, fact, "Patch a function that calls it, and whose name is ASCII")
         fact = f"'{target}' is no target"
         raise BadValueError(place, fact, "Write package.module:function, or package.module:Class.method")
 
@@ -150,6 +153,11 @@ def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str,
 
 def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
     holder = source.where(parts[:depth]).node if depth else source.tree
+    if isinstance(holder, Function):
+        what = ".".join(parts[:depth])
+        fact = f"{what} ({shown(source.file)}:{holder.lineno}) is a function, and no patch can name what is inside it"
+        remedy = f"Patch {what}, or rewrite a statement of it: {source.module}:{what} --kind rewrite --line N"
+        return TargetError(place, fact, remedy, target=target)
     body = getattr(holder, "body", [])
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     known = [node.name for node in at_import(body) if isinstance(node, kinds)]

@@ -41,7 +41,7 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         folders: The folders of patches, from the top.
 
     Raises:
-        BadValueError: There is no such folder or file.
+        BadValueError: There is no such folder or file, no Python in it, or an entry's file could not be read.
         UnknownNameError: The codebase has no such entry.
         ConfigError: A file of patches has a mistake.
     """
@@ -49,6 +49,10 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
     with _without_collection():
         sources, unread = files.read(path)
+        if not sources and not unread:
+            raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
+        for entry in entries:
+            _check_read(path, entry, unread)
         with _deep():
             report = _scan(path, sources, entries, folders)
     findings = sorted([*report.findings, *(_of_unread(path, one) for one in unread)], key=_place)
@@ -175,6 +179,19 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[Unit], list[Class]]:
     raise UnknownNameError(
         place, f"'{module_name}' has no '{name}'", nearest(name, module.classes or module.units), name=name
     )
+
+
+def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
+    """Refuses an entry whose file could not be read.
+
+    Raises:
+        BadValueError: Nothing of the file is known.
+    """
+    names = "/".join(entry.partition(":")[0].split("."))
+    for one in unread:
+        if f"/{one.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
+            fact = f"Its file {_named(path, one.path)}:{one.line} could not be read. {one.why}"
+            raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {one.rule}")
 
 
 def _some(name: str, names: Iterable[str]) -> str:

@@ -67,7 +67,8 @@ _PLAIN_FUNCTIONS = {
 }  # fmt: skip
 _NUMBERS = re.compile(
     r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
-    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn)(_|$)"
+    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|"
+    r"train|training)(_|$)"
 )
 """Parameters without an annotation that are no tensors, by the words of their names."""
 _PLACES = (

@@ -55,13 +55,16 @@ def port(
         The ported module. Under `backend="original"` it is `module` itself.
 
     Raises:
-        BadValueError: There are no patches in force, or the module is training.
+        BadValueError: There are no patches in force, or it is no module, or is training.
         UnknownNameError: There is no such strategy or component.
         ShardError: Rules that do not fit the module, or a mesh that does not fit it or the devices.
     """
     if not sessions:
         remedy = "Call it inside `with torchport.applied(...)`, or start the script with torchport exec"
         raise BadValueError("port", "No patches are in force, and torchax needs some to trace", remedy)
+    if not isinstance(module, torch.nn.Module):
+        fact = f"It is of the type {type(module).__name__}, and no torch.nn.Module"
+        raise BadValueError("port", fact, "Pass a network, such as the pipeline's transformer")
     session = sessions[-1]
     if session.backend == "original":
         return module

@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, get_args
 
 from torchport.config import machine
 from torchport.config.card import Axis, Implementation
-from torchport.errors import BadValueError, TorchportError
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
 from torchport.patch.patch_set import unreached
 from torchport.processes import script
 from torchport.progress import log
@@ -56,6 +57,7 @@ def run(flags: Flags) -> None:
 
     Raises:
         BadValueError: There is no such script, a mesh that is none, or a flag that the original does not read.
+        UnknownNameError: There is no such strategy or implementation of attention.
     """
     script.check(flags.words)
     axes_of(flags.mesh)
@@ -66,8 +68,23 @@ def run(flags: Flags) -> None:
             if getattr(flags, name) is not None:
                 fact = "--backend original compiles nothing"
                 raise BadValueError(f"--{name} {getattr(flags, name)}", fact, "Leave one of the two out")
+    _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
     script.become(flags.words, "torchport.script.program:begin", arguments, {})
+
+
+def _check_names(flags: Flags) -> None:
+    """Refuses names that are read where a network is compiled, which a script may do late, or never."""
+    if flags.strategy is not None:
+        card, _ = find_pack(flags.paths).card(flags.model)
+        _check_name("--strategy", flags.strategy, f"The card of '{flags.model}' has no such strategy", card.strategies)
+    if flags.attention is not None:
+        _check_name("--attention", flags.attention, "There is no such implementation", get_args(Implementation))
+
+
+def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise UnknownNameError(f"{flag} {name}", fact, nearest(name, known), name=name)
 
 
 def axes_of(text: str | None) -> dict[Axis, int] | None:

@@ -180,3 +180,9 @@ def test_every_kind_of_entry_follows_the_schema_and_says_what_to_write():
         "Paste the entry below into patches/up/cuda.yaml, write Event(blocking=False), which answers without CUDA, in "
         "cuda.py beside it, and list up/cuda under 'patches'",
     ]
+
+
+def test_a_branch_with_its_body_on_one_line_is_rewritten_as_a_whole():
+    text = "def f(x):\n    if x.any(): x = x + 1\n    return x\n"
+    [data] = yaml.safe_load(proposal.statement("up", text, 2, "A test.").text)
+    assert data["rewrite"]["match"] == "if x.any():\n    x = x + 1\n"

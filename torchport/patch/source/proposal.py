@@ -205,7 +205,10 @@ def _covers(node: ast.stmt, line: int) -> bool:
 
 
 def _spot(tree: ast.Module, line: int) -> _Spot | None:
-    """Returns the innermost statement on a line that belongs to a function's own scope."""
+    """Returns the statement on a line that belongs to a function's own scope.
+
+    It is the outermost that begins there, as the branch of `if x.any(): return`, else the innermost around the line.
+    """
     names: list[str] = []
     body: list[ast.stmt] = tree.body
     while True:
@@ -217,7 +220,7 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
             break
         body = inside.body
     spots = [spot for spot in _spots(tuple(names), inside) if _covers(spot.statement, line)]
-    return spots[-1] if spots else None
+    return next((spot for spot in spots if spot.statement.lineno == line), spots[-1] if spots else None)
 
 
 def _spots(names: tuple[str, ...], function: Function) -> list[_Spot]:
