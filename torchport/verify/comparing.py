@@ -20,7 +20,7 @@ from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import handover, pictures, programs, seams
-from torchport.verify.facts import Decoded, Drift, Unit
+from torchport.verify.facts import Decoded, Drift, Unit, Verdict
 from torchport.verify.port import Port
 from torchport.verify.recording import Enough, Inside, Recording, read, start_of, under, weights_of
 from torchport.verify.units import Measured, Units, looked_into, with_effects
@@ -195,7 +195,8 @@ class _Comparison:
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
-            self.compared.measured += looked_into(Units(port, call))
+            is_over = any(one.unit.verdict is Verdict.OTHER for one in self.compared.measured)
+            self.compared.measured += looked_into(Units(port, call), is_over)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""
