@@ -105,6 +105,15 @@ def test_a_skipped_module_returns_what_is_given():
     assert not torch.equal(module(x), output)  # it is called again afterwards
 
 
+def test_a_skipped_module_that_is_called_with_whole_numbers_returns_fractions():
+    module = torch.nn.Sequential(torch.nn.Embedding(3, 4))
+    given = {Border("0", 0, "out"): torch.full((2, 4), 0.5)}
+    watch = Pass(module, ["0"], given, lambda new, like: new.to(like.dtype), Copies(), ["0"])
+    with watch.watching():
+        output = module(torch.tensor([0, 1]))
+    assert torch.equal(output, torch.full((2, 4), 0.5))
+
+
 def test_the_patches_called_between_two_borders_are_known():
     counts = {"up.one": 0, "up.two": 0}
     module = network()

@@ -1,9 +1,11 @@
 """Faults planted in a port, one at a time: the first line of a verification names the module and the patch."""
 
 import dataclasses
+import functools
 import re
 import shutil
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,22 @@ QUICK = [
     ("cogvideox", "rotary applied twice"),
     ("cogvideox", "guidance off by one"),
 ]
+
+
+class InTurn:
+    """A pool that calls a function when its result is asked for: this process has one set of patches."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def submit(self, function, *arguments):
+        return SimpleNamespace(result=functools.partial(function, *arguments))
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +57,21 @@ def verified(root, tmp_path, originals, monkeypatch):
         return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)
 
     def recorded(request, steps, file, *rest):
-        kept = originals / f"{request.model}.pt"
+        kept = originals / f"{request.model}{'-decoded' * any(rest)}.pt"
         if not kept.exists():
             clean = dataclasses.replace(request, paths=(str(root),))
             recording.record(clean, steps, kept)
         shutil.copy(kept, file)
 
     monkeypatch.setattr(verification, "_call", call)
+    monkeypatch.setattr(verification, "ThreadPoolExecutor", InTurn)
 
-    def verify(model, fault=None):
+    def verify(model, fault=None, **options):
         paths = (str(root),) if fault is None else (str(fault.pack(root, tmp_path / "pack")), str(root))
         request = Request(
             model, CONFIGS[model], prompt="A cat", checkpoint="tiny", overrides=SIZES, paths=paths, cache=False
         )
-        return verification.verify(request, Options())
+        return verification.verify(request, Options(**options))
 
     return verify
 
@@ -115,3 +134,21 @@ def test_the_modules_of_a_block_are_recorded_later_where_all_would_be_too_many(v
     monkeypatch.setattr(recording, "LIMIT", 0)
     fault = next(f for f in faults.COGVIDEOX_FAULTS if f.name == "a sign")
     check_named(verified, fault)
+
+
+@pytest.mark.slow
+def test_the_frames_of_the_decoder_are_compared_in_levels(verified):
+    result = verified("cogvideox", decodes=True)
+    assert result.verdict is Verdict.SAME, result.first_line
+    assert 0 <= result.decoded.added <= 1
+    assert 0 <= result.decoded.frame < 9
+    assert all(png.startswith(b"\x89PNG") for png in result.decoded.pictures.values())
+    assert not any("decoder" in line for line in result.unlike)
+
+
+@pytest.mark.slow
+def test_a_floor_is_the_drift_of_another_mesh(verified):
+    result = verified("cogvideox", floor="tp=2")
+    assert result.floor == "the same port on tp=2"
+    assert result.drift
+    assert all(0 < row.floor < 1e-3 for row in result.drift)

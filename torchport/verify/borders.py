@@ -121,10 +121,9 @@ class Pass:
         return self._replaced(output, self.given[border]) if border in self.given else None
 
     def _returned(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns what is given in place of a module's call."""
-        like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        """Returns what is given in place of a module's call, in its own dtype: an embedding's is not its input's."""
         given = self.given[Border(path, self._numbers[path][-1], "out")]
-        return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, like), given)
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), given)
 
     def _note(self, border: Border, value: Any) -> None:
         self.noted[border] = pytree.tree_map_only(torch.Tensor, self.to_host, value)

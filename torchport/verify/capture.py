@@ -22,6 +22,7 @@ from torchport.load import checkpoint
 from torchport.progress import log, size_text
 from torchport.save.manifest import versions
 from torchport.task import Request, Task, accept
+from torchport.verify import handover
 from torchport.verify.borders import Border, Values
 from torchport.verify.plain import Shelf, restored
 from torchport.verify.recording import Call, Recording, recorded
@@ -65,7 +66,7 @@ def unpack(folder: Path, file: Path) -> None:
         folder: The capture's.
         file: The recording's.
     """
-    torch.save(read(folder), file)
+    handover.write(read(folder), file)
 
 
 def write(folder: Path, recording: Recording, task: Task, limit: int = LIMIT) -> str:

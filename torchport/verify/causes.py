@@ -17,7 +17,7 @@ from torchport.verify.facts import FAULT, Cause, Seam
 from torchport.verify.original import given
 from torchport.verify.port import Port
 from torchport.verify.recording import Call, read, under
-from torchport.verify.units import Measured
+from torchport.verify.units import Measured, Units
 from torchport.verify.yardstick import distance
 
 
@@ -48,7 +48,8 @@ class Search:
 
     Attributes:
         causes: The patches at fault, the likeliest first.
-        tried: The ids of those that were left out, with the unit's error without them; None where it cannot be called.
+        tried: The ids of those that were left out, with the unit's error without them, as far as the output shows it;
+            None where it cannot be called.
     """
 
     causes: tuple[Cause, ...]
@@ -149,14 +150,23 @@ def _without(
 
 
 def _added(port: Port, call: Call, measured: Measured) -> float | None:
-    """Returns the distance of the port from the yardstick at a border."""
+    """Returns the distance of the port from the yardstick at a border, as far as the network's output shows it.
+
+    What is left without the patch may be harmless: a clean port may have that, too.
+    """
     values = given(call.values)
     paths = {*measured.forced, *measured.skipped} - {""}
     borders = {border: value for border, value in values.items() if border.path in paths}
     wide = call.inner if measured.border in call.inner and measured.unit.kind != "block" else call.outer
     watched = ["", *port.outer, *measured.forced]
     noted = port.called(call.inputs, watched, borders, measured.skipped)[1].noted
-    return distance(noted[measured.border], wide[measured.border]) if measured.border in noted else None
+    if measured.border not in noted:
+        return None
+    unit, added = measured.unit, distance(noted[measured.border], wide[measured.border])
+    if added is None or added <= FAULT * unit.rounding or unit.effect is None or added >= unit.added:
+        return added
+    effect = Units(port, call).effect_of(measured.border, noted[measured.border])
+    return added if effect is None else min(added, effect * unit.rounding)
 
 
 def _left(task: Task, stage: Stage, measured: Measured, tried: dict[str, float | None]) -> Iterator[Cause]:

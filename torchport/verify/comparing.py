@@ -19,8 +19,8 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
-from torchport.verify import pictures, programs, seams
-from torchport.verify.facts import Decoded, Drift, Unit
+from torchport.verify import handover, pictures, programs, seams
+from torchport.verify.facts import Decoded, Drift, Unit, Verdict
 from torchport.verify.port import Port
 from torchport.verify.recording import Enough, Inside, Recording, read, start_of, under, weights_of
 from torchport.verify.units import Measured, Units, looked_into, with_effects
@@ -64,9 +64,11 @@ def compare(request: Request, file: Path) -> Compared:
         file: The recording.
     """
     task, compared = accept(request), Compared()
-    recording = read(file)
-    with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as programs:
+    with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as kept:
         preflight.check(task)
+        planned = {stage.name: _planned(task, stage) for stage in task.denoising}
+        handover.wait(file)  # until here the original runs beside this
+        recording = read(file)
         folder = compared.folder = weights_of(task)
         compared.yardstick = {
             call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recording.calls
@@ -76,7 +78,7 @@ def compare(request: Request, file: Path) -> Compared:
             if any(call.stage == stage.name for call in recording.calls):
                 with patch.applied(task.patches([stage]), stage=stage.name) as own:
                     with engine.operators({op.target: op.function for op in own.ops()}):
-                        _Comparison(task, stage, folder, own, recording, compared, programs).run(ends)
+                        _Comparison(task, stage, folder, own, recording, compared, kept).run(ends, planned[stage.name])
         if recording.decoded is not None:
             compared.decoded = _decoded(task, folder, recording.decoded)
         before = _counts(ledger)
@@ -121,6 +123,15 @@ def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -
         units = Units(Port(task, stage, folder, ledger), call)
         units.outer()
         return with_effects(units, units.inner(inside.block))
+
+
+def _planned(task: Task, stage: Stage) -> list[programs.Program] | None:
+    """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
+    if stage.like is None or task.job.cache is not None:  # a step cache's loop calls two programs in turns
+        return None
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
+        with engine.operators({op.target: op.function for op in ledger.ops()}):
+            return programs.of_plan(task, stage, devices(task.machine))
 
 
 def _counts(ledger: patch.Ledger) -> dict[str, int]:
@@ -174,12 +185,18 @@ class _Comparison:
         self.recording, self.compared, self.programs = recording, compared, programs
         self.calls = [call for call in recording.calls if call.stage == stage.name]
 
-    def run(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Compares the stage's programs, and then its modules."""
-        self._compare_programs(ends)
+    def run(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[programs.Program] | None) -> None:
+        """Compares the stage's programs, and then its modules.
+
+        Args:
+            ends: What the stages before returned; is added to.
+            planned: The programs that a plan has of the stage; None where they are not known.
+        """
+        self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
-            self.compared.measured += looked_into(Units(port, call))
+            is_over = any(one.unit.verdict is Verdict.OTHER for one in self.compared.measured)
+            self.compared.measured += looked_into(Units(port, call), is_over)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""
@@ -195,12 +212,14 @@ class _Comparison:
         programs_of = functools.partial(self.programs.of, stage, self.folder, mesh, self.ledger)
         return network.compiled(task, stage, module, weights, mesh, programs_of=programs_of), parts
 
-    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]]) -> None:
+    def _compare_programs(
+        self, ends: dict[str, dict[str, torch.Tensor]], planned: list[programs.Program] | None
+    ) -> None:
         """Runs the loop at each chosen step from where the original was; and freely, from where it begins.
 
         A second network's loop runs freely only where that of the first was not left early.
         """
-        task, stage = self.task, self.stage
+        stage = self.stage
         call, parts = self._program()
         steps, states = sorted({recorded.step for recorded in self.calls}), self.recording.states
         loops: dict[int, _Loop] = {}
@@ -212,9 +231,8 @@ class _Comparison:
             if step not in loops:
                 loops[step] = self._loop(call, parts, (step, states[step]), step, {})
             self._compare_outputs(step, loops[step].outputs[step])
-        if stage.like is not None and task.job.cache is None:  # a step cache's loop calls two programs in turns
-            plan = programs.of_plan(task, stage, devices(task.machine))
-            self.compared.programs += programs.differences(stage, programs.of_run(call), plan)
+        if planned is not None:
+            self.compared.programs += programs.differences(stage, programs.of_run(call), planned)
 
     def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
         task, stage = self.task, self.stage

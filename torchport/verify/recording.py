@@ -25,7 +25,7 @@ from torchport.progress import log
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
-from torchport.verify import seams
+from torchport.verify import handover, seams
 from torchport.verify.borders import Values, inner_paths, size
 from torchport.verify.original import Original
 from torchport.verify.yardstick import Wide, distance, wide_dtype, wide_module, widened
@@ -164,7 +164,7 @@ def record(
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.
     """
-    torch.save(recorded(accept(request), steps, decodes), file)
+    handover.write(recorded(accept(request), steps, decodes), file)
 
 
 def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:

@@ -56,12 +56,14 @@ class Units:
         self.free: Values = {}
         self.last: Pass | None = None
         self.between: dict[Border, list[str]] = {}
+        self.together: float | None = None  # the errors of all units in the output, in units of the rounding there
 
     def outer(self) -> list[Measured]:
         """Returns the network's blocks, and its own code between them."""
         paths = ["", *self.port.outer]
-        _, free = self.port.called(self.call.inputs, paths, {})
+        output, free = self.port.called(self.call.inputs, paths, {})
         self.free = free.noted
+        self.together = self._in_roundings(distance(output, self.call.wide_output))
         values = {border: value for border, value in self.call.values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, paths, given(values))
         self.last = forced
@@ -85,16 +87,20 @@ class Units:
 
     def effect(self, measured: Measured) -> float | None:
         """Returns what a unit's own error alone does to the network's output, in units of the rounding there."""
-        assert self.last is not None
-        border = measured.border
-        if is_sampled(self.call.values[border]):
+        if is_sampled(self.call.values[measured.border]):
             return None  # a capture has no more of it
-        bad = measured_value(self, measured)
+        return self.effect_of(measured.border, measured_value(self, measured))
+
+    def effect_of(self, border: Border, bad: Any) -> float | None:
+        """Returns what a value at a border, in place of the original's, does to the output, in units of rounding."""
         outputs = []
         for value in (bad, self.call.values[border]):
             output, _ = self.port.called(self.call.inputs, [border.path], {border: value})
             outputs.append(output)
-        apart = distance(*outputs)
+        return self._in_roundings(distance(*outputs))
+
+    def _in_roundings(self, apart: float | None) -> float | None:
+        """Returns a distance of two outputs in units of the rounding there."""
         return None if apart is None else apart / max(self.call.rounding, floor(self.call.output))
 
     def _skipped(self, block: str) -> tuple[str, ...]:
@@ -207,8 +213,15 @@ def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]
     return nearby
 
 
-def looked_into(units: Units) -> list[Measured]:
-    """Returns the units of a call: its blocks and, where one is at fault, the modules of the first of these."""
+def looked_into(units: Units, is_over: bool) -> list[Measured]:
+    """Returns the units of a call: its blocks and, where one is at fault, the modules of the first of these.
+
+    Args:
+        units: Of the call.
+        is_over: Whether a call before is at fault: then effects and modules are not looked for.
+    """
+    if is_over:
+        return units.outer()
     outer = with_effects(units, units.outer())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
     if not bad or not bad[0].block or not units.call.inner:
@@ -220,7 +233,15 @@ def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
     """Returns units, with the effect of those that have more than rounding, up to the first that is at fault.
 
     After the first `HARMLESS` of them, only the effects of those that may be at fault are measured.
+
+    Where all units' errors together make no more than rounding in the output, that is taken for the effect of each.
     """
+    together = units.together
+    if together is not None and together <= ROUNDING:
+        for one in measured:
+            if one.unit.ratio > ROUNDING:
+                one.unit = dataclasses.replace(one.unit, effect=together)
+        return measured
     result, budget = [], HARMLESS
     is_over = False
     for one in measured:

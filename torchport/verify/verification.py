@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torchport.errors import BadValueError, MachineError
 from torchport.processes import child
 from torchport.progress import waiting
 from torchport.task import Request, Task, accept
-from torchport.verify import capture
+from torchport.verify import capture, handover
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
 from torchport.verify.equivalence import Alone
@@ -65,9 +66,7 @@ def verify(request: Request, options: Options) -> Verification:
     clock = _Clock()
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
         file = Path(name, "original.pt")
-        notes = _original(task, options, file, clock)
-        with clock.lap("the port"):
-            compared: Compared = _call("comparing:compare", request, file)
+        compared, notes = _side_by_side(task, options, file, clock)
         if options.reference is None:
             with clock.lap("the faulty block"):
                 _look_inside(compared, request, file)
@@ -91,6 +90,22 @@ def _look_inside(compared: Compared, request: Request, file: Path) -> None:
     inside = Inside(unit.network, unit.step, unit.call, unit.path)
     _call("recording:record_inside", dataclasses.replace(request, backend="original"), inside, file)
     compared.measured += _call("comparing:compare_inside", request, inside, compared.folder, file)
+
+
+def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> tuple[Compared, list[str]]:
+    """Returns how the port differs from the original, and what the latter lacks.
+
+    The port's process imports, checks and plans while the original's runs. It loads no weights before that has ended.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        port: Future[Compared] = pool.submit(_call, "comparing:compare", task.request, file)
+        try:
+            notes = _original(task, options, file, clock)
+        except BaseException:
+            handover.refuse(file)
+            raise
+        with clock.lap("the port"):
+            return port.result(), notes
 
 
 def _original(task: Task, options: Options, file: Path, clock: _Clock) -> list[str]:
