@@ -118,7 +118,7 @@ def test_a_large_tensor_is_compared_in_some_rows():
     ("changes", "fact"),
     [
         ({"model": "ltx", "config": "configs/ltx_demo.yaml"}, "It was captured for model 'hunyuan', and this"),
-        ({"overrides": ("height=64",)}, "It was captured for height 192, and this verification has 64"),
+        ({"overrides": ("height=64",)}, "It was captured for height 128, and this verification has 64"),
         ({"prompt": "A dog"}, "It was captured for prompt 'A cat', and this verification has 'A dog'"),
         ({"seed": 7}, "It was captured for seed 42, and this verification has 7"),
         ({"overrides": ("dtypes.transformer=bfloat16",)}, "captured for dtype of transformer 'float32'"),
