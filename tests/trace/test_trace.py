@@ -156,3 +156,47 @@ def test_what_makes_a_second_program_is_named(plain):
     assert "denoise: one program, called 2 times" in text
     assert "denoise: another program with guidance (guidance_scale 5.0): 'x' is [2, 8, 4], not [1, 8, 4]" in text
     assert not any("steps" in line for line in text)
+
+
+GUIDED = """
+class Net(Net):
+    def with_guidance(self, x, context, scale):
+        plain, guided = self(x, context).chunk(2)
+        return torch.cat([plain + scale * (guided - plain)] * 2)
+"""
+CALL = """
+def call(module, *, settings, **inputs):
+    if settings.guidance_scale > 1:
+        return module.with_guidance(**inputs, scale=settings.guidance_scale)
+    return module(**inputs)
+
+
+SIZES ="""
+
+
+def with_guidance_inside(pack, call=CALL):
+    """Lets the network combine the conditions, as `Stage.call` asks it where the job has guidance."""
+    pack.write("../site/up/model.py", (pack.root / "../site/up/model.py").read_text() + GUIDED)
+    stages = "patches/up/stages.py"
+    pack.change("\nSIZES =", call, stages)
+    pack.change('network="net", ', 'network="net", call=call, ', stages)
+    loop = "    for number in steps.track"
+    pack.change(loop, f"    latents = latents.repeat(1 + (settings.guidance_scale > 1), 1, 1)\n{loop}", stages)
+    pack.change("guidance_scale: 1.0", "guidance_scale: 4.0", "configs/small.yaml")
+
+
+def test_a_call_that_reads_guidance_gets_that_of_the_job_it_is_asked_about(plain):
+    with_guidance_inside(plain)
+    report = traced(plain)
+    assert report.stoppers == []
+    text = command.lines(report, True)
+    assert "denoise: one program, called 2 times" in text
+    assert "denoise: another program without guidance (guidance_scale 1.0): 'x' is [1, 8, 4], not [2, 8, 4]" in text
+
+
+def test_what_stops_another_job_is_no_stopper_of_this_one(plain):
+    with_guidance_inside(plain, CALL.replace("    return module(**inputs)", "    raise ValueError('no guidance')"))
+    report = traced(plain)
+    assert report.stoppers == []
+    ends = "not known, that job ends with ValueError: no guidance"
+    assert f"denoise: another program without guidance (guidance_scale 1.0): {ends}" in command.lines(report, True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchport.compile.failure.cure import CURES, Failure
@@ -116,6 +117,17 @@ class Notes:
         """Notes a refusal of torchport's own, which an earlier assumption may have led to."""
         stopper = Stopper(error.id, self.stage, error.place, error.fact, error.remedy, [], 0, "", assumed)
         self.stoppers.setdefault((error.id, error.place), stopper)
+
+    @contextlib.contextmanager
+    def of_another_job(self) -> Iterator[None]:
+        """Forgets what is noted while the context lasts: it is another job's."""
+        before = self.stoppers, self.constants
+        self.stoppers = {key: dataclasses.replace(one) for key, one in self.stoppers.items()}
+        self.constants = dict(self.constants)
+        try:
+            yield
+        finally:
+            self.stoppers, self.constants = before
 
     def note_constant(self, tensor: Any, made: str, used: str) -> None:
         """Notes a constant, once for each place and shape."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from torchport.compile.failure import cure
+from torchport.errors import TorchportError
 from torchport.stages import outputs
 from torchport.stages.family import Stage
 from torchport.stages.recorder import NetworkCall
 from torchport.task import Task
+from torchport.trace.notes import Notes, Raised
 
 
 @dataclasses.dataclass
@@ -28,7 +30,11 @@ class Program:
 
 
 def programs(
-    task: Task, stage: Stage, calls: Sequence[NetworkCall], calls_of: Callable[[Task, Stage, Any], list[NetworkCall]]
+    task: Task,
+    stage: Stage,
+    calls: Sequence[NetworkCall],
+    calls_of: Callable[[Task, Stage], list[NetworkCall]],
+    notes: Notes,
 ) -> list[Program]:
     """Returns the programs of this job, and those that other values of its settings would add.
 
@@ -36,29 +42,38 @@ def programs(
         task: The job.
         stage: One with a network.
         calls: Of the job.
-        calls_of: Returns the calls under other settings.
+        calls_of: Returns the calls that another job makes.
+        notes: What stops another job is no stopper of this one, and is not noted.
     """
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
     result += [Program(stage.name, one.times, _difference(first, one)) for one in calls[1:]]
-    for words, settings in _others(task):
-        new = [one for one in calls_of(task, stage, settings) if all(_difference(one, old) for old in calls)]
-        result += [Program(stage.name, 0, f"{words}: {_difference(first, one)}") for one in new]
+    for words, other in _others(task):
+        try:
+            with notes.of_another_job(), Raised() as raised:
+                new = [one for one in calls_of(other, stage) if all(_difference(one, old) for old in calls)]
+                result += [Program(stage.name, 0, f"{words}: {_difference(first, one)}") for one in new]
+            error: BaseException | None = raised.error
+        except TorchportError as refusal:
+            error = refusal
+        if error is not None:
+            result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {cure.reason(error)}"))
     if task.settings.text_bucket is not None and stage.needs:
         words = f"prompts whose lengths differ by more than text_bucket, {task.settings.text_bucket} tokens"
         result.append(Program(stage.name, 0, f"{words}: the shapes of the text"))
     return result
 
 
-def _others(task: Task) -> list[tuple[str, Any]]:
-    """Returns other settings that a service may be asked for, in words and as such."""
+def _others(task: Task) -> list[tuple[str, Task]]:
+    """Returns other jobs that a service may be asked for, in words and as such; all of a job has the same settings."""
     now = task.settings
     scale = 1.0 if now.guidance_scale > 1.0 else 5.0
     word = "without guidance" if scale == 1.0 else "with guidance"
-    return [
+    others = [
         (f"{word} (guidance_scale {scale})", dataclasses.replace(now, guidance_scale=scale)),
         (f"with {now.steps + 1} steps", dataclasses.replace(now, steps=now.steps + 1)),
     ]
+    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others]
 
 
 def _difference(one: NetworkCall, other: NetworkCall) -> str:

@@ -146,7 +146,7 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> li
         if calls is not None:
             return []
         with patch.applied(entries, stage=stage.name), checkout.hushed(True):
-            return programs(task, quiet, found, _calls)
+            return programs(task, quiet, found, _calls, notes)
 
 
 def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
@@ -174,9 +174,9 @@ def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
     return guarded
 
 
-def _calls(task: Task, stage: Stage, settings: Any = None) -> list[recorder.NetworkCall]:
+def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
     """Returns the calls of a stage's network; its verb runs on shapes alone."""
     with preflight.without_values():
         parts = network.as_shapes(task, stage)
         module, how = network.module_of(stage, parts), network.how(stage, task)
-        return recorder.network_calls(stage, parts, module, how, settings or task.settings, count=False)
+        return recorder.network_calls(stage, parts, module, how, task.settings, count=False)

@@ -32,6 +32,12 @@ Cure = tuple[str, str, Proposal | None]
 """Fact, remedy, and an entry to paste."""
 
 
+def reason(error: BaseException) -> str:
+    """Returns an exception's class and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160].rstrip('.')}" if lines else type(error).__name__
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """An exception, the frame whose code is at fault, and all frames."""
@@ -44,8 +50,7 @@ class Failure:
     @property
     def reason(self) -> str:
         """The exception's own message: its first line."""
-        lines = [line.strip() for line in str(self.error).splitlines() if line.strip()]
-        return f"{type(self.error).__name__}: {lines[0][:160].rstrip('.')}" if lines else type(self.error).__name__
+        return reason(self.error)
 
     @property
     def listed(self) -> str:
