@@ -312,3 +312,26 @@ def test_nothing_is_written_into_upstream_or_site_packages(world, tmp_path, caps
     world.write("plain", "")
     assert refusal("plain") == "error[TP604] --out plain: It is a file, not a folder. Name a folder of your own."
     assert not (tmp_path / "checkout/mine").exists() and len(list((tmp_path / "checkout/up").iterdir())) == 3
+
+
+def test_a_name_from_an_absent_package_is_patched_where_it_is_called(world):
+    world.write(
+        "checkout/up/model.py",
+        """\
+        from timmy.layers import Attention
+
+
+        class Block:
+            def __init__(self, width):
+                self.attn = Attention(width)
+        """,
+    )
+    assert world.refusal("Attention", "replace").endswith(
+        "(up/model.py:1: from timmy.layers import Attention), and timmy is not installed. Install timmy. Or stub it "
+        "(timmy:Attention --kind stub --importer up.model), and rewrite each statement that calls Attention: "
+        "up.model:Block.__init__ --kind rewrite --line 6."
+    )
+    world.patch("Block.__init__", "rewrite", "--line", "6")
+    assert "def init_6(self, width):" in world.read("patches/up/model.py")
+    code, _, error = world.new("patch", "timmy.layers:Attention", "--kind", "replace")
+    assert code == 2 and "To go on without timmy, rewrite the statements of its importers" in error[0]

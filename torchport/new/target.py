@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
+from torchport.patch.source import proposal
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, at_import, read_source, shown
+from torchport.patch.source.source import SourceFile, at_import, is_there, read_source, shown
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
@@ -113,6 +114,9 @@ def find(target: str, place: str) -> Target:
         source = read_source(module)
     except ModuleNotFoundError as error:
         remedy = "Install the upstream, or name its checkout with --upstream-path"
+        if not is_there(module.partition(".")[0]):
+            package = module.partition(".")[0]
+            remedy += f". To go on without {package}, rewrite the statements of its importers that call {path}"
         raise TargetError(place, f"There is no module {module}: {error}", remedy) from error
     if source is None:
         raise TargetError(place, f"{module} has no Python source", "Patch the function that calls it")
@@ -148,7 +152,25 @@ def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str,
         name = next((one.name for one in node.names if parts[0] in (one.asname, one.name)), parts[0])
         home = f"{home}:{'.'.join([name, *parts[1:]])}"
     fact = f"{target} is imported ({shown(source.file)}:{node.lineno}: {ast.unparse(node)})"
-    return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
+    package = re.split(r"[.:]", home)[0]
+    if is_there(package):
+        return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
+    remedy = f"Install {package}. Or stub it ({package}:{parts[0]} --kind stub --importer {source.module})"
+    remedy += f", and rewrite each statement that calls {parts[0]}"
+    calls = _calls(source, parts[0])
+    remedy += f": {', '.join(calls[:4])}" if calls else ""
+    return AliasError(place, f"{fact}, and {package} is not installed", remedy, target=target)
+
+
+def _calls(source: SourceFile, name: str) -> list[str]:
+    """Returns the statements of a module's functions that call a name, as `new patch` takes them."""
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            one = proposal.statement(source.module, source.text, node.lineno, f"It calls {name}.")
+            if one is not None and "rewrite" in one.fields:
+                found.append(f"{one.fields['target']} --kind rewrite --line {node.lineno}")
+    return found
 
 
 def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int, place: str) -> TargetError:
