@@ -148,3 +148,47 @@ def test_an_entry_whose_file_cannot_be_read_is_refused_with_the_reason(torchport
     code, out, err = torchport("scan", ".", "--entry", "up.net:Net", capsys=capsys)
     said = "Its file src/up/net.py:2 could not be read. Python cannot read it: invalid syntax. Mend the file: "
     assert (code, out, err) == (2, [], [f"error[TP107] --entry up.net:Net: {said}torchport explain PS901."])
+
+
+IMPORTS = """\
+import torch, timmy.layers, beside
+from . import other
+try:
+    import flashy
+except ImportError:
+    flashy = None
+if __name__ == "__main__":
+    import guarded
+def run(x):
+    from later.on import name
+    return name(x)
+def unused(x):
+    import never
+"""
+
+
+def test_absent_packages_that_the_path_imports_are_named(torchport, tmp_path, capsys):
+    (tmp_path / "up.py").write_text(IMPORTS, encoding="utf-8")
+    (tmp_path / "beside.py").write_text("", encoding="utf-8")
+    said = "install it, or stub it and rewrite what calls it"
+    for path in (".", "up.py"):
+        _, out, _ = torchport("scan", path, "--entry", "up:run", capsys=capsys)
+        assert sorted(out[:-1]) == [
+            f"later is not installed here (up.py:10): {said}",
+            f"timmy is not installed here (up.py:1): {said}",
+        ]
+    _, out, _ = torchport("scan", ".", "--entry", "up:run", "--json", capsys=capsys)
+    assert {"package": "timmy", "file": "up.py", "line": 1} in json.loads("\n".join(out))["absent"]
+
+
+def test_a_package_that_a_patch_stubs_is_not_named(torchport, tmp_path, capsys):
+    (tmp_path / "up.py").write_text("import torch, timmy\ndef run(x):\n    return x\n", encoding="utf-8")
+    patches = tmp_path / "pack/patches/up"
+    patches.mkdir(parents=True)
+    entry = (
+        "- {id: up.timmy, target: 'timmy:x', stub: {package: timmy, importers: [up]}, why: w, reported: 'none: r', "
+        "until: never, fits: {torch: '*'}, equivalence: bitwise, plumbing: true}\n"
+    )
+    (patches / "imports.yaml").write_text(entry, encoding="utf-8")
+    _, out, _ = torchport("scan", "up.py", "--entry", "up:run", "--path", "pack", capsys=capsys)
+    assert out == ["0 on the inference path: 0 covered, 0 need a rewrite, 0 unknown"]

@@ -40,7 +40,11 @@ def text(report: Report, everything: bool = False) -> str:
     lines = [printable(_line(one)) for one in some]
     if len(some) < len(report.findings):
         lines.append(f"{len(report.findings) - len(some)} that the entry does not lead to: add --all")
+    lines += [f"{one.package} is not installed here ({one.file}:{one.line}): {_ABSENT}" for one in report.absent]
     return "\n".join([*lines, report.count()])
+
+
+_ABSENT = "install it, or stub it and rewrite what calls it"
 
 
 def _line(one: Finding) -> str:
@@ -60,7 +64,8 @@ def as_json(report: Report, everything: bool = False) -> str:
     """Returns the findings with all that is known of them, and what they were counted over."""
     rows = [_row(one) for one in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
-    return json.dumps({**facts, "findings": rows}, indent=2)
+    absent = [dataclasses.asdict(one) for one in report.absent]
+    return json.dumps({**facts, "absent": absent, "findings": rows}, indent=2)
 
 
 def _row(one: Finding) -> dict[str, Any]:

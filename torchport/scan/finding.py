@@ -64,6 +64,21 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
+class Absent:
+    """A package that the path imports and this environment has not.
+
+    Attributes:
+        package: Its name.
+        file: The first file that imports it.
+        line: Its line.
+    """
+
+    package: str
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """What a scan found.
 
@@ -72,12 +87,15 @@ class Report:
         files: The number of files that were read.
         lines: The number of their lines.
         entries: The entries, as `pkg.mod:Class`; none if none was named.
+        absent: The packages that are imported without condition, are not installed here, and that no stub stands for.
+            Packages of kernels are findings.
     """
 
     findings: tuple[Finding, ...]
     files: int
     lines: int
     entries: tuple[str, ...] = ()
+    absent: tuple[Absent, ...] = ()
 
     def count(self) -> str:
         """Returns the sentence that counts what is on the path; without an entry, what is not training."""

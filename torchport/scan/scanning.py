@@ -13,12 +13,13 @@ from pathlib import Path
 
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
+from torchport.patch.source.source import is_there
 from torchport.scan import coverage, files, parallel
 from torchport.scan.codebase import Class, Codebase, Unit
 from torchport.scan.context import Site
-from torchport.scan.detect import sites
+from torchport.scan.detect import is_kernel, sites
 from torchport.scan.files import Source, Unread
-from torchport.scan.finding import Finding, Reach, Report
+from torchport.scan.finding import Absent, Finding, Reach, Report
 from torchport.scan.reach import Reached, roots
 from torchport.scan.rules import BY_KIND
 from torchport.scan.syntax import MODULE, Act, chain_of
@@ -104,7 +105,36 @@ def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Se
     findings = [
         _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
     ]
-    return Report(tuple(findings), len(sources), sum(source.lines for source in sources), tuple(entries))
+    lines = sum(source.lines for source in sources)
+    return Report(tuple(findings), len(sources), lines, tuple(entries), tuple(_absent(path, codebase, patches, before)))
+
+
+def _absent(path: Path, codebase: Codebase, patches: coverage.Patches, reached: Reached) -> Iterator[Absent]:
+    """Yields the packages that code on the path imports without condition, and that nobody has here, each once."""
+    beside = path.parent if folder.has_file(path) else path
+    known = {name.partition(".")[0] for name in codebase.modules}
+    for unit in codebase.units:
+        for event in unit.body.events:
+            if (
+                event.act is not Act.IMPORT
+                or event.guards
+                or not reached.leads_to(unit, event.guards, event.node.lineno)
+            ):
+                continue
+            for package in dict.fromkeys(_imported(event.node)):
+                here = is_kernel(package) or folder.has_file(beside / f"{package}.py") or is_there(package)
+                stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
+                if package not in known and not here and not stubbed and not folder.has_folder(beside / package):
+                    known.add(package)
+                    yield Absent(package, _named(path, unit.module.source.path), event.node.lineno)
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Yields the packages that an import statement names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+        yield node.module.partition(".")[0]
 
 
 def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> Finding:
