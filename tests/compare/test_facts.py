@@ -58,3 +58,20 @@ def test_a_difference_of_one_stage_names_the_stage(tmp_path, forged):
     forged(b / "decode.safetensors", backend="original")
     [row] = facts.differences(folder.read(a).manifests, folder.read(b).manifests)
     assert row.words() == "backend: torchax and original (in decode)" and row.stages == ("decode",)
+
+
+def test_a_port_and_its_original_differ_in_patches_and_not_in_code(words):
+    assert words(backend="original", code="beef", patches=[]) == [
+        "backend: torchax and original",
+        "the patch up.guard: algebraic and none",
+    ]
+
+
+def test_another_family_is_seen_between_backends(words):
+    both = "the card, the family or a patch that both backends have"
+    assert f"{both}: 5a4e and feed" in words(backend="original", code="beef", shared_code="feed")
+
+
+def test_between_backends_of_earlier_versions_the_whole_code_is_compared(words):
+    said = "the card, the family or a patch: c0de and beef"
+    assert said in words(backend="original", code="beef", shared_code="")

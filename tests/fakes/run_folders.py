@@ -30,6 +30,7 @@ FACTS = {
     "backend": "torchax",
     "patches": [PATCH],
     "code": "c0de",
+    "shared_code": "5a4e",
     "versions": {"torch": "2.13.0"},
     "seconds": {},
 }

@@ -258,6 +258,7 @@ class Journey:
             "patches": ledger.rows(),
             "cache": _cache_row(task, stage),
             "code": task.code(stage),
+            "shared_code": task.shared_code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),
             "programs": self.programs.rows.get(stage.name, []),
             "versions": versions(),

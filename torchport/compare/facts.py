@@ -18,7 +18,7 @@ WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
 PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
 """Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
 _WHOLE = ("mesh",)
-_APART = ("settings", "config", "identity", "patches", "cache")
+_APART = ("settings", "config", "identity", "patches", "cache", "shared_code")
 _OF_ONE_RUN = (
     "schema_version",
     "run",
@@ -39,6 +39,7 @@ _NAMES = {
     "dtypes": "the dtype of {}",
     "image_digest": "the image",
     "patches": "the patch {}",
+    "shared_code": "the card, the family or a patch that both backends have",
     "precision": "the precision of {}",
     "versions": "the version of {}",
 }
@@ -79,7 +80,7 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
         b: The second run's.
     """
     stages: dict[StageName, tuple[dict[str, Any], dict[str, Any]]] = {
-        stage: (_all(a[stage]), _all(b[stage])) for stage in a if stage in b
+        stage: _with_one_code(_all(a[stage]), _all(b[stage])) for stage in a if stage in b
     }
     rows: dict[tuple[str, str, str], list[StageName]] = {}
     values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
@@ -95,12 +96,24 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
     ]
 
 
+def _with_one_code(a: dict[str, Any], b: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns two runs' fields with the hash of code in which both would agree.
+
+    A port and its original have other patches by design, and these are rows of their own: there the hash without
+    them counts. Runs of earlier versions have none.
+    """
+    is_between = a["backend"] != b["backend"] and a["shared_code"] and b["shared_code"]
+    dropped = "code" if is_between else "shared_code"
+    first, second = ({key: value for key, value in row.items() if key != dropped} for row in (a, b))
+    return first, second
+
+
 def _having(field: str, stages: Mapping[StageName, tuple[dict[str, Any], dict[str, Any]]]) -> int:
     return sum(field in ours or field in theirs for ours, theirs in stages.values())
 
 
 def _all(manifest: Manifest) -> dict[str, Any]:
-    return {**job(manifest), **_patches(manifest)}
+    return {**job(manifest), "shared_code": manifest.shared_code, **_patches(manifest)}
 
 
 def job(manifest: Manifest) -> dict[str, Any]:

@@ -90,6 +90,8 @@ class Manifest(Written):
         xla_flags: The named set of flags that the compiler was given.
         patches: The ledger: every patch, what it promises, what became of it.
         code: A hash of the card, the family and the patches that the stage ran with.
+        shared_code: The same without the patches that `--backend original` leaves out: a port and its original agree
+            in it.
         cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
         programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
@@ -114,6 +116,7 @@ class Manifest(Written):
     xla_flags: FlagsRow | None = None
     patches: list[PatchRow]
     code: str = ""
+    shared_code: str = ""
     cache: CacheRow | None = None
     upstream: UpstreamRow | None = None
     programs: list[ProgramRow] = []

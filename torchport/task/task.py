@@ -232,6 +232,10 @@ class Task:
         parts += [patch_digest(entry).encode() for entry in self.patches([stage])]
         return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
+    def shared_code(self, stage: families.Stage) -> str:
+        """Returns the hash that `code` is with `--backend original`, where fewer patches are in force."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, backend="original")).code(stage)
+
     def flag_settings(self) -> dict[str, Any]:
         """Returns the settings that a flag sets, without those of a config or a default."""
         keys = {override.partition("=")[0].split(".")[0].strip() for override in self.request.overrides}
