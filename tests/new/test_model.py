@@ -67,7 +67,7 @@ def test_a_card_has_small_numbers_of_the_classs_own_arguments(checkout):
 
 def test_what_is_drafted_passes_the_static_check(checkout):
     drafted(checkout, "--entry", "up.net:Net")
-    assert checkout.checked() == (0, ["clean"], [])
+    assert checkout.checked() == []
 
 
 def test_the_stages_say_what_is_to_be_filled_in(checkout):
@@ -99,7 +99,8 @@ def test_a_class_of_an_installed_package_has_a_range_and_no_checkout(world):
     assert world.call("new", "model", "mine", "--entry", entry, "--out", "pack")[0] == 0
     card = yaml.safe_load(world.read("configs/models/mine.yaml"))
     assert "checkout" not in card and set(card["upstream"]) == {"diffusers"}
-    assert world.call("check", "--static", "--path", "pack") == (0, ["clean"], [])
+    code, out, _ = world.call("check", "--static", "--path", "pack")
+    assert (code, out[-1]) == (1, "1 finding") and " is a draft: " in out[0]
 
 
 def test_a_class_of_transformers_has_the_fields_of_its_configuration():
@@ -164,3 +165,48 @@ def test_neither_torch_nor_upstream_is_imported(checkout):
         line = [sys.executable, "-P", "-c", code, *command]
         done = subprocess.run(line, capture_output=True, text=True, cwd=checkout.folder)
         assert done.returncode == 0, done.stderr
+
+
+def refused(world, name, *flags):
+    code, out, error = world.new("model", name, *flags)
+    assert (code, out, len(error)) == (2, [], 1) and not world.pack.exists()
+    return error[0]
+
+
+def test_a_shipped_name_is_refused(checkout):
+    said = refused(checkout, "wan", "--entry", "up.net:Net")
+    assert "There is a model 'wan' already" in said and said.endswith("Choose another name.")
+
+
+def test_a_network_that_is_no_module_is_refused(checkout):
+    checkout.write("checkout/up/plain.py", "class Above:\n    pass\n\n\nclass Plain(Above):\n    pass\n")
+    said = refused(checkout, "mine", "--entry", "up.plain:Plain")
+    assert "up.plain:Plain (up/plain.py:5) is no torch.nn.Module, and the first class is the network" in said
+
+
+def test_a_checkpoint_that_no_run_could_name_is_refused(checkout):
+    said = refused(checkout, "mine", "--entry", "up.net:Net", "--checkpoint", "nosuchdir")
+    assert "--checkpoint nosuchdir" in said
+
+
+def test_an_entry_without_a_name_before_its_sign_is_refused(checkout):
+    said = refused(checkout, "mine", "--entry", "=up.net:Net")
+    assert "No component stands before '='. Write NAME=MODULE:CLASS." in said
+
+
+def test_a_network_of_images_has_one_frame(checkout):
+    checkout.write("checkout/up/net.py", CODE.replace("x, text, t", "images, t"))
+    _, card = drafted(checkout, "--entry", "up.net:Net")
+    assert card["frames"] == {"multiple_of": 1, "plus": 0}
+    assert yaml.safe_load(checkout.read("configs/mine_demo.yaml"))["frames"] == 1
+
+
+def test_the_stages_use_guidance(checkout):
+    drafted(checkout, "--entry", "up.net:Net")
+    assert checkout.read("patches/mine/stages.py").count('"guidance_scale"') == 2
+
+
+def test_the_static_check_says_what_is_a_draft(checkout):
+    drafted(checkout, "--entry", "up.net:Net")
+    code, out, _ = checkout.call("check", "--static", "--path", "pack", "--upstream-path", "checkout")
+    assert code == 1 and out[0].endswith("/stages.py' is a draft: decode, denoise, encode, like. Fill them in.")

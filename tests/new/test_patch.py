@@ -62,7 +62,7 @@ def test_a_test_fails_until_function_and_arguments_are_filled_in(world, path, ki
         raised = 'yield from (_ for _ in ()).throw(NotImplementedError("fill in rows"))'
     world.fill("patches/up/model.py", (raised, filled))
     world.test_of(name)
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_patch_that_computes_something_else_fails_its_test(world):
@@ -84,7 +84,7 @@ def test_a_class_is_drafted_with_its_public_methods(world):
     assert "    @staticmethod\n    def halved(x, by=2):\n" in text and "    @property\n    def twice(self):\n" in text
     with pytest.raises(NotImplementedError, match=r"fill in what an object of up\.model\.Net computes"):
         world.test_of("net")
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_rewrite_takes_the_statement_of_a_line(world):
@@ -107,7 +107,7 @@ def test_a_rewrite_takes_the_statement_of_a_line(world):
         world.test_of(name)
     world.fill("patches/up/model.py", (f'raise NotImplementedError("fill in forward_{line}")', "return text + 1"))
     world.test_of(name)
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_an_exchange_is_tested_on_a_component(world):
@@ -128,7 +128,7 @@ def test_an_exchange_is_tested_on_a_component(world):
     body = ('raise NotImplementedError("fill in net_forward")', "return lambda x, text: original(x, text)")
     world.fill("patches/up/model.py", body)
     world.test_of("net_net_forward")
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_stub_has_nothing_to_fill_in(world):
@@ -137,7 +137,7 @@ def test_a_stub_has_nothing_to_fill_in(world):
     code, out, _ = world.new("patch", *arguments)
     assert code == 0 and "fill in     Nothing in Python: a stub raises when it is called." in out
     world.test_of("without_flashy_attn")
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_lowering_has_the_parameters_of_torchs_schema(world):
@@ -158,13 +158,13 @@ def test_a_lowering_has_the_parameters_of_torchs_schema(world):
         ),
     )
     scope["test_gelu_computes_what_torch_does"]()
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_lowering_whose_id_is_shipped_has_another(world):
     world.call("new", "patch", "torch.nn.functional:layer_norm", "--kind", "op", "--out", "pack")
     assert "- id: torch.layer-norm-lowerings\n" in world.read("patches/torch/lowerings.yaml")
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_a_default_that_is_no_literal_fails_where_it_is_passed_on(world):
@@ -182,7 +182,7 @@ def test_a_second_patch_is_appended_and_its_row_is_added(world):
     rows = yaml.safe_load(world.read("patches/up/lock.yaml"))
     assert [row["target"] for row in rows] == ["up.model:Net.forward", "up.model:scaled"]
     assert rows[1] == yaml.safe_load(lock)[0]
-    assert world.checked() == (0, ["clean"], [])
+    assert world.checked() == []
 
 
 def test_what_is_there_already_is_never_written_over(world):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
+from torchport.commands import drafts
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
 from torchport.config.card import Card, Job, check_call, check_job, check_names
@@ -35,6 +36,7 @@ from torchport.errors import (
 from torchport.files.folder import as_named
 from torchport.patch import patch_set
 from torchport.patch.declared import versions
+from torchport.patch.declared.replacement import does_not_load, file_of
 from torchport.patch.declared.reading import LOCK
 from torchport.patch.source import checks, drift
 from torchport.patch.source.parsed import parsed, tree_of
@@ -198,6 +200,8 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
     """
     report.try_entry(entry, "targets")
+    for draft in drafts.of_entry(entry, _tree(entry)):
+        report.add(draft, "targets", entry.id)
     if not entry.has_source:
         return True
     try:
@@ -209,6 +213,14 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report.add(error, "targets", entry.id)
         return False
     return True
+
+
+def _tree(entry: patch.Entry) -> ast.Module | None:
+    """Returns the file of an entry's function, which can be read: it has been; None for an entry without one."""
+    if not entry.reference:
+        return None
+    path = file_of(entry, entry.reference)
+    return tree_of(path, lambda error: does_not_load(entry, path, error))
 
 
 def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
@@ -299,8 +311,17 @@ def _mistakes(pack: Pack, card: Card, document: Document) -> Iterator[TorchportE
         if networks is not None:
             check_names(card, networks, document)
         yield from _absent_builders(pack, card, document)
+        yield from _draft(pack, card, document)
     except TorchportError as error:
         yield error
+
+
+def _draft(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
+    """Yields the refusal of a family that is not filled in."""
+    if card.call is None:
+        place = document.place(["family"])
+        file = pack.family_file(card, place)
+        yield from drafts.of_family(file, tree_of(file, functools.partial(_does_not_load, file, place)), place)
 
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:

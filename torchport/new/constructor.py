@@ -90,6 +90,16 @@ def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[tuple[SourceFil
         pending += [(where, base) for where, base in bases if isinstance(base, ast.ClassDef)]
 
 
+def derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
+    """Returns whether every class above a class is known from source, so that none of them is of another package."""
+    return all(
+        (found := definition(home, ast.unparse(base))) is not None and isinstance(found[1], ast.ClassDef)
+        for home, one in _lineage(source, node)
+        for base in one.bases
+        if ast.unparse(base) != "object"
+    )
+
+
 def definition(source: SourceFile, name: str) -> tuple[SourceFile, ast.stmt] | None:
     """Returns where a plain name of a module is defined, in it or where it is imported from; None if unknown."""
     for _ in range(DEEPEST):

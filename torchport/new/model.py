@@ -14,7 +14,9 @@ import yaml
 
 from torchport.config import parse_document, validated
 from torchport.config.card import Card, Job
-from torchport.errors import BadValueError, TargetError
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TakenNameError, TargetError
+from torchport.files.folder import as_named
 from torchport.new import constructor, shrinking
 from torchport.new.folder import Home, Piece
 from torchport.new.function import name_of
@@ -23,6 +25,8 @@ from torchport.patch.source import proposal
 
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
+_IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
+_VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +78,12 @@ def parts(wish: Wish) -> list[Part]:
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
+    _check_checkpoint(wish)
     result: list[Part] = []
     for number, entry in enumerate(wish.entries):
-        name, _, path = entry.rpartition("=")
+        name, equals, path = entry.rpartition("=")
+        if equals and not name:
+            raise BadValueError(f"--entry {entry}", "No component stands before '='", "Write NAME=MODULE:CLASS")
         target = find(path, f"--entry {entry}")
         name = name or ("network" if number == 0 else name_of(target.path))
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {one.name for one in result}:
@@ -84,7 +91,45 @@ def parts(wish: Wish) -> list[Part]:
                 f"--entry {entry}", f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS"
             )
         result.append(_part(name, target, f"--entry {entry}"))
+        if number == 0:
+            _check_network(target, f"--entry {entry}")
     return result
+
+
+def _check_network(target: Target, place: str) -> None:
+    """Refuses a class that is no network, as far as its source and that of its bases says.
+
+    Raises:
+        BadValueError: No class above it is unknown, and none is a `torch.nn.Module`.
+    """
+    assert isinstance(target.node, ast.ClassDef)
+    if constructor.derives_from_nothing(target.source, target.node):
+        fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
+        raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
+
+
+def _check_checkpoint(wish: Wish) -> None:
+    """Refuses a checkpoint that no run could name.
+
+    Raises:
+        CheckpointMissingError: It is neither a folder that is there nor the name of a repository.
+    """
+    if wish.checkpoint != UNKNOWN_CHECKPOINT:
+        from torchport.load import checkpoint  # with torch, which nothing else here needs
+
+        checkpoint.check_name(wish.checkpoint)
+
+
+def _check_free(wish: Wish) -> None:
+    """Refuses the name of a model that torchport, or a pack of the environment, has.
+
+    Raises:
+        TakenNameError: One has it.
+    """
+    pack = find_pack(())
+    if wish.name in pack.models():
+        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
+        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
 
 
 def _part(name: str, target: Target, place: str) -> Part:
@@ -109,8 +154,9 @@ def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
     Raises:
         TakenNameError: One of the files is there already.
     """
+    _check_free(wish)
     every = parts(wish)
-    card_text, job_text = card(wish, every, checkout), job(wish)
+    card_text, job_text = card(wish, every, checkout), job(every)
     # Our own text: a mistake in it would be ours, and is seen here.
     validated(Card, parse_document(card_text, f"configs/models/{wish.name}.yaml"))
     validated(Job, parse_document(job_text, f"configs/{wish.name}_demo.yaml"))
@@ -167,7 +213,8 @@ def card(wish: Wish, every: Sequence[Part], checkout: Path | None) -> str:
     lines += ["patches: {encode: [], denoise: [], decode: []}", "components:"]
     for one in every:
         lines.append(f"  {one.name}: {_flow({'class': one.target.name, 'dtype': 'float32'})}")
-    lines += ["frames: {multiple_of: 4, plus: 1}", "size_multiple_of: 16", "strategies:", "  replicated:"]
+    frames = "{multiple_of: 1, plus: 0}" if _is_of_images(network.target) else "{multiple_of: 4, plus: 1}"
+    lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
     lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
     lines.append(f"    inputs: {{{network.name}: [{{match: '.*', spec: replicate}}]}}")
     return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny(every)]) + "\n"
@@ -183,10 +230,17 @@ def _tiny(every: Sequence[Part]) -> list[str]:
     return lines
 
 
-def job(wish: Wish) -> str:
+def _is_of_images(target: Target) -> bool:
+    """Returns whether a network makes images: its file speaks of images or of 2D layers, and of no video."""
+    text = target.source.text
+    return bool(_IMAGE.search(text)) and not _VIDEO.search(text)
+
+
+def job(every: Sequence[Part]) -> str:
     """Returns the config of the card's demo."""
+    frames = 1 if _is_of_images(every[0].target) else 5
     return (
-        "{height: 64, width: 64, frames: 5, fps: 8, steps: 2, guidance_scale: 1.0,\n"
+        f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
         ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
     )
 
@@ -248,9 +302,17 @@ def decode(parts, call, settings, steps, *, latents):
 
 
 SIZE = ("height", "width", "frames")
+# A stage is made again only if a setting that it uses differs: name each that its function reads.
 STAGES = (
-    Stage("encode", encode, uses=("prompt",)),
-    Stage("denoise", denoise, uses=("seed", "steps", *SIZE), needs=("encode",), network="{network}", like=like),
+    Stage("encode", encode, uses=("prompt", "negative_prompt", "guidance_scale")),
+    Stage(
+        "denoise",
+        denoise,
+        uses=("seed", "steps", "guidance_scale", *SIZE),
+        needs=("encode",),
+        network="{network}",
+        like=like,
+    ),
     Stage("decode", decode, uses=SIZE, needs=("denoise",){others}),
 )
 '''
