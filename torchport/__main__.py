@@ -487,8 +487,8 @@ def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
 @click.argument("codebase", metavar="PATH", type=click.Path(path_type=Path))
 @click.option("--entry", "entries", multiple=True, metavar="PKG.MOD:CLASS", help="What you run of it. Repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Also list what the entry does not lead to.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
-@click.option("--sarif", "form", flag_value="sarif", help="Print SARIF.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--sarif", "as_sarif", is_flag=True, help="Print SARIF.")
 @click.option(
     "--report",
     "file",
@@ -502,7 +502,8 @@ def scan(
     codebase: Path,
     entries: tuple[str, ...],
     everything: bool,
-    form: str | None,
+    as_json: bool,
+    as_sarif: bool,
     file: Path | None,
     emit: Path | None,
     paths: tuple[str, ...],
@@ -515,6 +516,7 @@ def scan(
     terminal.log_to_stderr()
     from torchport.commands import scan as command
 
+    form = command.form_of(as_json, as_sarif)
     if emit is not None:
         command.check_form(emit, form)
     if file is not None:

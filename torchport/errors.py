@@ -133,11 +133,23 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a remedy that lists the names; if one of them is close to the given name, it asks for that one first."""
+    """Returns a remedy that lists the names; if one of them is close to the given name, it asks for that one first.
+
+    Of many names it lists those that are the closest.
+    """
     sorted_names = sorted(names)
     close = difflib.get_close_matches(name, sorted_names, n=1, cutoff=0.6)
     guess = f"Did you mean '{close[0]}'? " if close else ""
+    if len(sorted_names) > _MOST_NAMES:
+        some = difflib.get_close_matches(name, sorted_names, n=_CLOSEST, cutoff=0)
+        return f"{guess}The closest of {len(sorted_names)}: {', '.join(some)}"
     return f"{guess}Known: {', '.join(sorted_names)}" if sorted_names else "None are known"
+
+
+_MOST_NAMES = 40
+"""More names than these are not listed."""
+_CLOSEST = 8
+"""Of so many, these are."""
 
 
 def kinds() -> list[type[TorchportError]]:
@@ -521,7 +533,7 @@ class CudaError(ForeignError):
 class AbsentPackageError(ForeignError):
     """Code imports a package that is not installed, or a name that the installed package does not have.
 
-    If the model runs without the package, a `stub` stands in for it; the error has the entry to paste.
+    If your job calls nothing of the package, a `stub` stands in for it; the error has the entry to paste.
     """
 
     id = "TP905"

@@ -192,3 +192,11 @@ def test_a_package_that_a_patch_stubs_is_not_named(torchport, tmp_path, capsys):
     (patches / "imports.yaml").write_text(entry, encoding="utf-8")
     _, out, _ = torchport("scan", "up.py", "--entry", "up:run", "--path", "pack", capsys=capsys)
     assert out == ["0 on the inference path: 0 covered, 0 need a rewrite, 0 unknown"]
+
+
+def test_two_formats_are_refused(torchport, code, capsys):
+    code, out, error = torchport("scan", ".", "--json", "--sarif", capsys=capsys)
+    assert (code, out) == (2, [])
+    assert error == [
+        "error[TP107] --json --sarif: They are two formats. Leave one out, or write it to a file: --report."
+    ]

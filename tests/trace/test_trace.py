@@ -78,6 +78,17 @@ def test_every_question_for_a_value_is_noted_with_what_is_assumed(plain):
     assert first.frames[-1].startswith(f"{first.place} in Net.forward") and first.folded > 10
 
 
+def test_a_region_of_autocast_is_not_at_fault_for_what_upstream_asks(plain):
+    write(plain, ["with torch.autocast('cuda'):", "    picked = y[y > 0]", "    if y.sum() > 0:", "        y = y + 1"])
+    plain.change("denoise: []", "denoise: [torch/autocast]")
+    report = traced(plain)
+    assert rows(report) == [
+        ("TP903", "picked = y[y > 0]", "the mask is true everywhere"),
+        ("TP903", "if y.sum() > 0:", "the value is False"),
+    ]
+    assert [one.times for one in report.stoppers] == [1, 1]
+
+
 def test_tensors_of_the_host_are_named_with_the_lines_that_made_them(plain):
     write(
         plain,

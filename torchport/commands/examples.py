@@ -549,8 +549,8 @@ with torchport.applied(patches=["up"], paths=["."]):
   target: flash_attn:flash_attn
   stub: {package: flash_attn, importers: [up.model]}
   plumbing: true""",
-        "Install the package. Or, if the model runs without it, paste the entry that the error ends with, and list its "
-        "file in the card. What is called of a stub is refused (TP214): patch the function that calls it.",
+        "Install the package. Or, if your job calls nothing of it, paste the entry that the error ends with, and list "
+        "its file in the card. What is called of a stub is refused (TP214): patch the function that calls it.",
         right_kind="patch",
     ),
     "TP906": Example(

@@ -92,6 +92,17 @@ ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif"}
 """The format of a file that `--report` names, by its ending."""
 
 
+def form_of(as_json: bool, as_sarif: bool) -> str | None:
+    """Returns the format that is asked for on the terminal; None for text.
+
+    Raises:
+        BadValueError: Two are.
+    """
+    if as_json and as_sarif:
+        raise BadValueError("--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report")
+    return "json" if as_json else "sarif" if as_sarif else None
+
+
 def check_form(emit: Path, form: str | None) -> None:
     """Refuses `--emit` beside a format of its own on the terminal.
 

@@ -36,8 +36,8 @@ from torchport.errors import (
 from torchport.files.folder import as_named
 from torchport.patch import patch_set
 from torchport.patch.declared import versions
-from torchport.patch.declared.replacement import does_not_load, file_of
 from torchport.patch.declared.reading import LOCK
+from torchport.patch.declared.replacement import does_not_load, file_of
 from torchport.patch.source import checks, drift
 from torchport.patch.source.parsed import parsed, tree_of
 from torchport.patch.source.source import binding_at

@@ -37,7 +37,9 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
         raise UpstreamError("--upstream-path", f"It is missing, and '{checkout.package}' is a checkout", clone)
     folder = existing(named)
     if not _package(checkout, folder).exists():
-        raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", clone)
+        below = _package(checkout, folder / "src").exists()
+        remedy = f"It lies below src: write --upstream-path {Path(named) / 'src'}" if below else clone
+        raise UpstreamError(f"--upstream-path {named}", f"There is no package '{checkout.package}' in it", remedy)
     for file, other in checkout.others.items():
         if (folder / file).exists() and not (folder / checkout.has).is_file():
             raise UpstreamError(f"--upstream-path {named}", f"This is {other}: it has {file}", clone)

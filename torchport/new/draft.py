@@ -15,7 +15,7 @@ from torchport.new import function, trial
 from torchport.new.target import Target, check_name, find
 from torchport.new.trial import Trial
 from torchport.patch.source import proposal
-from torchport.patch.source.source import is_there, read_source
+from torchport.patch.source.source import below_src, is_there, read_source
 
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance", "value")
 WHY = "say here what fails, or is slow, without it"
@@ -290,7 +290,7 @@ def _stubbed(wish: Wish) -> Draft:
         raise TargetError(wish.place, fact, "Write --kind replace or wrap", target=wish.target)
     for module in wish.importers:
         if not is_there(module):
-            remedy = "Name a module of upstream; --upstream-path says where its checkout is"
+            remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
             raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
     one = _trial(wish, _key(wish, package), f"without_{package}")
     fields = {

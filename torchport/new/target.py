@@ -13,7 +13,7 @@ from typing import Literal
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, at_import, is_there, read_source, shown
+from torchport.patch.source.source import SourceFile, at_import, below_src, is_there, read_source, shown
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
@@ -114,8 +114,10 @@ def find(target: str, place: str) -> Target:
         source = read_source(module)
     except ModuleNotFoundError as error:
         remedy = "Install the upstream, or name its checkout with --upstream-path"
-        if not is_there(module.partition(".")[0]):
-            package = module.partition(".")[0]
+        package = module.partition(".")[0]
+        if below_src(module):
+            remedy = below_src(module)
+        elif not is_there(package):
             remedy += f". To go on without {package}, rewrite the statements of its importers that call {path}"
         raise TargetError(place, f"There is no module {module}: {error}", remedy) from error
     if source is None:

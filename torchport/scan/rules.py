@@ -101,7 +101,7 @@ _ALL = (
         "A package of GPU kernels is imported or called: flash-attn, xformers, sageattention, triton, apex, "
         "bitsandbytes, natten, flex_attention and their like.",
         "It does not run on TPU, and most often cannot be installed there.",
-        "Stub the package if the model runs without it. Replace the function that calls it by "
+        "Stub the package if your job calls nothing of it. Replace the function that calls it by "
         "`torchport.attention` or by plain PyTorch.",
         "days",
         "replace",

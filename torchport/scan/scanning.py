@@ -115,25 +115,24 @@ def _absent(path: Path, codebase: Codebase, patches: coverage.Patches, reached: 
     known = {name.partition(".")[0] for name in codebase.modules}
     for unit in codebase.units:
         for event in unit.body.events:
-            if (
-                event.act is not Act.IMPORT
-                or event.guards
-                or not reached.leads_to(unit, event.guards, event.node.lineno)
-            ):
+            node = event.node
+            if not isinstance(node, ast.Import | ast.ImportFrom) or event.guards:
                 continue
-            for package in dict.fromkeys(_imported(event.node)):
+            if not reached.leads_to(unit, event.guards, node.lineno):
+                continue
+            for package in dict.fromkeys(_imported(node)):
                 here = is_kernel(package) or folder.has_file(beside / f"{package}.py") or is_there(package)
                 stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
                 if package not in known and not here and not stubbed and not folder.has_folder(beside / package):
                     known.add(package)
-                    yield Absent(package, _named(path, unit.module.source.path), event.node.lineno)
+                    yield Absent(package, _named(path, unit.module.source.path), node.lineno)
 
 
-def _imported(node: ast.AST) -> Iterator[str]:
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     """Yields the packages that an import statement names."""
     if isinstance(node, ast.Import):
         yield from (alias.name.partition(".")[0] for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+    elif not node.level and node.module:
         yield node.module.partition(".")[0]
 
 

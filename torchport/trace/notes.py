@@ -71,11 +71,17 @@ class Notes:
 
     Args:
         task: What is traced: it says whose code is whose.
+
+    Attributes:
+        stage: The stage at hand.
+        lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.stage = ""
+        self.lowers = False
+        self._met_lowered: dict[tuple[str, str], bool] = {}
         self.stoppers: dict[tuple[str, str], Stopper] = {}
         self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
 
@@ -94,8 +100,9 @@ class Notes:
         kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
         key = kind.id, frame.place
         if key in self.stoppers:
-            self.stoppers[key].times += 1
+            self.stoppers[key].times += self._met_lowered[key] == self.lowers
             return
+        self._met_lowered[key] = self.lowers
         if isinstance(error, TorchportError):
             fact, remedy, entry = error.fact, error.remedy, None
         else:

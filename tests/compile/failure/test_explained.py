@@ -236,7 +236,8 @@ def test_an_absent_package_is_refused_with_a_stub_to_paste(port, line, target):
     lines = refused(port, errors.AbsentPackageError)
     assert lines[0] == (
         "site/up/layers.py:2: The import of up.layers needs the package flash_absent, and it is not installed. Install "
-        "it. If the model runs without it: paste the entry below into patches/up/imports.yaml, and list up/imports "
+        "it. If nothing of it is called in your job: paste the entry below into patches/up/imports.yaml, and list "
+        "up/imports "
         f"{LISTED}."
     )
     assert lines[1] == "  site/up/model.py:2 in import of up.model: from up import layers"

@@ -193,13 +193,13 @@ def _absent_package(failure: Failure) -> Cure:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
     if failure.frame.owner in ("family", "patch"):
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
-    imported, why = _import_at(failure.frame), f"Imports {package}; the model runs without it."
+    imported, why = _import_at(failure.frame), f"Imports {package}, which is not installed."
     # A stub serves no import that is a call.
     module = failure.frame.module
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
         return fact, "Install it", None
-    return fact, f"Install it. If the model runs without it: {_small(entry.remedy(failure.listed))}", entry
+    return fact, f"Install it. If nothing of it is called in your job: {_small(entry.remedy(failure.listed))}", entry
 
 
 def _versions(package: str) -> dict[str, str]:

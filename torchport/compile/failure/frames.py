@@ -128,7 +128,18 @@ def _frame(frame: FrameType, line: int, task: Task, packages: set[str]) -> Frame
     file = code.co_filename
     if file.startswith("<torchport: "):  # rewritten code has upstream's lines
         file = file.rpartition(" in ")[2].removesuffix(">")
-    return Frame(_owner(module, file, task, packages), module, file, line, _name(code.co_qualname), statement)
+    name, owner = _name(code.co_qualname), _owner(module, file, task, packages)
+    owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
+    return Frame(owner, module, file, line, name, statement)
+
+
+def _is_passage(module: str, name: str, statement: str) -> bool:
+    """Returns whether a frame of a patch of the engine only passes a call on: its caller is at fault for what it asks.
+
+    A mode of `torch/autocast` stands between an upstream's statement and torch, as torch's own frames do.
+    """
+    is_of_engine = module.split(".")[1:2] and module.split(".")[1] in ENGINE
+    return bool(is_of_engine) and (name.rpartition(".")[2] in HANDS_ON or "original(" in statement)
 
 
 def _name(qualified: str) -> str:

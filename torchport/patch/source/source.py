@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport.errors import TargetError
+from torchport.files.folder import as_named
 from torchport.patch.declared.entry import Entry
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -108,7 +109,17 @@ def source_of(entry: Entry) -> SourceFile | None:
         return read_source(entry.module)
     except ModuleNotFoundError as error:
         fact = f"'{entry.id}' finds no module {entry.module}: {error}"
-        raise TargetError(entry.place, fact, "Install the upstream, or give its path", patch=entry.id) from error
+        remedy = below_src(entry.module) or "Install the upstream, or give its path"
+        raise TargetError(entry.place, fact, remedy, patch=entry.id) from error
+
+
+def below_src(module: str) -> str:
+    """Returns the remedy for a checkout whose packages lie below `src/`; empty where none of the path does."""
+    package = module.partition(".")[0]
+    for entry in map(Path, sys.path):
+        if (entry / "src" / package).is_dir() or (entry / "src" / f"{package}.py").is_file():
+            return f"It lies below src: write --upstream-path {as_named(entry / 'src')}"
+    return ""
 
 
 def read_source(module: str) -> SourceFile | None:
