@@ -82,6 +82,23 @@ def test_python_in_a_subprocess_is_armed_by_its_first_line(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "patched\nupstream\n", "")
 
 
+def test_a_child_has_the_mesh_and_the_devices_of_its_parent(tmp_path):
+    here = PlainScript(tmp_path)
+    here.write(
+        "child.py",
+        """
+        import torchport
+        torchport.arm()
+        import jax, up.m
+        from torchport.script.applied import sessions
+        print(sessions[-1].choice.mesh, sessions[-1].choice.attention, len(jax.devices()))
+        """,
+    )
+    here.write("script.py", "import subprocess, sys, up.m\nsubprocess.run([sys.executable, 'child.py'], check=True)\n")
+    done = here.run("script.py", flags=("--mesh", "tp=2", "--machine", "cpu:2", "--attention", "plain"))
+    assert (done.returncode, done.stdout) == (0, "{'tp': 2} plain 2\n"), done.stderr
+
+
 def test_a_process_that_nobody_told_is_refused(monkeypatch):
     monkeypatch.delenv("TORCHPORT_APPLIED", raising=False)
     with pytest.raises(BadValueError, match="No process above this one has patches in force"):

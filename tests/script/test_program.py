@@ -114,6 +114,13 @@ def test_the_sitecustomize_of_an_installation_is_imported_as_without(here):
     assert under.stdout == alone.stdout and "own" in alone.stdout
 
 
+@pytest.mark.parametrize(("words", "is_said"), [(["--help"], False), (["-h"], False), (["-h", "64"], True)])
+def test_a_script_that_prints_its_help_is_not_blamed_for_using_nothing(here, words, is_said):
+    here.write("script.py", "import sys\nprint(sys.argv[1:])\n")
+    done = here.run("script.py", *words)
+    assert (done.returncode, done.stdout) == (0, f"{words}\n") and ("TP216" in done.stderr) == is_said
+
+
 def test_patches_that_changed_nothing_are_named_at_the_end(here):
     here.write("script.py", "print('nothing of upstream')\nraise SystemExit(3)\n")
     done = here.run("script.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchport import engine, patch
-from torchport.config import Document, checkout
+from torchport.config import Document, checkout, machine
 from torchport.config.card import Axis, Card, Implementation
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, NothingAppliedError
@@ -35,11 +35,25 @@ class Choice:
         strategy: One of the card's.
         mesh: Sizes of the axes.
         attention: The implementation.
+        machine: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
     """
 
     strategy: str | None = None
     mesh: Mapping[Axis, int] | None = None
     attention: Implementation | None = None
+    machine: str | None = None
+
+    def prepare(self) -> None:
+        """Gives JAX in this process the machine's devices, before it starts.
+
+        Raises:
+            ConfigError: There is no such machine.
+            MachineError: JAX runs already, with fewer devices.
+        """
+        if self.machine is not None:
+            from torchport.task import devices
+
+            devices.prepare(machine.parse_machine(self.machine, f"--machine {self.machine}"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +138,8 @@ def applied(
     card, document = (None, None) if model is None else pack.card(model)
     place = None if upstream_path is None else str(upstream_path)
     folder = None if card is None else checkout.find(card.checkout, place)
-    told = {"model": model, "patches": list(patches), "upstream_path": folder and str(folder), "backend": backend}
+    told: dict[str, Any] = {"model": model, "patches": list(patches), "upstream_path": folder and str(folder), "backend": backend}
+    told["choice"] = dataclasses.asdict(choice or Choice())
     entries = entries_of(pack, card, patches, backend)
     with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):
         with patch.applied(entries) as ledger:

@@ -9,7 +9,7 @@ import os
 
 from torchport.errors import BadValueError, TorchportError
 from torchport.patch.live.registry import registry
-from torchport.script.applied import VARIABLE, applied
+from torchport.script.applied import VARIABLE, Choice, applied
 
 _armed = contextlib.ExitStack()
 """Of a child: what it has entered, for as long as it lives."""
@@ -17,6 +17,8 @@ _armed = contextlib.ExitStack()
 
 def arm(*_: object) -> None:
     """Puts the patches in force that were in force where this process was started, for as long as it lives.
+
+    What `torchport.port` takes by default there, it takes here, too: strategy, mesh, attention, and the devices.
 
     It is an initializer: `multiprocessing.Pool(initializer=torchport.arm)`, `ProcessPoolExecutor(initializer=...)`,
     `DataLoader(worker_init_fn=torchport.arm)`, or the first line of a script that a subprocess runs. A process that was
@@ -34,7 +36,10 @@ def arm(*_: object) -> None:
         fact = f"No process above this one has patches in force ({VARIABLE} is not set)"
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
     if not registry.sets:
-        _armed.enter_context(applied(**json.loads(told)))
+        arguments = json.loads(told)
+        choice = Choice(**arguments.pop("choice"))
+        choice.prepare()
+        _armed.enter_context(applied(**arguments, choice=choice))
         atexit.register(_disarm)
 
 

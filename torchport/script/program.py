@@ -116,10 +116,8 @@ def begin(**arguments: Any) -> None:
     log.addHandler(handler)  # to this logger alone: all others are the script's to set up
     log.setLevel(logging.INFO)
     log.propagate = False
-    if flags.machine is not None:
-        from torchport.task import devices
-
-        devices.prepare(machine.parse_machine(flags.machine, f"--machine {flags.machine}"))
+    choice = Choice(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine)
+    choice.prepare()
     session = _entered.enter_context(
         applied(
             flags.model,
@@ -127,17 +125,28 @@ def begin(**arguments: Any) -> None:
             upstream_path=flags.upstream_path,
             backend="original" if flags.backend == "original" else "torchax",
             paths=flags.paths,
-            choice=Choice(flags.strategy, axes_of(flags.mesh), flags.attention),
+            choice=choice,
         )
     )
     atexit.register(_report, session)
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    """Returns whether a script was asked for its own help, which it prints before it imports anything.
+
+    Args:
+        words: Python, the script, its arguments. `-h` may be a flag with a value, unless it is the last one.
+    """
+    return "--help" in words[2:] or words[2:][-1:] == ["-h"]
 
 
 def _report(session: Session) -> None:
     """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
     errors, nothing = unreached(), session.nothing()
     is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
-    for error in [*errors, *([nothing] if nothing is not None and not errors and not is_failed else [])]:
+    if errors or is_failed or _asks_for_help(sys.orig_argv):
+        nothing = None
+    for error in [*errors, *([nothing] if nothing is not None else [])]:
         sys.stderr.write(f"{error.report()}\n")
     sys.stderr.flush()
     with contextlib.suppress(TorchportError):  # they are what was written
