@@ -211,3 +211,36 @@ def test_what_stops_another_job_is_no_stopper_of_this_one(plain):
     assert report.stoppers == []
     ends = "not known, that job ends with ValueError: no guidance"
     assert f"denoise: another program without guidance (guidance_scale 1.0): {ends}" in command.lines(report, True)
+
+
+LAYERS = """
+- id: up.layers
+  target: absent:Linear
+  stub: {package: absent, importers: [up.model]}
+  why: A test.
+  reported: "none: a test"
+  until: never
+  fits: {torch: "*"}
+  equivalence: bitwise
+  plumbing: true
+- id: up.built
+  target: up.model:Net.__init__
+  rewrite: {match: "self.more = Linear(dim)", put: layers.py:built}
+  why: A test.
+  reported: "none: a test"
+  until: never
+  fits: {torch: "*"}
+  equivalence: bitwise
+"""
+
+
+def test_a_statement_that_builds_a_part_with_an_absent_package_is_rewritten(plain):
+    write(plain, ["y = self.more(y)"], "from absent.layers import Linear")
+    built = "        self.out = torch"
+    plain.change(built, f"        self.more = Linear(dim)\n{built}", "../site/up/model.py")
+    plain.write("patches/up/layers.yaml", LAYERS)
+    plain.write(
+        "patches/up/layers.py", "import torch\n\ndef built(self, dim):\n    self.more = torch.nn.Linear(dim, dim)\n"
+    )
+    plain.change("denoise: []", "denoise: [up/layers]")
+    assert traced(plain).stoppers == []

@@ -138,7 +138,12 @@ def applied(
     card, document = (None, None) if model is None else pack.card(model)
     place = None if upstream_path is None else str(upstream_path)
     folder = None if card is None else checkout.find(card.checkout, place)
-    told: dict[str, Any] = {"model": model, "patches": list(patches), "upstream_path": folder and str(folder), "backend": backend}
+    told: dict[str, Any] = {
+        "model": model,
+        "patches": list(patches),
+        "upstream_path": folder and str(folder),
+        "backend": backend,
+    }
     told["choice"] = dataclasses.asdict(choice or Choice())
     entries = entries_of(pack, card, patches, backend)
     with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):

@@ -190,6 +190,9 @@ def _refusal(entry: Entry, locked: Locked, what: str) -> DriftError:
         f"Review the patch, then run: torchport patches lock {entry.upstream} "
         "(with the --path and --upstream-path that are used here)"
     )
+    commits = [row.seen_at_in_words() for row in locked.rows if row.seen_at_in_words().startswith("commit ")]
+    if commits:
+        remedy = f"Check out {commits[-1]}. Or review the patch, and run{remedy.partition('run')[2]}"
     return DriftError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
 
 
