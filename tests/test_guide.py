@@ -107,7 +107,8 @@ def test_a_python_block_runs(code):
 
 def test_a_python_block_that_fails_is_seen():
     """Or a block whose assertion was optimised away would pass for ever."""
-    wrong = next(code for kind, code in REST if kind == "python").replace('== "flash"', '== "mine"')
+    right = next(code for kind, code in REST if '== "flash"' in code)
+    wrong = right.replace('== "flash"', '== "mine"')
     done = subprocess.run([sys.executable, "-c", wrong], capture_output=True, text=True)
     assert done.returncode == 1 and "AssertionError" in done.stderr
 

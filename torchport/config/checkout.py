@@ -12,7 +12,7 @@ from typing import Any
 
 from torchport.config.card import Checkout
 from torchport.errors import UpstreamError
-from torchport.files.folder import expand_home, has_folder
+from torchport.files.folder import as_named, expand_home, has_folder
 from torchport.processes import git
 
 
@@ -91,6 +91,15 @@ def existing(path: str | Path) -> Path:
     if not has_folder(folder):
         raise UpstreamError(f"--upstream-path {path}", "There is no such folder", "Name the upstream's checkout")
     return folder.resolve()
+
+
+def below_src(module: str) -> str:
+    """Returns the remedy for a checkout whose packages lie below `src/`; empty where none of the path does."""
+    package = module.partition(".")[0]
+    for entry in map(Path, sys.path):
+        if (entry / "src" / package).is_dir() or (entry / "src" / f"{package}.py").is_file():
+            return f"It lies below src: write --upstream-path {as_named(entry / 'src')}"
+    return ""
 
 
 def _package(checkout: Checkout, folder: Path) -> Path:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchport import patch
+from torchport.config.checkout import below_src
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TargetError
 from torchport.new import function, trial
 from torchport.new.target import Target, check_name, find
 from torchport.new.trial import Trial
 from torchport.patch.source import proposal
-from torchport.patch.source.source import below_src, is_there, read_source
+from torchport.patch.source.source import is_there, read_source
 
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance", "value")
 WHY = "say here what fails, or is slow, without it"

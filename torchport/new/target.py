@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
 from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, at_import, below_src, is_there, read_source, shown
+from torchport.patch.source.source import SourceFile, at_import, is_there, read_source, shown
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]

@@ -1,6 +1,8 @@
 """Finds and reads upstream's source without importing any of it.
 
 `importlib.util.find_spec("a.b")` would run the code of `a`; here only search paths are walked.
+
+Over 400 lines: where a module lies, and which statement of it binds a name, are asked together.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from torchport.config.checkout import below_src
 from torchport.errors import TargetError
-from torchport.files.folder import as_named
 from torchport.patch.declared.entry import Entry
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -111,15 +113,6 @@ def source_of(entry: Entry) -> SourceFile | None:
         fact = f"'{entry.id}' finds no module {entry.module}: {error}"
         remedy = below_src(entry.module) or "Install the upstream, or give its path"
         raise TargetError(entry.place, fact, remedy, patch=entry.id) from error
-
-
-def below_src(module: str) -> str:
-    """Returns the remedy for a checkout whose packages lie below `src/`; empty where none of the path does."""
-    package = module.partition(".")[0]
-    for entry in map(Path, sys.path):
-        if (entry / "src" / package).is_dir() or (entry / "src" / f"{package}.py").is_file():
-            return f"It lies below src: write --upstream-path {as_named(entry / 'src')}"
-    return ""
 
 
 def read_source(module: str) -> SourceFile | None:
