@@ -139,3 +139,10 @@ def test_the_lines_below_an_error_are_printable_and_travel_with_it():
     error.details, error.trace = ["  a\x1b[2J", "- id: b\n"], "Traceback"
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == "a:1: One. Mend it.\n  a\\x1b[2J\n- id: b " and again.trace == "Traceback"
+
+
+def test_of_many_names_the_closest_are_listed():
+    names = [f"name_{number}" for number in range(41)]
+    assert errors.nearest("name_7x", names[:40]).startswith("Did you mean 'name_7'? Known: name_0, name_1, ")
+    said = errors.nearest("name_7x", names)
+    assert said.startswith("Did you mean 'name_7'? The closest of 41: name_7, ") and said.count(",") == 7

@@ -315,7 +315,7 @@ class StaleTraceError(PatchError):
 
 
 class ReplacementError(PatchError):
-    """The Python file or function that the entry names is missing, is outside its folder, or cannot be loaded."""
+    """The Python file or function that the entry names is missing, outside its folder, a draft, or cannot be loaded."""
 
     id = "TP213"
 

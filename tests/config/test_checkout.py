@@ -56,6 +56,12 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
     )
 
 
+def test_a_package_below_src_is_named_with_its_folder(tmp_path):
+    (tmp_path / "src/someupstream").mkdir(parents=True)
+    said = refusal(CHECKOUT, str(tmp_path))
+    assert said.endswith(f"It lies below src: write --upstream-path {tmp_path}/src.")
+
+
 def test_another_upstream_of_the_same_name_is_recognised(checkout):
     (checkout / "someupstream" / "new.py").rename(checkout / "someupstream" / "old.py")
     assert "This is Some 1.0: it has someupstream/old.py." in refusal(CHECKOUT, str(checkout))

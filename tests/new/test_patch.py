@@ -335,3 +335,9 @@ def test_a_name_from_an_absent_package_is_patched_where_it_is_called(world):
     assert "def init_6(self, width):" in world.read("patches/up/model.py")
     code, _, error = world.new("patch", "timmy.layers:Attention", "--kind", "replace")
     assert code == 2 and "To go on without timmy, rewrite the statements of its importers" in error[0]
+
+
+def test_a_package_below_src_is_named_with_its_folder(world):
+    world.write("checkout/src/below/m.py", "def f(x):\n    return x\n")
+    code, _, error = world.new("patch", "below.m:f", "--kind", "replace")
+    assert code == 2 and error[0].endswith("It lies below src: write --upstream-path checkout/src.")
