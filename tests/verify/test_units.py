@@ -62,7 +62,9 @@ def recorded():
 
 
 def verdicts(port, is_over=False):
-    return {one.unit.path: one.unit for one in looked_into(Units(port, recorded()), is_over) if one.unit.kind == "block"}
+    return {
+        one.unit.path: one.unit for one in looked_into(Units(port, recorded()), is_over) if one.unit.kind == "block"
+    }
 
 
 LAST, ALL = slice(2, 3), slice(None)
