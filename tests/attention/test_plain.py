@@ -71,6 +71,14 @@ def test_one_program_serves_every_length():
     assert ATTENTION._cache_size() == before
 
 
+def test_called_alone_it_is_compiled_once():
+    q, k, v = tokens(2, 1, 2, 11, 13, 4)
+    before = plain.attention._cache_size()
+    for _ in range(2):
+        plain.attention(q, k, v, lengths_B=None, scale=0.5, causal=False, window=None)
+    assert plain.attention._cache_size() == before + 1
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 99), st.sampled_from([(2, 3), (1, 3), (2, 1), (1, 1)]), st.booleans(), st.booleans())
 def test_a_mask_is_read_block_by_block(seed, sizes, boolean, with_lengths):

@@ -49,8 +49,8 @@ def wan(root, pack):
     return world(root, pack, "wan")
 
 
-def bad(world, **faults):
-    """The seams that differ where stages are wrapped in faults, `fault(run, parts, call, settings, steps, inputs)`."""
+def port_with(world, **faults):
+    """The port with stages that are wrapped in faults, `fault(run, parts, call, settings, steps, inputs)`."""
 
     def planted(stage):
         if stage.name not in faults:
@@ -63,7 +63,12 @@ def bad(world, **faults):
         return dataclasses.replace(stage, run=run)
 
     names = {**vars(world.port.family), "STAGES": tuple(map(planted, world.port.family.STAGES))}
-    port = dataclasses.replace(world.port, family=types.SimpleNamespace(**names))
+    return dataclasses.replace(world.port, family=types.SimpleNamespace(**names))
+
+
+def bad(world, **faults):
+    """The seams that differ where stages are wrapped in faults."""
+    port = port_with(world, **faults)
     known = None if "encode" in faults else world.reference.encoded  # encoders take most of the time
     own = seams.record(port, world.folder, {0, 1, 2}, world.likes, world.reference, known)
     rows = seams.differences(world.reference, own)
@@ -129,6 +134,15 @@ def begun_later(scheduler):
     scheduler.timesteps = scheduler.timesteps * 0.99
 
 
+def overrun(scheduler):
+    """The last step finds no sigma after it."""
+    scheduler._begin_index = 1
+
+
+def stopped(run, parts, call, settings, steps, inputs):
+    raise IndexError("index 3 is out of bounds")
+
+
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_clean_port_has_no_seam_that_differs(root, pack, model, hunyuan, wan):
     known = {"hunyuan": hunyuan, "wan": wan}
@@ -148,6 +162,7 @@ def test_in_bfloat16_a_clean_port_has_no_seam_that_differs(root, pack):
         ({"denoise": scheduled(in_bfloat16)}, ("sigmas", "denoise", None)),
         ({"denoise": scheduled(begun_later)}, ("timesteps", "denoise", None)),
         ({"denoise": warmed_up}, ("number of scheduler steps", "denoise", None)),
+        ({"denoise": scheduled(overrun)}, ("begin_index", "denoise", None)),
         ({"denoise": with_settings(seed=4)}, ("noise", "denoise", None)),
         ({"denoise": with_settings(guidance_scale=7.0)}, ("guidance", "denoise", 0)),
         ({"encode": with_outputs(prompt_embeds_2=halved)}, ("prompt_embeds_2", "encode", None)),
@@ -156,10 +171,26 @@ def test_in_bfloat16_a_clean_port_has_no_seam_that_differs(root, pack):
         ({"denoise": with_inputs(prompt_embeds=lambda x: x.flip(1))}, ("encoder_hidden_states", "denoise", 0)),
         ({"denoise": with_inputs(prompt_embeds_mask=torch.ones_like)}, ("encoder_attention_mask", "denoise", 0)),
     ],
-    ids=["schedule", "begin", "warm-up", "seed", "scale", "ByT5", "dtype", "mask", "order", "mask of the loop"],
+    ids=[
+        *("schedule", "begin", "warm-up", "overrun", "seed", "scale", "ByT5", "dtype", "mask", "order"),
+        "mask of the loop",
+    ],
 )  # fmt: skip
 def test_the_first_seam_that_differs_is_named(hunyuan, faults, first):
     assert bad(hunyuan, **faults)[0] == first
+
+
+def test_a_loop_that_stops_is_noted_where_a_seam_before_differs(hunyuan):
+    one = seams.against(
+        port_with(hunyuan, denoise=scheduled(overrun)), hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes
+    )
+    assert any(line.startswith("the loop after step 2: the port's stops with index ") for line in one.unlike)
+
+
+def test_a_loop_that_stops_is_an_error_where_nothing_before_differs(hunyuan):
+    port = port_with(hunyuan, denoise=stopped)
+    with pytest.raises(IndexError, match="index 3 is out of bounds"):
+        seams.against(port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes)
 
 
 class Guided:

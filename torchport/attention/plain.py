@@ -23,6 +23,7 @@ and keys as in Rabe and Staats, "Self-attention does not need O(n^2) memory" (20
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -174,6 +175,8 @@ def _block(inputs: _Inputs, first_row: Any) -> jax.Array:
     return o_BHQD.astype(q_BHQD.dtype)
 
 
+# Where operators are called one by one, JAX would compile the loops anew in each call: their bodies are new functions.
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "window", "block_q", "block_kv"), inline=True)
 def attention(
     q_BHSD: jax.Array,
     k_BHTD: jax.Array,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchport.verify.facts import FAULT, ROUNDING, Unit
+from torchport.verify.facts import ROUNDING, Unit, Verdict
 
 WIDTH, HEIGHT, MARGIN = 900.0, 220.0, 50.0
 """Units of a chart."""
@@ -71,7 +71,7 @@ def heat_of(units: Sequence[Unit]) -> Heat:
 
 
 def _cell(unit: Unit) -> Cell:
-    kind = "bad" if unit.ratio > FAULT and not unit.is_harmless else "unclear" if unit.ratio > ROUNDING else "same"
+    kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"
     heat = math.log(max(min(unit.ratio, HOTTEST), 0.1) / 0.1) / math.log(HOTTEST / 0.1)
     return Cell(f"{unit.ratio:.2g}", kind, 0.15 + 0.85 * heat)
 

@@ -21,6 +21,9 @@ FIRST = ("timesteps", "sigmas")
 RENAMED = {"model_output": "guidance", "sample": "latents"}
 """What the arguments of a scheduler's step are called here: the combined prediction is what guidance makes."""
 
+STEPS = "number of scheduler steps"
+"""The name of a seam."""
+
 LOOP = "denoise"
 """The stage of a loop's seams."""
 
@@ -56,7 +59,7 @@ def of_values(
 def of_traces(original: Trace, port: Trace) -> Iterator[Seam]:
     """Yields the seams of two loops, in the order in which the loops pass them on."""
     counts = str(len(original.steps)), str(len(port.steps))
-    yield Seam("number of scheduler steps", LOOP, None, *counts, _unless(counts[0] == counts[1]), 0.0)
+    yield Seam(STEPS, LOOP, None, *counts, _unless(counts[0] == counts[1]), 0.0)
     for n, (theirs, ours) in enumerate(zip(original.steps, port.steps, strict=False)):
         constant = _constant(original.steps[0], theirs) & _constant(port.steps[0], ours) if n else set()
         suffix = " of the scheduler" if n else ""

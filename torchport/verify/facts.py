@@ -50,6 +50,7 @@ class Unit:
         effect: What its own error alone does to the network's output, in units of the rounding there. None where it
             was not measured.
         number: Which of the calls of its module this is, from 0: a module may be called more than once.
+        is_behind: Whether it stands behind the first fault: effects are not measured there.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Unit:
     inherited: float | None = None
     effect: float | None = None
     number: int = 0
+    is_behind: bool = False
 
     @property
     def ratio(self) -> float:
@@ -79,8 +81,12 @@ class Unit:
 
     @property
     def verdict(self) -> Verdict:
-        """What is said of it: of an error that the network's output does not show, that it is the same picture."""
-        return verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
+        """What is said of it: of an error that the network's output does not show, that it is the same picture.
+
+        A unit behind the first fault is no fault: whether the output shows its error is not known.
+        """
+        verdict = verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
+        return Verdict.UNCLEAR if self.is_behind and verdict is Verdict.OTHER else verdict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,8 @@ def _unit_line(verification: Verification) -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     harmless = sum(unit.is_harmless for unit in units)
     more = f"; {harmless} of them above rounding, which the output does not show" if harmless else ""
+    behind = sum(unit.is_behind and unit.verdict is Verdict.UNCLEAR for unit in units)
+    more += f"; {behind} behind the first fault, where no effect is measured" if behind else ""
     kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(unit.kind for unit in units).items())
     return (
         f"units: {kinds}: {counts}{more} (up to {ROUNDING:g} times the rounding is rounding, above {FAULT:g} a fault)"

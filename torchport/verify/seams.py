@@ -16,11 +16,12 @@ import torch
 from torchport import load, patch
 from torchport.compile import network, preflight
 from torchport.config import checkout
+from torchport.foreign import brief, refusals
 from torchport.stages.family import Stage, Steps
 from torchport.task import Task
 from torchport.verify import upstream_loop
-from torchport.verify.compared import of_traces, of_values
-from torchport.verify.facts import Seam
+from torchport.verify.compared import STEPS, of_traces, of_values
+from torchport.verify.facts import Seam, Verdict
 from torchport.verify.trace import Fed, Trace
 
 
@@ -57,9 +58,17 @@ def seams(port: Task, original: Task, folder: Path, chosen: Collection[int]) -> 
 def against(
     port: Task, folder: Path, chosen: Collection[int], reference: Recorded, likes: Mapping[str, torch.Tensor]
 ) -> Seams:
-    """Returns the seams of a port, given those of the original; see `seams`."""
-    rows = differences(reference, record(port, folder, chosen, likes, reference))
-    unlike = []
+    """Returns the seams of a port, given those of the original; see `seams`.
+
+    Raises:
+        Exception: What upstream raised in the port's loop, where no seam before it differs.
+    """
+    own = record(port, folder, chosen, likes, reference)
+    rows, unlike = differences(reference, own), []
+    if own.stopped is not None:
+        if all(row.verdict is Verdict.SAME for row in rows if row.name != STEPS):
+            raise own.stopped
+        unlike.append(f"the loop after step {len(own.trace.steps)}: the port's stops with {brief(own.stopped)}")
     if any(stage.network for stage in _encoding(port)):
         unlike.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
     if not upstream_loop.is_upstreams(port):
@@ -71,7 +80,11 @@ def differences(original: Recorded, port: Recorded) -> list[Seam]:
     """Returns what both sides passed on, compared by name."""
     stages = original.encoded.items()
     rows = [row for stage, values in stages for row in of_values(stage, values, port.encoded[stage])]
-    return [*rows, *of_traces(original.trace, port.trace)]
+    # A loop that stopped took fewer steps because of what differs before.
+    return [
+        *rows,
+        *sorted(of_traces(original.trace, port.trace), key=lambda row: row.name == STEPS and bool(port.stopped)),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +95,13 @@ class Recorded:
         encoded: What the encoders returned, by stage.
         moments: What was encoded of the image.
         trace: The loop's.
+        stopped: What upstream raised in a port's loop; None where the loop came to its end.
     """
 
     encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]
     trace: Trace
+    stopped: Exception | None = None
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -150,7 +165,12 @@ def record(
                 own.moments.update(values)
         inputs = (reference or own).inputs
         with own.trace.recording():
-            _denoise(task, folder, own.trace, likes, inputs)
+            try:
+                _denoise(task, folder, own.trace, likes, inputs)
+            except refusals() as error:
+                if reference is None:
+                    raise
+                return dataclasses.replace(own, stopped=error)
     return own
 
 

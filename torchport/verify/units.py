@@ -221,7 +221,7 @@ def looked_into(units: Units, is_over: bool) -> list[Measured]:
         is_over: Whether a call before is at fault: then effects and modules are not looked for.
     """
     if is_over:
-        return units.outer()
+        return [_behind(measured) for measured in units.outer()]
     outer = with_effects(units, units.outer())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
     if not bad or not bad[0].block or not units.call.inner:
@@ -249,5 +249,13 @@ def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
             one.unit = dataclasses.replace(one.unit, effect=units.effect(one))
             budget -= 1
             is_over = one.unit.verdict is Verdict.OTHER
+        elif is_over:
+            _behind(one)
         result.append(one)
     return result
+
+
+def _behind(measured: Measured) -> Measured:
+    """Returns a unit that stands behind the first fault."""
+    measured.unit = dataclasses.replace(measured.unit, is_behind=True)
+    return measured
