@@ -261,7 +261,8 @@ def rotary_tables(original, self, hidden_states):
     Fault(
         "a warm-up that moves the scheduler",
         "hunyuan",
-        WARM_UP.format(moved="self._begin_index = 1"),
+        # One sigma more, as the last step would stop without it: the check before a run refuses such a loop.
+        WARM_UP.format(moved="self._begin_index, self.sigmas = 1, torch.cat([self.sigmas, self.sigmas[-1:]])"),
         r"begin_index|step_index|sigmas|latents",
         entry=wrap(
             "diffusers.schedulers.scheduling_flow_match_euler_discrete:FlowMatchEulerDiscreteScheduler.set_timesteps"
