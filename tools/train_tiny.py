@@ -250,8 +250,10 @@ class Model(abc.ABC):
     """Whether an encoder of letters reads what is in quotes."""
     windows: tuple[tuple[float, int, int, int], ...]
     """Parts of clips that the VAE learns from: how often, frames, side in pixels, and how many at once."""
+    lengths: tuple[tuple[int, float], ...]
+    """Latent frames of the parts from which the decoder learns last, and how often."""
     part: int
-    """The side, in latent positions, of the parts from which the decoder learns last."""
+    """Their side, in latent positions."""
     frozen: tuple[str, ...] = ()
     """Parts of the transformer that stay as the card's seed draws them."""
     pipe: Any
@@ -292,7 +294,7 @@ class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
     steps, shift, frames, pixels, letters = 8, 9.0, 13, 16, True
-    part = 4
+    lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
 
@@ -373,11 +375,10 @@ class CogVideoX(Model):
 
     steps, frames, pixels, leading = 8, 9, 8, 1
     windows = (
-        (0.6, 1, 128, 2),
-        (0.25, 5, 128, 1),
-        (0.15, 9, 128, 1),
+        (0.7, 1, 128, 2),
+        (0.3, 9, 128, 1),
     )  # whole pictures: GroupNorm would make another mean of a part
-    part = 16
+    lengths, part = ((1, 0.5), (3, 0.5)), 16
 
     def __init__(self, seeded: Path) -> None:
         """Takes the folder of the card's seeded checkpoint."""
@@ -509,18 +510,18 @@ POLISH_STEPS, POLISH_RATE = 600, 3e-4
 def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the VAE after its decoder alone has learned more, from the very latents that the transformer learns."""
     latents, decoder = given.latents[:, :, model.leading :] / given.scale, vae.decoder.train().requires_grad_(True)
-    count, whole, pixels = latents.shape[2], latents.shape[3], model.pixels
-    shares = numpy.array([0.3, 0.3, 0.2, 0.2][:count])
+    whole, pixels = latents.shape[3], model.pixels
+    lengths, shares = zip(*model.lengths, strict=True)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         random = generator(7, step)
         number, frames, side = (
             int(random.integers(96)),
-            1 + int(random.choice(count, p=shares / shares.sum())),
+            int(random.choice(lengths, p=shares)),
             model.part,
         )
         if step % 10 == 0:
-            frames, side = count, whole
+            frames, side = latents.shape[2], whole
         top, left = (int(random.integers(0, whole + 1 - side)) for _ in range(2))
         part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
         end, rows, columns = 4 * frames - 3, pixels * top, pixels * left
