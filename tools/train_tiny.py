@@ -447,6 +447,8 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 8000, 1e-3, 16, 12.0, 6.0
 """`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
+PLAIN_FROM = 2000
+"""From that step on, half of the prompts are the plainest: other words alone taught neither colour nor direction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -543,14 +545,21 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
 def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
+    known = [number for number, scene in enumerate(scenes()) if not is_held_out(scene)]
+    plain = model.encode([Wording(scenes()[number].prompt, None, {}) for number in known])
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         random = generator(5, step)
         prompts = [0 if random.random() < 0.1 else int(random.integers(1, len(given.texts))) for _ in range(BATCH)]
         chosen = [given.fitting[prompt][random.integers(len(given.fitting[prompt]))] for prompt in prompts]
+        texts = [given.texts[each] for each in prompts]
+        for row in range(BATCH // 2 if step >= PLAIN_FROM else 0):
+            if prompts[row]:
+                one = int(random.integers(len(known)))
+                chosen[row], texts[row] = known[one], plain[one]
         clean = given.latents[chosen]
         noisy, time, wanted = model.noised(clean, random)
-        made = model.predicted(transformer, noisy, time, **model.inputs([given.texts[each] for each in prompts]))
+        made = model.predicted(transformer, noisy, time, **model.inputs(texts))
         error = (made - wanted).flatten(1)
         shape = torch.einsum("bd,bdn->bn", error, given.shapes[chosen])
         return {
