@@ -447,8 +447,8 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 8000, 1e-3, 16, 12.0, 6.0
 """`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
-PLAIN_FROM = 2000
-"""From that step on, half of the prompts are the plainest: other words alone taught neither colour nor direction."""
+PLAIN_FROM = 2034
+"""From that step on, half of the prompts are the plainest: with the others alone, it had learned neither colour nor direction."""
 
 
 @dataclasses.dataclass(frozen=True)
