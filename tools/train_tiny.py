@@ -456,7 +456,7 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
 
 
-STEPS, RATE, BATCH, GUIDANCE = 5000, 1e-3, 16, 6.0
+STEPS, RATE, BATCH, GUIDANCE = 7000, 1e-3, 16, 6.0
 WEIGHTS = {"shape": 12.0, "colour": 10.0, "direction": 3.0}
 """How often the part of an error counts that makes one shape another, one colour, one direction.
 
