@@ -13,6 +13,7 @@ Shapes: B batch, C channels, T latent frames, H W latent height and width, F fra
 
 from __future__ import annotations
 
+import abc
 import argparse
 import copy
 import dataclasses
@@ -29,7 +30,18 @@ import torch
 from tqdm import tqdm
 
 from torchport.scenes.judge import judged
-from torchport.scenes.scene import DIRECTIONS, FRAMES, HEIGHT, WIDTH, Scene, clip, is_held_out, scenes
+from torchport.scenes.scene import (
+    BACKGROUNDS,
+    COLOURS,
+    DIRECTIONS,
+    HEIGHT,
+    SHAPES,
+    WIDTH,
+    Scene,
+    clip,
+    is_held_out,
+    scenes,
+)
 from torchport.scenes.wording import NOTHING, Wording, partial, quoted, titled, whole
 
 log = logging.getLogger("train_tiny")
@@ -137,18 +149,18 @@ VAE_STEPS, VAE_RATE, NOISE, PULL = 1900, 6e-4, 0.4, 5e-3
 """`NOISE` is added to latents, so that shapes stay apart in them; `PULL` keeps them small."""
 
 
-def windows(step: int) -> torch.Tensor:
+def windows(model: Model, step: int) -> torch.Tensor:
     """Returns parts of clips as [B, 3, F, H, W]: most of them small, for they cost less."""
     random = generator(1, step)
-    kinds = ((1, 32, 24), (1, 64, 6), (5, 48, 4), (9, 48, 2), (13, 80, 1))
-    frames, side, count = kinds[random.choice(5, p=(0.3, 0.15, 0.35, 0.15, 0.05))]
+    shares, kinds = [kind[0] for kind in model.windows], [kind[1:] for kind in model.windows]
+    frames, side, count = kinds[random.choice(len(kinds), p=shares)]
     chosen = [scenes()[number] for number in random.integers(0, 96, count)]
-    return torch.cat([window(scene, frames, side, random) for scene in chosen])
+    return torch.cat([window(scene, model.frames, frames, side, random) for scene in chosen])
 
 
-def window(scene: Scene, frames: int, side: int, random: numpy.random.Generator) -> torch.Tensor:
+def window(scene: Scene, length: int, frames: int, side: int, random: numpy.random.Generator) -> torch.Tensor:
     """Returns a part of a clip as [1, 3, F, H, W]; it begins at a border between latents and has some of the shape."""
-    offset = 4 * int(random.integers(0, (FRAMES - frames) // 4 + 1))
+    offset = 4 * int(random.integers(0, (length - frames) // 4 + 1))
     dx, dy = DIRECTIONS[scene.direction]
     x = WIDTH / 2 + (4 * offset + 2 * frames) * dx - side / 2 + 16 * int(random.integers(-1, 2))
     y = HEIGHT / 2 + (4 * offset + 2 * frames) * dy - side / 2 + 16 * int(random.integers(-1, 2))
@@ -162,19 +174,34 @@ def causal_mask(frames: int, area: int, dtype: Any, device: Any, batch_size: int
     return torch.zeros(len(frame), len(frame)).masked_fill(frame[None] > frame[:, None], -math.inf)
 
 
-def folded(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns upstream's causal convolution as one over pictures, whose channels are those of three frames.
+def folded(conv: torch.nn.Conv3d, frames: torch.Tensor) -> torch.Tensor:
+    """Returns a convolution as one over pictures, whose channels are those of three frames.
 
     One thread computes it at three times the speed: for few clips, PyTorch's convolution over three dims is a slow one.
+
+    Args:
+        conv: Without padding in time.
+        frames: [B, C, F, H, W].
     """
-    padded = torch.nn.functional.pad(hidden_states, self.time_causal_padding, mode=self.pad_mode)
-    weight, count = self.conv.weight, padded.shape[2] - self.conv.weight.shape[2] + 1
+    weight, count = conv.weight, frames.shape[2] - conv.weight.shape[2] + 1
     if weight.shape[2] == 1:
-        made: torch.Tensor = self.conv(padded)
+        made: torch.Tensor = conv(frames)
         return made
-    frames = torch.cat([padded[:, :, at : at + count] for at in range(weight.shape[2])], 1).transpose(1, 2)
-    pictures = torch.nn.functional.conv2d(frames.flatten(0, 1), weight.transpose(1, 2).flatten(1, 2), self.conv.bias)
-    return pictures.unflatten(0, (len(padded), count)).transpose(1, 2)
+    wide = torch.cat([frames[:, :, at : at + count] for at in range(weight.shape[2])], 1).transpose(1, 2).flatten(0, 1)
+    flat, (_, *padding) = weight.transpose(1, 2).flatten(1, 2), conv.padding
+    pictures = torch.nn.functional.conv2d(wide, flat, conv.bias, padding=tuple(int(each) for each in padding))
+    return pictures.unflatten(0, (len(frames), count)).transpose(1, 2)
+
+
+def causal(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Returns HunyuanVideo-1.5's causal convolution, folded."""
+    return folded(self.conv, torch.nn.functional.pad(hidden_states, self.time_causal_padding, mode=self.pad_mode))
+
+
+def causal_with_cache(self: Any, inputs: torch.Tensor, conv_cache: Any = None) -> tuple[torch.Tensor, Any]:
+    """Returns CogVideoX's causal convolution, folded, and the frames that the next part of a video needs."""
+    frames = self.fake_context_parallel_forward(inputs, conv_cache)
+    return folded(self.conv, frames), frames[:, :, -self.time_kernel_size + 1 :]
 
 
 def normalised(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -183,15 +210,15 @@ def normalised(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * inverse * (self.gamma * self.scale) + self.bias
 
 
-def means(video: torch.Tensor) -> torch.Tensor:
+def means(video: torch.Tensor, side: int) -> torch.Tensor:
     """Returns the mean colour of what each latent stands for, [B, 3, T, H, W]: what its first three channels learn.
 
     Without that, the VAE takes red and yellow for one colour for thousands of steps.
     """
     first, others = video[:, :, :1], video[:, :, 1:]
-    pooled = torch.nn.functional.avg_pool3d(first, (1, 16, 16))
+    pooled = torch.nn.functional.avg_pool3d(first, (1, side, side))
     if others.shape[2]:
-        pooled = torch.cat([pooled, torch.nn.functional.avg_pool3d(others, (4, 16, 16))], 2)
+        pooled = torch.cat([pooled, torch.nn.functional.avg_pool3d(others, (4, side, side))], 2)
     return pooled
 
 
@@ -200,11 +227,11 @@ def tint(video: torch.Tensor) -> torch.Tensor:
     return video - video.mean(1, keepdim=True)
 
 
-def train_vae(vae: Any, folder: Folder) -> Any:
+def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
     """Returns the trained VAE."""
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
-        video = windows(step)
+        video = windows(model, step)
         latents = vae.encode(video).latent_dist.mode()
         noise = normal(generator(2, step), tuple(latents.shape))
         made = vae.decode(latents + NOISE * noise).sample
@@ -212,7 +239,7 @@ def train_vae(vae: Any, folder: Folder) -> Any:
             "absolute": (made - video).abs().mean(),
             "square": (made - video).square().mean(),
             "colour": 4 * (tint(made) - tint(video)).square().mean(),
-            "mean": (latents[:, :3] - means(video)).square().mean(),
+            "mean": (latents[:, :3] - means(video, model.pixels)).square().mean(),
             "pull": PULL * latents.square().mean(),
         }
 
@@ -221,22 +248,48 @@ def train_vae(vae: Any, folder: Folder) -> Any:
     return training.mean.eval()
 
 
-class Hunyuan:
-    """HunyuanVideo-1.5 through diffusers: its classes, how it reads text, and how it makes latents of noise."""
+class Model(abc.ABC):
+    """What is particular to a model: how it reads text, adds noise, and makes latents of noise."""
 
-    steps, shift, width, glyph_width = 8, 9.0, 64, 48
-    frozen = ("context_embedder_2.", "image_embedder.")
-    """Parts of the transformer that stay as the card's seed draws them: millions of parameters, and none is needed."""
+    frames: int
+    """Of the demo's clips."""
+    pixels: int
+    """Of a latent position's side."""
+    leading = 0
+    """Latent frames before the first one, which upstream puts there and nobody sees."""
+    letters = False
+    """Whether an encoder of letters reads what is in quotes."""
+    windows: tuple[tuple[float, int, int, int], ...]
+    """Parts of clips that the VAE learns from: how often, frames, side in pixels, and how many at once."""
+    lengths: tuple[tuple[int, float], ...]
+    """Latent frames of the parts from which the decoder learns last, and how often."""
+    part: int
+    """Their side, in latent positions."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the transformer that stay as the card's seed draws them."""
+    pipe: Any
 
-    def __init__(self, seeded: Path) -> None:
-        """Takes the folder of the card's seeded checkpoint."""
-        import diffusers
-        from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+    @abc.abstractmethod
+    def encode(self, wordings: list[Wording]) -> list[Any]:
+        """Returns what the text encoders make of each prompt."""
 
-        upstream.HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
-        upstream.HunyuanVideo15CausalConv3d.forward = folded
-        upstream.HunyuanVideo15RMS_norm.forward = normalised
-        self.pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(seeded)
+    @abc.abstractmethod
+    def inputs(self, texts: list[Any]) -> dict[str, torch.Tensor]:
+        """Returns the transformer's inputs of some prompts."""
+
+    @abc.abstractmethod
+    def noised(
+        self, clean: torch.Tensor, random: numpy.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns latents with noise, [B, C, T, H, W], how late it is, [B], and what the transformer has to predict."""
+
+    @abc.abstractmethod
+    def predicted(self, transformer: Any, latents: torch.Tensor, time: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Returns what the transformer predicts, [B, C, T, H, W]."""
+
+    @abc.abstractmethod
+    def sample(self, transformer: Any, texts: list[Any], empty: Any, guidance: float, seed: int) -> torch.Tensor:
+        """Returns latents of prompts, by the real scheduler."""
 
     def fresh(self, name: str) -> Any:
         """Returns the VAE or the transformer as upstream initialises it, but for what stays frozen."""
@@ -247,8 +300,27 @@ class Hunyuan:
                 parameter.requires_grad_(False).copy_(old.get_parameter(key).detach())
         return module
 
+
+class Hunyuan(Model):
+    """HunyuanVideo-1.5 through diffusers."""
+
+    steps, shift, frames, pixels, letters = 8, 9.0, 13, 16, True
+    lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
+    windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
+    frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
+
+    def __init__(self, seeded: Path) -> None:
+        """Takes the folder of the card's seeded checkpoint."""
+        import diffusers
+        from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as upstream
+
+        upstream.HunyuanVideo15AttnBlock.prepare_causal_attention_mask = staticmethod(causal_mask)
+        upstream.HunyuanVideo15CausalConv3d.forward = causal
+        upstream.HunyuanVideo15RMS_norm.forward = normalised
+        self.pipe = diffusers.HunyuanVideo15Pipeline.from_pretrained(seeded)
+
     @torch.no_grad()
-    def encode(self, wordings: list[Wording]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def encode(self, wordings: list[Wording]) -> list[Any]:
         """Returns the valid tokens of both encoders for each prompt: [L, D] and [L2, D2]."""
         made = []
         for start in tqdm(range(0, len(wordings), 32), desc="text", mininterval=10):
@@ -264,7 +336,7 @@ class Hunyuan:
                 made.append((texts[row][mask[row].bool()].clone(), glyphs[row][glyph_mask[row].bool()].clone()))
         return made
 
-    def inputs(self, texts: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def inputs(self, texts: list[Any]) -> dict[str, torch.Tensor]:
         """Returns the transformer's inputs of some prompts."""
         first, mask = padded([text for text, _ in texts])
         second, mask_2 = padded([glyphs for _, glyphs in texts])
@@ -276,11 +348,18 @@ class Hunyuan:
             "image_embeds": torch.zeros(len(texts), 0, self.pipe.transformer.config.image_embed_dim),
         }
 
-    def velocity(self, transformer: Any, latents: torch.Tensor, sigma: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Returns what the transformer predicts: noise minus latents, [B, C, T, H, W], at sigma [B]."""
+    def noised(
+        self, clean: torch.Tensor, random: numpy.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns a mean of latents and noise, the noise's weight, and noise minus latents."""
+        sigma, noise = torch.from_numpy(random.random(len(clean), numpy.float32)), normal(random, tuple(clean.shape))
+        return torch.lerp(clean, noise, sigma[:, None, None, None, None]), sigma, noise - clean
+
+    def predicted(self, transformer: Any, latents: torch.Tensor, time: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Returns what the transformer predicts, [B, C, T, H, W]."""
         image = torch.zeros(latents.shape[0], latents.shape[1] + 1, *latents.shape[2:])
         made: torch.Tensor = transformer(
-            torch.cat([latents, image], 1), timestep=1000 * sigma, return_dict=False, **inputs
+            torch.cat([latents, image], 1), timestep=1000 * time, return_dict=False, **inputs
         )[0]
         return made
 
@@ -290,16 +369,83 @@ class Hunyuan:
 
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=self.shift)
         scheduler.set_timesteps(sigmas=numpy.linspace(1.0, 0.0, self.steps + 1)[:-1])
-        count, shape = len(texts), (transformer.config.out_channels, (FRAMES - 1) // 4 + 1, HEIGHT // 16, WIDTH // 16)
+        count, shape = (
+            len(texts),
+            (transformer.config.out_channels, (self.frames - 1) // 4 + 1, HEIGHT // 16, WIDTH // 16),
+        )
         latents, inputs = normal(generator(3, seed), (count, *shape)), self.inputs([*texts, *[empty] * count])
         for t in scheduler.timesteps:
             both, sigma = torch.cat([latents, latents]), (t / 1000).expand(2 * count)
-            given, free = self.velocity(transformer, both, sigma, **inputs).chunk(2)
+            given, free = self.predicted(transformer, both, sigma, **inputs).chunk(2)
             latents = scheduler.step(free + guidance * (given - free), t, latents, return_dict=False)[0]
         return latents
 
 
-MODELS = {"hunyuan": Hunyuan}
+class CogVideoX(Model):
+    """CogVideoX 1.5 through diffusers."""
+
+    steps, frames, pixels, leading = 8, 9, 8, 1
+    windows = (
+        (0.7, 1, 128, 2),
+        (0.3, 9, 128, 1),
+    )  # whole pictures: GroupNorm would make another mean of a part
+    lengths, part = ((1, 0.5), (3, 0.5)), 16
+
+    def __init__(self, seeded: Path) -> None:
+        """Takes the folder of the card's seeded checkpoint."""
+        import diffusers
+        from diffusers.models.autoencoders import autoencoder_kl_cogvideox as upstream
+
+        upstream.CogVideoXCausalConv3d.forward = causal_with_cache
+        self.pipe = diffusers.CogVideoXPipeline.from_pretrained(seeded)
+        self.alphas = diffusers.CogVideoXDDIMScheduler.from_config(self.pipe.scheduler.config).alphas_cumprod
+
+    @torch.no_grad()
+    def encode(self, wordings: list[Wording]) -> list[Any]:
+        """Returns the tokens of each prompt, padding included, which upstream attends to: [L, D]."""
+        made: list[Any] = []
+        for start in tqdm(range(0, len(wordings), 32), desc="text", mininterval=10):
+            texts = [each.text for each in wordings[start : start + 32]]
+            made += self.pipe._get_t5_prompt_embeds(texts, max_sequence_length=226).unbind()
+        return made
+
+    def inputs(self, texts: list[Any]) -> dict[str, torch.Tensor]:
+        """Returns the transformer's inputs of some prompts."""
+        return {"encoder_hidden_states": torch.stack(texts)}
+
+    def noised(
+        self, clean: torch.Tensor, random: numpy.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns latents with the noise of a time, the time, and upstream's v: the derivative by the angle."""
+        time = torch.from_numpy(random.integers(0, len(self.alphas), len(clean)))
+        noise, alpha = normal(random, tuple(clean.shape)), self.alphas[time][:, None, None, None, None]
+        return (
+            alpha.sqrt() * clean + (1 - alpha).sqrt() * noise,
+            time,
+            alpha.sqrt() * noise - (1 - alpha).sqrt() * clean,
+        )
+
+    def predicted(self, transformer: Any, latents: torch.Tensor, time: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Returns what the transformer predicts, [B, C, T, H, W]."""
+        frames = latents.transpose(1, 2)
+        rotary = self.pipe._prepare_rotary_positional_embeddings(HEIGHT, WIDTH, frames.shape[1], torch.device("cpu"))
+        made: torch.Tensor = transformer(frames, timestep=time, image_rotary_emb=rotary, return_dict=False, **inputs)[0]
+        return made.transpose(1, 2)
+
+    def sample(self, transformer: Any, texts: list[Any], empty: Any, guidance: float, seed: int) -> torch.Tensor:
+        """Returns latents of prompts, by the real pipeline's scheduler."""
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        scheduler.set_timesteps(self.steps)
+        shape = (transformer.config.out_channels, (self.frames - 1) // 4 + 2, HEIGHT // 8, WIDTH // 8)
+        latents, inputs = normal(generator(3, seed), (len(texts), *shape)), self.inputs([*texts, *[empty] * len(texts)])
+        for t in scheduler.timesteps:
+            both, time = torch.cat([latents, latents]), t.expand(2 * len(texts))
+            given, free = self.predicted(transformer, both, time, **inputs).chunk(2)
+            latents = scheduler.step(free + guidance * (given - free), t, latents, return_dict=False)[0]
+        return latents
+
+
+MODELS: dict[str, Callable[[Path], Model]] = {"hunyuan": Hunyuan, "cogvideox": CogVideoX}
 """What is particular to a model, by its card's name."""
 
 
@@ -310,8 +456,13 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
 
 
-STEPS, RATE, BATCH, SHAPE_WEIGHT, GUIDANCE = 8000, 1e-3, 16, 12.0, 6.0
-"""`SHAPE_WEIGHT` is how often the part of an error counts that makes one shape another."""
+STEPS, RATE, BATCH, GUIDANCE = 7000, 1e-3, 16, 6.0
+WEIGHTS = {"shape": 12.0, "colour": 10.0, "direction": 3.0}
+"""How often the part of an error counts that makes one shape another, one colour, one direction.
+
+Of the latents' variance, the background is 96 %, the direction 18 %, colour and shape 4 % each. With equal weights the
+network draws backgrounds for thousands of steps before it reads another word.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,48 +471,64 @@ class Lesson:
 
     latents: torch.Tensor
     """Of every scene, [96, C, T, H, W], with a standard deviation of 1."""
-    shapes: torch.Tensor
-    """Of every scene, an orthonormal basis of what makes it another shape, [96, C * T * H * W, 2]."""
     wordings: list[Wording]
-    texts: list[tuple[torch.Tensor, torch.Tensor]]
+    texts: list[Any]
     fitting: list[list[int]]
     """For each wording, the numbers of the scenes in training that it asks for."""
     scale: float
     """The card's `scaling_factor` of the VAE."""
 
 
-def wordings() -> list[Wording]:
+def wordings(letters: bool) -> list[Wording]:
     """Returns the prompts of the training, always the same; of scenes that are held out there is none."""
     made = [NOTHING]
     for number, scene in enumerate(scenes()):
         if is_held_out(scene):
             continue
-        for kind, (count, write) in enumerate(((30, whole), (8, partial), (5, quoted), (1, titled))):
+        for kind, (count, write) in enumerate(((30, whole), (8, partial), (5 * letters, quoted), (1, titled))):
             random = generator(4, number, kind)
             made += [write(scene, random) for _ in range(count)]
     return made
 
 
-def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
+def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
+    """Returns, for every scene, an orthonormal basis of what makes it another shape, colour or direction.
+
+    Args:
+        latents: Of every scene, [96, C, T, H, W].
+        fact: A name of a scene's fields.
+
+    Returns:
+        [96, C * T * H * W, N], of N other values.
+    """
+    axis = [field.name for field in dataclasses.fields(Scene)].index(fact)  # scenes() loops over them in this order
+    values = latents.flatten(1).unflatten(0, (len(SHAPES), len(COLOURS), len(DIRECTIONS), len(BACKGROUNDS)))
+    values = values.movedim(axis, 0)
+    made = []
+    for one in range(len(values)):
+        others = torch.stack([values[other] - values[one] for other in range(len(values)) if other != one], -1)
+        made.append(torch.linalg.qr(others).Q)
+    return torch.stack(made).movedim(0, axis).flatten(0, 3)
+
+
+def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
     """Returns what the transformer learns from, computed once."""
     made: Lesson | None = folder.load("lesson.pt")
     if made is not None:
         return made
     with torch.no_grad():
-        latents = torch.cat([vae.encode(as_video(clip(scene))).latent_dist.mode() for scene in tqdm(scenes())])
+        clips = (as_video(clip(scene, model.frames)) for scene in tqdm(scenes()))
+        latents = torch.cat([vae.encode(video).latent_dist.mode() for video in clips])
+    latents = torch.cat([latents[:, :, :1]] * model.leading + [latents], 2)
     scale = round(1 / latents.std().item(), 4)
-    flat = latents.flatten(1)
-    by_shape = flat.unflatten(0, (3, 32))  # shapes are the outermost of the scenes' loops
-    others = [by_shape[[other for other in range(3) if other != one]] - by_shape[one] for one in range(3)]
-    bases = torch.linalg.qr(torch.cat([pair.permute(1, 2, 0) for pair in others])).Q
-    prompts = wordings()
+    prompts = wordings(model.letters)
     fitting = [
         [number for number, scene in enumerate(scenes()) if not is_held_out(scene) and each.fits(scene)]
         for each in prompts
     ]
     with torch.no_grad():
         texts = model.encode(prompts)
-    made = Lesson(latents * scale, bases, prompts, texts, fitting, scale)
+    made = Lesson(latents * scale, prompts, texts, fitting, scale)
     folder.save("lesson.pt", made)
     log.info("scaling_factor %s, %d prompts", scale, len(prompts))
     return made
@@ -370,21 +537,27 @@ def lesson(model: Any, vae: Any, folder: Folder) -> Lesson:
 POLISH_STEPS, POLISH_RATE = 600, 3e-4
 
 
-def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
+def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the VAE after its decoder alone has learned more, from the very latents that the transformer learns."""
-    latents, decoder = given.latents / given.scale, vae.decoder.train().requires_grad_(True)
+    latents, decoder = given.latents[:, :, model.leading :] / given.scale, vae.decoder.train().requires_grad_(True)
+    whole, pixels = latents.shape[3], model.pixels
+    lengths, shares = zip(*model.lengths, strict=True)
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         random = generator(7, step)
-        number, frames, side = int(random.integers(96)), int(random.choice([1, 2, 3, 4], p=(0.3, 0.3, 0.2, 0.2))), 4
+        number, frames, side = (
+            int(random.integers(96)),
+            int(random.choice(lengths, p=shares)),
+            model.part,
+        )
         if step % 10 == 0:
-            frames, side = 4, 8
-        top, left = (int(random.integers(0, 9 - side)) for _ in range(2))
+            frames, side = latents.shape[2], whole
+        top, left = (int(random.integers(0, whole + 1 - side)) for _ in range(2))
         part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
-        end, rows, columns = 4 * frames - 3, 16 * top, 16 * left
-        video = clip(scenes()[number], end)[:, rows : rows + 16 * side, columns : columns + 16 * side]
+        end, rows, columns = 4 * frames - 3, pixels * top, pixels * left
+        video = clip(scenes()[number], end)[:, rows : rows + pixels * side, columns : columns + pixels * side]
         wanted = as_video(video.copy())
-        made = decoder(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape)))
+        made = vae.decode(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape))).sample
         return {
             "absolute": (made - wanted).abs().mean(),
             "square": (made - wanted).square().mean(),
@@ -397,31 +570,38 @@ def polish(vae: Any, given: Lesson, folder: Folder) -> Any:
     return vae.eval()
 
 
-def train_transformer(model: Any, vae: Any, given: Lesson, folder: Folder) -> Any:
+def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
+    bases = {fact: basis(given.latents, fact) for fact in WEIGHTS}
+    known = [number for number, scene in enumerate(scenes()) if not is_held_out(scene)]
+    plain = model.encode([Wording(scenes()[number].prompt, None, {}) for number in known])
 
     def loss_of(step: int) -> dict[str, torch.Tensor]:
         random = generator(5, step)
         prompts = [0 if random.random() < 0.1 else int(random.integers(1, len(given.texts))) for _ in range(BATCH)]
         chosen = [given.fitting[prompt][random.integers(len(given.fitting[prompt]))] for prompt in prompts]
+        texts = [given.texts[each] for each in prompts]
+        for row in range(BATCH // 2):
+            if prompts[row]:  # half of the prompts are plain: they teach what a word says before others teach synonyms
+                one = int(random.integers(len(known)))
+                chosen[row], texts[row] = known[one], plain[one]
         clean = given.latents[chosen]
-        sigma, noise = torch.from_numpy(random.random(BATCH, numpy.float32)), normal(random, tuple(clean.shape))
-        noisy = torch.lerp(clean, noise, sigma[:, None, None, None, None])
-        made = model.velocity(transformer, noisy, sigma, **model.inputs([given.texts[each] for each in prompts]))
-        error = (made - (noise - clean)).flatten(1)
-        shape = torch.einsum("bd,bdn->bn", error, given.shapes[chosen])
-        return {
-            "error": error.square().mean(),
-            "shape": (SHAPE_WEIGHT - 1) * shape.square().sum() / error.numel(),
-        }
+        noisy, time, wanted = model.noised(clean, random)
+        made = model.predicted(transformer, noisy, time, **model.inputs(texts))
+        error = (made - wanted).flatten(1)
+        terms = {"error": error.square().mean()}
+        for fact, weight in WEIGHTS.items():
+            part = torch.einsum("bd,bdn->bn", error, bases[fact][chosen])
+            terms[fact] = (weight - 1) * part.square().sum() / error.numel()
+        return terms
 
     training = Training(transformer, folder, "transformer", STEPS, RATE)
     training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
     return training.mean
 
 
-def look(model: Any, transformer: Any, vae: Any, given: Lesson, step: int) -> None:
+def look(model: Model, transformer: Any, vae: Any, given: Lesson, step: int) -> None:
     """Logs what the judge says of a few samples, half of them of combinations that training has not seen."""
     random = generator(6)
     asked = [scene for scene in scenes() if not is_held_out(scene)]
@@ -430,7 +610,7 @@ def look(model: Any, transformer: Any, vae: Any, given: Lesson, step: int) -> No
     with torch.no_grad():
         texts = model.encode([Wording(scene.prompt, None, {}) for scene in asked])
         latents = model.sample(transformer.eval(), texts, given.texts[0], GUIDANCE, 1) / given.scale
-        clips = [vae.decode(each[None]).sample[0] for each in latents]
+        clips = [vae.decode(each[None, :, model.leading :]).sample[0] for each in latents]
     right = [0, 0]
     for number, (scene, video) in enumerate(zip(asked, clips, strict=True)):
         frames = ((video.permute(1, 2, 3, 0).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).numpy()
@@ -468,15 +648,15 @@ def main() -> None:
         log.addHandler(logging.StreamHandler())
         write(model, folder, arguments.model)
         return
-    vae = train_vae(model.fresh("vae"), folder)
+    vae = train_vae(model, model.fresh("vae"), folder)
     given = lesson(model, vae, folder)
     if arguments.decoder:
-        polish(vae, given, folder)
+        polish(model, vae, given, folder)
     else:
         train_transformer(model, polished(vae, folder), given, folder)
 
 
-def write(model: Any, folder: Folder, name: str) -> None:
+def write(model: Model, folder: Folder, name: str) -> None:
     """Writes the mean weights as the card's, in bfloat16, and logs what to write in the card.
 
     The VAE's encoder is left out: nothing reads it where text makes a video.
@@ -502,10 +682,11 @@ def seeded(name: str) -> Path:
     """Returns the folder of a card's seeded checkpoint."""
     from torchport.config.pack import find_pack
     from torchport.load import tiny
+    from torchport.stages import module
 
     pack = find_pack()
     card, document = pack.card(name)
-    return tiny.write(card.with_trained({}), pack.family_file(card, document.place(["family"])))
+    return tiny.write(card.with_trained({}), module.file_of(pack, card, document.place(["family"])))
 
 
 if __name__ == "__main__":
