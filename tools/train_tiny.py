@@ -304,7 +304,7 @@ class Model(abc.ABC):
 class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
-    steps, shift, frames, pixels, letters = 8, 9.0, 13, 16, True
+    steps, shift, frames, pixels, letters = 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
@@ -456,7 +456,7 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
 
 
-STEPS, RATE, BATCH, GUIDANCE = 7000, 1e-3, 16, 6.0
+STEPS, RATE, BATCH, GUIDANCE = 7000, 1e-3, 16, 3.0
 WEIGHTS = {"shape": 12.0, "colour": 10.0, "direction": 3.0}
 """How often the part of an error counts that makes one shape another, one colour, one direction.
 

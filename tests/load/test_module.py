@@ -249,7 +249,7 @@ def test_a_text_encoder_without_a_sound_configuration_is_refused(encoder, text, 
 
 def test_what_has_no_weights_is_read_by_its_own_class(card, tiny_folder):
     scheduler = load.part(card.components["scheduler"].class_, tiny_folder / "scheduler")
-    assert scheduler.config.shift == 9.0
+    assert scheduler.config.shift == 3.0
     assert load.part(card.components["tokenizer_2"].class_, tiny_folder / "tokenizer_2")("ab").input_ids == [
         100,
         101,
