@@ -7,6 +7,7 @@ import shutil
 from importlib import import_module
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from tests.fakes import faults
@@ -44,7 +45,11 @@ class InTurn:
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Recordings of originals by model: no planted patch changes them."""
+    """Recordings of originals by model: no planted patch changes them.
+
+    JAX starts here with the devices of all tests. A verification would start it with those of its own mesh.
+    """
+    jax.devices()
     return tmp_path_factory.mktemp("originals")
 
 
