@@ -320,6 +320,7 @@ def states(process):
     return [row[1] for row in table(process.log.read_text().splitlines()[-9:])[0]]
 
 
+@pytest.mark.slow
 def test_two_processes_make_eight_videos_with_the_bytes_of_one(started, tmp_path):
     write(*EIGHT)
     one = started("whole")
@@ -352,6 +353,7 @@ def test_when_one_is_killed_the_other_takes_its_videos_over(started):
     assert made("out") == made("whole")
 
 
+@pytest.mark.slow
 def test_a_process_ends_when_others_have_all_that_is_left_and_the_rerun_completes(started):
     write(*EIGHT)
     first = started(waits="prompt 4@never")
