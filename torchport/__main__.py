@@ -572,7 +572,7 @@ def verify(
 ) -> None:
     """Proves that a port makes the same picture as the original, or names the module and the patch at fault.
 
-    The exit code is 1 for another picture, and 0 otherwise.
+    The exit code is 0 for the same picture, 1 for another one, and 2 where torchport refuses to run.
     """
     terminal.log_to_stderr()
     import json

@@ -56,6 +56,13 @@ def test_a_clean_port_is_the_same_picture_in_few_lines():
     assert len(lines) == 3
 
 
+def test_frames_that_differ_are_reported_with_the_decoders_patches():
+    found = verification(unit(1, 1e-7), decoded=Decoded(1.0, 255.0, 3), clue="its patches: one.decode (one.yaml:4)")
+    assert found.first_line == (
+        "another picture: frame 3 of decode differs by 255 levels of 255; its patches: one.decode (one.yaml:4)"
+    )
+
+
 def test_data_is_json_without_infinity():
     bad = Seam("noise", "denoise", None, "a", "b", math.inf, 0.0)
     data = report.data(dataclasses.replace(FAULTY, seams=(bad,)))

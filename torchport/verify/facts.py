@@ -274,7 +274,8 @@ class Verification:
             where = f"at step {unit.step}"
             return f"{line}{unit.name} adds {unit.ratio:.3g} times the rounding {where}{self._blamed()}"
         if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
-            return f"{line}frames of decode differ by {self.decoded.added:.3g} levels of 255"
+            decoded = self.decoded
+            return f"{line}frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255{self._blamed()}"
         worst = self.worst
         if worst is None:
             return f"{line}every seam agrees, and no unit was compared"

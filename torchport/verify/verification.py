@@ -67,12 +67,15 @@ def verify(request: Request, options: Options) -> Verification:
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
         file = Path(name, "original.pt")
         compared, notes = _side_by_side(task, options, file, clock)
-        if options.reference is None:
+        if options.reference is None and any(one.unit.verdict is Verdict.OTHER for one in compared.measured):
             with clock.lap("the faulty block"):
                 _look_inside(compared, request, file)
         verification = _verification(task, options, compared, notes)
-        with clock.lap("the patch at fault"):
-            verification = _blamed(verification, compared, request, file)
+        if verification.bad_seams or verification.culprits:
+            with clock.lap("the patch at fault"):
+                verification = _blamed(verification, compared, request, file)
+        elif verification.verdict is not Verdict.SAME and verification.decoded is not None:
+            verification = dataclasses.replace(verification, clue=_of_decoder(task))
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
@@ -248,8 +251,6 @@ def _blamed(verification: Verification, compared: Compared, request: Request, fi
         seam = verification.bad_seams[0], compared.called
         search: Search = _call("causes:of_seam", request, file, compared.folder, *seam)
         return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
-    if not verification.culprits:
-        return verification
     measured = _measured(compared, verification.culprits[0])
     if measured is None:
         place = f"strategy '{verification.strategy}'"
@@ -257,6 +258,14 @@ def _blamed(verification: Verification, compared: Compared, request: Request, fi
         return dataclasses.replace(verification, clue=clue)
     search = _call("causes:search", request, file, compared.folder, measured)
     return _with(verification, search, lambda: _clue(search))
+
+
+def _of_decoder(task: Task) -> str:
+    """Returns the patches of the decoder, of which none is left out: it is compared as a whole."""
+    stages = [stage for stage in task.family.STAGES if stage.name == "decode"]
+    entries = [entry for entry in task.patches(stages) if not entry.plumbing]
+    named = ", ".join(f"{entry.id} ({entry.place})" for entry in entries)
+    return f"its patches: {named}" if named else "it has no patch: look at the card's dtypes and rules"
 
 
 def _with(verification: Verification, search: Search, clue: Callable[[], str]) -> Verification:
