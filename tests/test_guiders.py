@@ -27,7 +27,7 @@ from torchport.processes.stopping import Stopping
 from torchport.run import run
 from torchport.task import Request, accept
 
-PROMPT, NEGATIVE, SEED, SCALE, STEPS = "A cat walks past a red sign", "blurry", 3, 6.0, 4
+PROMPT, NEGATIVE, SEED, SCALE, STEPS = "A cat walks past a red sign", "blurry", 3, 3.0, 4
 SMALL = ("height=64", "width=96", "frames=9", f"steps={STEPS}", "save_every=100")
 GUIDERS = {
     "ClassifierFreeGuidance": {"guidance_rescale": 0.5},

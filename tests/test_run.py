@@ -60,7 +60,7 @@ def _upstream(folder, noise, dtype=torch.float32, steps=3, **kwargs):
     with hushed(True):
         pipe = HunyuanVideo15Pipeline.from_pretrained(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
-        pipe.guider = pipe.guider.new(guidance_scale=6.0)
+        pipe.guider = pipe.guider.new(guidance_scale=3.0)
         return pipe(
             prompt=PROMPT,
             negative_prompt=NEGATIVE,

@@ -396,7 +396,7 @@ def refusal(request):
     [
         ({"seed": 7}, "A run with seed 42 was stopped here, and this one has 7"),
         ({"sets": ("steps=4",)}, "A run with steps 3 was stopped here, and this one has 4"),
-        ({"sets": ("guidance_scale=5.0",)}, "A run with guidance_scale 6.0 was stopped here, and this one has 5.0"),
+        ({"sets": ("guidance_scale=5.0",)}, "A run with guidance_scale 3.0 was stopped here, and this one has 5.0"),
         ({"sets": ("dtypes.transformer=bfloat16",)}, "A run with dtypes {"),
         ({"backend": "torchax"}, "A run with backend 'original' was stopped here, and this one has 'torchax'"),
         ({"sets": ("frames=9",)}, "'denoise.partial' was made for frames 5, and this run is for 9"),

@@ -90,7 +90,7 @@ def test_a_mesh_that_does_not_fit_the_batch_is_refused(asked):
     )
     asked(["guidance_scale=1.0", "mesh={tp: 8}"], backend="torchax")
     text = refusal(MeshError, lambda: asked(["mesh={dp: 8}"], backend="torchax"))
-    assert "dp=8 does not divide the batch of guidance_scale 6.0, which is 2. dp must be one of 1, 2." in text
+    assert "dp=8 does not divide the batch of guidance_scale 3.0, which is 2. dp must be one of 1, 2." in text
 
 
 def test_a_mesh_that_does_not_fit_the_heads_is_refused_before_a_download(asked, monkeypatch):
