@@ -43,7 +43,7 @@ PATCH = """
 WRONG = {
     "an unknown key of a job": ("job", "steps: 8", "step: 8"),
     "a value of another type": ("job", "steps: 8", "steps: many"),
-    "a value out of its range": ("job", "guidance_scale: 6.0", "guidance_scale: 0.5"),
+    "a value out of its range": ("job", "guidance_scale: 3.0", "guidance_scale: 0.5"),
     "an axis that does not exist": ("job", "dp: 2", "pp: 2"),
     "a missing key of a card": ("card", "title: ", "titel: "),
     "a class that is no path": ("card", "diffusers:HunyuanVideo15Pipeline", "HunyuanVideo15Pipeline"),

@@ -118,7 +118,7 @@ def test_errors_call_a_file_by_a_path_that_the_current_folder_can_open(pack, tmp
         ("demo", "steps: 8", "steps: 0", WrongTypeError, "'steps' is 0 (a number). It must be greater than 0."),
         (
             "demo",
-            "guidance_scale: 6.0",
+            "guidance_scale: 3.0",
             "guidance_scale: 0.5",
             WrongTypeError,
             "'guidance_scale' is 0.5 (a number). It",
