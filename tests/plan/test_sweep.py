@@ -92,7 +92,7 @@ def test_meshes_that_divide_neither_the_batch_nor_the_heads_are_skipped_with_the
     """The demo's network has 4 heads, and guidance makes two conditions."""
     found = swept()
     told = {(choice.strategy, choice.mesh_text): str(error) for choice, error in found.skipped}
-    assert "dp=8 does not divide the batch of guidance_scale 6.0, which is 2" in told["tp", "dp=8"]
+    assert "dp=8 does not divide the batch of guidance_scale 3.0, which is 2" in told["tp", "dp=8"]
     assert "tp=8 does not divide transformer.num_attention_heads, which is 4" in told["tp", "tp=8"]
     planned = {(given["strategy"], given["mesh"]) for given, _, _ in outcomes["asked"]}
     assert not planned & set(told) and ("tp", "{tp: 8}") not in planned
