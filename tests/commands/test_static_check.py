@@ -282,14 +282,15 @@ def test_patches_of_one_stage_that_change_one_target_are_a_finding(cards):
 
 def test_every_config_is_read_and_some_card_must_be_able_to_do_it(cards):
     text = cards.demo.read_text()
+    line = {part: 1 + text[: text.index(f"\n{part}: ") + 1].count("\n") for part in ("frames", "steps")}
     (cards.root / "configs" / "a.yaml").write_text(text.replace("steps: 8", "steps: many"))
     (cards.root / "configs" / "b.yaml").write_text(text.replace("frames: 13", "frames: 18"))
     (cards.root / "configs" / "c.yaml").write_text(text.replace("machine: cpu", "machine: gpv"))
     cards.replace("strategy: ", "overrides: true\nstrategy: no-", cards.demo)
     told = cards.told()
     assert [one.partition(". ")[0] for one in told[1:]] == [
-        "configs/a.yaml:7: TP105 'steps' is 'many' (text)",
-        "configs/b.yaml:5: TP107 'frames' is 18",
+        f"configs/a.yaml:{line['steps']}: TP105 'steps' is 'many' (text)",
+        f"configs/b.yaml:{line['frames']}: TP107 'frames' is 18",
         told[3].partition(". ")[0],
     ]
     assert told[0].startswith("configs/demo.yaml:") and "TP106 'some' has no strategy 'no-" in told[0]
