@@ -19,7 +19,12 @@ from torchport.scenes.judge import judged
 from torchport.scenes.scene import Frames, Scene, is_held_out, scenes
 from torchport.task import Request
 
-DEMO = Request("hunyuan", "configs/demo.yaml", None)
+DEMOS = {
+    "hunyuan": Request("hunyuan", "configs/demo.yaml", None),
+    "cogvideox": Request("cogvideox", "configs/cogvideox_demo.yaml", None),
+}
+"""Demos with trained weights, by their card's name."""
+DEMO = DEMOS["hunyuan"]
 
 
 def trained(count: int) -> list[Scene]:

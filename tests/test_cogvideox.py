@@ -49,7 +49,7 @@ def upstream(pack):
         pipe.set_progress_bar_config(disable=True)
 
         def made(**kwargs):
-            settings = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 3, "guidance_scale": 6.0}
+            settings = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 3, "guidance_scale": 3.0}
             generator = torch.Generator().manual_seed(SEED)
             return pipe(PROMPT, NEGATIVE, generator=generator, **settings | kwargs).frames
 
@@ -70,7 +70,7 @@ def runs(small, tmp_path_factory):
 
 def test_the_original_is_upstreams_pipeline_bit_for_bit(small, runs, upstream):
     latents, video = upstream(output_type="latent"), upstream(output_type="pt")
-    assert latents.shape == (1, 4, 16, 4, 6)  # three latent frames, and one more before them for patch_size_t
+    assert latents.shape == (1, 4, 8, 4, 6)  # three latent frames, and one more before them for patch_size_t
     assert torch.equal(latents_of(runs["original"]), latents)
     assert torch.equal(video_of(dataclasses.replace(small, backend="original"), runs["original"]), video)
     assert torch.equal(frames_of(runs["original"]), levels(video))
