@@ -86,8 +86,12 @@ def as_video(frames: Any) -> torch.Tensor:
 class Training:
     """A module under training: its mean weights, its optimizer, and how far it is."""
 
-    def __init__(self, module: torch.nn.Module, folder: Folder, name: str, steps: int, rate: float) -> None:
-        self.module, self.folder, self.name, self.steps, self.rate = module, folder, name, steps, rate
+    def __init__(
+        self, module: torch.nn.Module, folder: Folder, name: str, cycles: tuple[int, ...], rate: float
+    ) -> None:
+        """Takes the steps of each cycle of the learning rate."""
+        self.module, self.folder, self.name, self.cycles, self.rate = module, folder, name, cycles, rate
+        self.steps = sum(cycles)
         self.parameters = [each for each in module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
         self.mean = copy.deepcopy(module).requires_grad_(False)
@@ -105,8 +109,12 @@ class Training:
         self.folder.save(f"{self.name}.pt", {"done": self.done, **{k: v.state_dict() for k, v in state.items()}})
 
     def rate_of(self, step: int) -> float:
-        """Returns the learning rate: a short rise, a plain, and half a cosine from two thirds of the steps on."""
-        rise, fall = min(1.0, (step + 1) / 100), max(0.0, 3 * step / self.steps - 2)
+        """Returns the learning rate: in each cycle a short rise, a plain, and half a cosine from two thirds on."""
+        for cycle in self.cycles:
+            if step < cycle:
+                break
+            step -= cycle
+        rise, fall = min(1.0, (step + 1) / 100), max(0.0, 3 * step / cycle - 2)
         return self.rate * rise * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fall)))
 
     def run(self, loss_of: Callable[[int], dict[str, torch.Tensor]], every: int, look: Callable[[int], None]) -> None:
@@ -243,7 +251,7 @@ def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
             "pull": PULL * latents.square().mean(),
         }
 
-    training = Training(vae, folder, "vae", VAE_STEPS, VAE_RATE)
+    training = Training(vae, folder, "vae", (VAE_STEPS,), VAE_RATE)
     training.run(loss_of, VAE_STEPS, lambda step: None)
     return training.mean.eval()
 
@@ -251,8 +259,8 @@ def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
 class Model(abc.ABC):
     """What is particular to a model: how it reads text, adds noise, and makes latents of noise."""
 
-    updates: int
-    """How often the transformer's weights change."""
+    cycles: tuple[int, ...]
+    """Steps of the transformer's training, in each cycle of its learning rate."""
     frames: int
     """Of the demo's clips."""
     pixels: int
@@ -306,7 +314,7 @@ class Model(abc.ABC):
 class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
-    updates, steps, shift, frames, pixels, letters = 7000, 8, 3.0, 13, 16, True
+    cycles, steps, shift, frames, pixels, letters = (7000, 3500), 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
@@ -386,7 +394,7 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    updates, steps, frames, pixels, leading = 5500, 8, 9, 8, 1
+    cycles, steps, frames, pixels, leading = (5500,), 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
 
@@ -560,7 +568,7 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
             "colour": 4 * (tint(made) - tint(wanted)).square().mean(),
         }
 
-    training = Training(decoder, folder, "decoder", POLISH_STEPS, POLISH_RATE)
+    training = Training(decoder, folder, "decoder", (POLISH_STEPS,), POLISH_RATE)
     training.run(loss_of, POLISH_STEPS, lambda step: None)
     vae.decoder = training.mean
     return vae.eval()
@@ -592,7 +600,7 @@ def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> 
             terms[fact] = (weight - 1) * part.square().sum() / error.numel()
         return terms
 
-    training = Training(transformer, folder, "transformer", model.updates, RATE)
+    training = Training(transformer, folder, "transformer", model.cycles, RATE)
     training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
     return training.mean
 
