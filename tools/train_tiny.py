@@ -465,11 +465,13 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 RATE, BATCH, GUIDANCE = 1e-3, 16, 3.0
-WEIGHTS = {"shape": 12.0, "colour": 10.0, "direction": 3.0}
-"""How often the part of an error counts that makes one shape another, one colour, one direction.
+FACTS = ("shape", "colour", "direction")
+SHARE = 0.45
+"""The part of an error that makes one shape another counts so often that it weighs as if it were this much of the
+latents' variance; and so do colour and direction.
 
-Of the variance of HunyuanVideo-1.5's latents, the background is 96 %, the direction 18 %, colour and shape 4 % each.
-With 12 for the shape and 1 for the others, no colour and no direction were read after 2,500 steps.
+Of HunyuanVideo-1.5's latents, shape is 4 %, colour 4 %, direction 18 %, and the rest is background. With shape counted
+12 times and the others once, no colour and no direction was read after 2,500 steps.
 """
 
 
@@ -499,6 +501,12 @@ def wordings(letters: bool) -> list[Wording]:
     return made
 
 
+def by_facts(latents: torch.Tensor, fact: str) -> tuple[int, torch.Tensor]:
+    """Returns a fact's dim, and latents of every scene as [shapes, colours, directions, backgrounds, C * T * H * W]."""
+    axis = [field.name for field in dataclasses.fields(Scene)].index(fact)  # scenes() loops over them in this order
+    return axis, latents.flatten(1).unflatten(0, (len(SHAPES), len(COLOURS), len(DIRECTIONS), len(BACKGROUNDS)))
+
+
 def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
     """Returns, for every scene, an orthonormal basis of what makes it another shape, colour or direction.
 
@@ -509,14 +517,20 @@ def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
     Returns:
         [96, C * T * H * W, N], of N other values.
     """
-    axis = [field.name for field in dataclasses.fields(Scene)].index(fact)  # scenes() loops over them in this order
-    values = latents.flatten(1).unflatten(0, (len(SHAPES), len(COLOURS), len(DIRECTIONS), len(BACKGROUNDS)))
+    axis, values = by_facts(latents, fact)
     values = values.movedim(axis, 0)
     made = []
     for one in range(len(values)):
         others = torch.stack([values[other] - values[one] for other in range(len(values)) if other != one], -1)
         made.append(torch.linalg.qr(others).Q)
     return torch.stack(made).movedim(0, axis).flatten(0, 3)
+
+
+def emphasis(latents: torch.Tensor, fact: str) -> float:
+    """Returns how often the part of an error counts that makes one shape another, or one colour, or one direction."""
+    axis, values = by_facts(latents, fact)
+    share = (values - values.mean(axis, keepdim=True)).square().sum() / latents.square().sum()
+    return SHARE / share.item()
 
 
 def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
@@ -577,7 +591,9 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
 def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
-    bases = {fact: basis(given.latents, fact) for fact in WEIGHTS}
+    bases = {fact: basis(given.latents, fact) for fact in FACTS}
+    weights = {fact: emphasis(given.latents, fact) for fact in FACTS}
+    log.info("weights %s", {fact: round(weight, 1) for fact, weight in weights.items()})
     known = [number for number, scene in enumerate(scenes()) if not is_held_out(scene)]
     plain = model.encode([Wording(scenes()[number].prompt, None, {}) for number in known])
 
@@ -595,7 +611,7 @@ def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> 
         made = model.predicted(transformer, noisy, time, **model.inputs(texts))
         error = (made - wanted).flatten(1)
         terms = {"error": error.square().mean()}
-        for fact, weight in WEIGHTS.items():
+        for fact, weight in weights.items():
             part = torch.einsum("bd,bdn->bn", error, bases[fact][chosen])
             terms[fact] = (weight - 1) * part.square().sum() / error.numel()
         return terms
