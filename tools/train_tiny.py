@@ -86,8 +86,12 @@ def as_video(frames: Any) -> torch.Tensor:
 class Training:
     """A module under training: its mean weights, its optimizer, and how far it is."""
 
-    def __init__(self, module: torch.nn.Module, folder: Folder, name: str, steps: int, rate: float) -> None:
-        self.module, self.folder, self.name, self.steps, self.rate = module, folder, name, steps, rate
+    def __init__(
+        self, module: torch.nn.Module, folder: Folder, name: str, cycles: tuple[int, ...], rate: float
+    ) -> None:
+        """Takes the steps of each cycle of the learning rate."""
+        self.module, self.folder, self.name, self.cycles, self.rate = module, folder, name, cycles, rate
+        self.steps = sum(cycles)
         self.parameters = [each for each in module.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
         self.mean = copy.deepcopy(module).requires_grad_(False)
@@ -105,8 +109,12 @@ class Training:
         self.folder.save(f"{self.name}.pt", {"done": self.done, **{k: v.state_dict() for k, v in state.items()}})
 
     def rate_of(self, step: int) -> float:
-        """Returns the learning rate: a short rise, a plain, and half a cosine from two thirds of the steps on."""
-        rise, fall = min(1.0, (step + 1) / 100), max(0.0, 3 * step / self.steps - 2)
+        """Returns the learning rate: in each cycle a short rise, a plain, and half a cosine from two thirds on."""
+        for cycle in self.cycles:
+            if step < cycle:
+                break
+            step -= cycle
+        rise, fall = min(1.0, (step + 1) / 100), max(0.0, 3 * step / cycle - 2)
         return self.rate * rise * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * fall)))
 
     def run(self, loss_of: Callable[[int], dict[str, torch.Tensor]], every: int, look: Callable[[int], None]) -> None:
@@ -243,7 +251,7 @@ def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
             "pull": PULL * latents.square().mean(),
         }
 
-    training = Training(vae, folder, "vae", VAE_STEPS, VAE_RATE)
+    training = Training(vae, folder, "vae", (VAE_STEPS,), VAE_RATE)
     training.run(loss_of, VAE_STEPS, lambda step: None)
     return training.mean.eval()
 
@@ -251,8 +259,8 @@ def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
 class Model(abc.ABC):
     """What is particular to a model: how it reads text, adds noise, and makes latents of noise."""
 
-    updates: int
-    """How often the transformer's weights change."""
+    cycles: tuple[int, ...]
+    """Steps of the transformer's training, in each cycle of its learning rate."""
     frames: int
     """Of the demo's clips."""
     pixels: int
@@ -306,7 +314,7 @@ class Model(abc.ABC):
 class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
-    updates, steps, shift, frames, pixels, letters = 7000, 8, 3.0, 13, 16, True
+    cycles, steps, shift, frames, pixels, letters = (7000, 3500), 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
@@ -386,7 +394,7 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    updates, steps, frames, pixels, leading = 5500, 8, 9, 8, 1
+    cycles, steps, frames, pixels, leading = (5500,), 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
 
@@ -457,11 +465,13 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 RATE, BATCH, GUIDANCE = 1e-3, 16, 3.0
-WEIGHTS = {"shape": 12.0, "colour": 10.0, "direction": 3.0}
-"""How often the part of an error counts that makes one shape another, one colour, one direction.
+FACTS = ("shape", "colour", "direction")
+SHARE = 0.45
+"""The part of an error that makes one shape another counts so often that it weighs as if it were this much of the
+latents' variance; and so do colour and direction.
 
-Of the variance of HunyuanVideo-1.5's latents, the background is 96 %, the direction 18 %, colour and shape 4 % each.
-With 12 for the shape and 1 for the others, no colour and no direction were read after 2,500 steps.
+Of HunyuanVideo-1.5's latents, shape is 4 %, colour 4 %, direction 18 %, and the rest is background. With shape counted
+12 times and the others once, no colour and no direction was read after 2,500 steps.
 """
 
 
@@ -491,6 +501,12 @@ def wordings(letters: bool) -> list[Wording]:
     return made
 
 
+def by_facts(latents: torch.Tensor, fact: str) -> tuple[int, torch.Tensor]:
+    """Returns a fact's dim, and latents of every scene as [shapes, colours, directions, backgrounds, C * T * H * W]."""
+    axis = [field.name for field in dataclasses.fields(Scene)].index(fact)  # scenes() loops over them in this order
+    return axis, latents.flatten(1).unflatten(0, (len(SHAPES), len(COLOURS), len(DIRECTIONS), len(BACKGROUNDS)))
+
+
 def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
     """Returns, for every scene, an orthonormal basis of what makes it another shape, colour or direction.
 
@@ -501,14 +517,20 @@ def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
     Returns:
         [96, C * T * H * W, N], of N other values.
     """
-    axis = [field.name for field in dataclasses.fields(Scene)].index(fact)  # scenes() loops over them in this order
-    values = latents.flatten(1).unflatten(0, (len(SHAPES), len(COLOURS), len(DIRECTIONS), len(BACKGROUNDS)))
+    axis, values = by_facts(latents, fact)
     values = values.movedim(axis, 0)
     made = []
     for one in range(len(values)):
         others = torch.stack([values[other] - values[one] for other in range(len(values)) if other != one], -1)
         made.append(torch.linalg.qr(others).Q)
     return torch.stack(made).movedim(0, axis).flatten(0, 3)
+
+
+def emphasis(latents: torch.Tensor, fact: str) -> float:
+    """Returns how often the part of an error counts that makes one shape another, or one colour, or one direction."""
+    axis, values = by_facts(latents, fact)
+    share = (values - values.mean(axis, keepdim=True)).square().sum() / latents.square().sum()
+    return SHARE / share.item()
 
 
 def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
@@ -560,7 +582,7 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
             "colour": 4 * (tint(made) - tint(wanted)).square().mean(),
         }
 
-    training = Training(decoder, folder, "decoder", POLISH_STEPS, POLISH_RATE)
+    training = Training(decoder, folder, "decoder", (POLISH_STEPS,), POLISH_RATE)
     training.run(loss_of, POLISH_STEPS, lambda step: None)
     vae.decoder = training.mean
     return vae.eval()
@@ -569,7 +591,9 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
 def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
-    bases = {fact: basis(given.latents, fact) for fact in WEIGHTS}
+    bases = {fact: basis(given.latents, fact) for fact in FACTS}
+    weights = {fact: emphasis(given.latents, fact) for fact in FACTS}
+    log.info("weights %s", {fact: round(weight, 1) for fact, weight in weights.items()})
     known = [number for number, scene in enumerate(scenes()) if not is_held_out(scene)]
     plain = model.encode([Wording(scenes()[number].prompt, None, {}) for number in known])
 
@@ -587,12 +611,12 @@ def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> 
         made = model.predicted(transformer, noisy, time, **model.inputs(texts))
         error = (made - wanted).flatten(1)
         terms = {"error": error.square().mean()}
-        for fact, weight in WEIGHTS.items():
+        for fact, weight in weights.items():
             part = torch.einsum("bd,bdn->bn", error, bases[fact][chosen])
             terms[fact] = (weight - 1) * part.square().sum() / error.numel()
         return terms
 
-    training = Training(transformer, folder, "transformer", model.updates, RATE)
+    training = Training(transformer, folder, "transformer", model.cycles, RATE)
     training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
     return training.mean
 
