@@ -13,6 +13,7 @@ from torchport.scenes.judge import judged
 from torchport.scenes.scene import Scene, is_held_out, scenes
 from torchport.task import Request
 
+CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}
 LARGEST = 8 * 2**20
 """Bytes of all trained weights: a clone must stay small."""
 
@@ -38,8 +39,8 @@ def test_every_trained_file_is_the_one_that_its_card_names(root):
 def drawn(root, tmp_path_factory):
     """Returns the verdict on what a run of the demo draws."""
 
-    def made(prompt, *overrides, negative="", seed=42, **fields):
-        request = Request("hunyuan", "configs/demo.yaml", prompt, negative, seed=seed, paths=(str(root),))
+    def made(prompt, *overrides, model="hunyuan", negative="", seed=42, **fields):
+        request = Request(model, CONFIGS[model], prompt, negative, seed=seed, paths=(str(root),))
         out = tmp_path_factory.mktemp("drawn")
         run(dataclasses.replace(request, overrides=overrides, out=out, **fields))
         return judged(folder.read(out).frames.permute(0, 2, 3, 1).numpy())
@@ -48,9 +49,10 @@ def drawn(root, tmp_path_factory):
 
 
 @needs_weights
-def test_the_original_draws_what_was_asked(drawn):
+@pytest.mark.parametrize("model", CONFIGS)
+def test_the_original_draws_what_was_asked(drawn, model):
     scene = Scene("disc", "red", "right")
-    assert drawn(scene.prompt, backend="original").mistakes(scene) == []
+    assert drawn(scene.prompt, model=model, backend="original").mistakes(scene) == []
 
 
 def test_random_weights_draw_nothing(drawn):
@@ -64,8 +66,9 @@ SOME = [scene for scene in scenes() if not is_held_out(scene)][::12]
 @needs_weights
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_port_draws_what_was_asked(drawn, dtype):
-    right = [drawn(scene.prompt, f"dtypes.transformer={dtype}").agrees(scene) for scene in SOME]
+@pytest.mark.parametrize("model", CONFIGS)
+def test_the_port_draws_what_was_asked(drawn, model, dtype):
+    right = [drawn(scene.prompt, f"dtypes.transformer={dtype}", model=model).agrees(scene) for scene in SOME]
     assert sum(right) >= len(SOME) - 1
 
 
