@@ -425,7 +425,8 @@ class CogVideoX(Model):
         self, clean: torch.Tensor, random: numpy.random.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns latents with the noise of a time, the time, and upstream's v: the derivative by the angle."""
-        time = torch.from_numpy(random.integers(0, len(self.alphas), len(clean)))
+        # Late times are drawn more often: only there is the prompt all that the transformer knows.
+        time = torch.from_numpy((len(self.alphas) * numpy.sqrt(random.random(len(clean)))).astype(numpy.int64))
         noise, alpha = normal(random, tuple(clean.shape)), self.alphas[time][:, None, None, None, None]
         return (
             alpha.sqrt() * clean + (1 - alpha).sqrt() * noise,
