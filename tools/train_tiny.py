@@ -314,7 +314,7 @@ class Model(abc.ABC):
 class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
-    cycles, steps, shift, frames, pixels, letters = (7000, 3500), 8, 3.0, 13, 16, True
+    cycles, steps, shift, frames, pixels, letters = (7000, 2700), 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
@@ -394,7 +394,7 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    cycles, steps, frames, pixels, leading = (5500,), 8, 9, 8, 1
+    cycles, steps, frames, pixels, leading = (5000,), 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
 
