@@ -394,7 +394,7 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    cycles, steps, frames, pixels, leading = (5000,), 8, 9, 8, 1
+    cycles, steps, frames, pixels, leading = (6600,), 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
 
@@ -426,7 +426,7 @@ class CogVideoX(Model):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns latents with the noise of a time, the time, and upstream's v: the derivative by the angle."""
         # Late times are drawn more often: only there is the prompt all that the transformer knows.
-        time = torch.from_numpy((len(self.alphas) * numpy.sqrt(random.random(len(clean)))).astype(numpy.int64))
+        time = torch.from_numpy((len(self.alphas) * numpy.cbrt(random.random(len(clean)))).astype(numpy.int64))
         noise, alpha = normal(random, tuple(clean.shape)), self.alphas[time][:, None, None, None, None]
         return (
             alpha.sqrt() * clean + (1 - alpha).sqrt() * noise,
