@@ -77,8 +77,7 @@ class Journey:
         self.run = ""
         self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
-        self.steps = 0
-        self.begins = 0
+        self.steps = self.begins = 0
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
@@ -148,8 +147,8 @@ class Journey:
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
-        self._start = (int(state.pop("done")), state) if state else (0, {})
-        self.begins = self._start[0]  # a stopped run goes on later than here
+        self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
+        self._start = (self.begins, state)
         return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -342,10 +341,10 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
 
 def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
     """Returns what a manifest says of a stage's step cache; the stage's network begins at step `begins`."""
-    cache = network.step_cache_of(task, stage)
+    cache, steps = network.step_cache_of(task, stage), task.job.steps
     if cache is None:
         return None
-    return {"kind": cache.kind, "steps": task.job.steps, "computed": list(computed_by(cache, task.job.steps, begins))}
+    return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
 
 
 def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
