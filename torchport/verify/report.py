@@ -12,10 +12,10 @@ from typing import Any
 
 from torchport.files import atomic
 from torchport.verify.chart import Chart, chart_of, heat_of
-from torchport.verify.facts import FAULT, ROUNDING, Unit, Verdict, Verification
+from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict, Verification
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-KINDS = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
+KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
 """What units are called where they are counted, in this order."""
 SAID = (
     f"add at most {ROUNDING:g} times the rounding",
