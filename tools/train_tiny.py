@@ -281,6 +281,8 @@ class Model(abc.ABC):
     """Latent frames of the parts from which the decoder learns last, and how often."""
     part: int
     """Their side, in latent positions."""
+    last: tuple[str, ...]
+    """The beginnings of the names of the decoder's last blocks."""
     frozen: tuple[str, ...] = ()
     """Parts of the transformer that stay as the card's seed draws them."""
     pipe: Any
@@ -323,6 +325,7 @@ class Hunyuan(Model):
     cycles = ((7000, 0.45), (2700, 0.45))
     steps, shift, frames, pixels, letters = 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
+    last = ("up_blocks.1.resnets", "up_blocks.2", "up_blocks.3", "up_blocks.4", "norm_out", "conv_out")
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
 
@@ -557,7 +560,7 @@ def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
     return made
 
 
-POLISH_STEPS, POLISH_RATE = 600, 3e-4
+POLISH_STEPS, SHARPEN_STEPS, POLISH_RATE = 600, 2400, 3e-4
 
 
 def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
@@ -587,6 +590,39 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     training.run(loss_of, POLISH_STEPS, lambda step: None)
     vae.decoder = training.mean
     return vae.eval()
+
+
+def sharpen(model: Model, vae: Any, given: Lesson, folder: Folder) -> None:
+    """Trains the last blocks of the VAE's decoder where one shape differs from another: edges in frames that move.
+
+    Only the last blocks change, so that the shipped file differs little from the one before it.
+    """
+    latents, decoder = given.latents[:, :, model.leading :] / given.scale, vae.decoder.train()
+    for name, each in decoder.named_parameters():
+        each.requires_grad_(name.startswith(model.last))
+    whole, pixels, side = latents.shape[3], model.pixels, model.part
+    places = [(top, left) for top in range(whole + 1 - side) for left in range(whole + 1 - side)]
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(8, step)
+        number, frames = int(random.integers(96)), int(random.integers(2, latents.shape[2] + 1))
+        scene, end = scenes()[number], 4 * frames - 3
+        video = as_video(clip(scene, end))
+        others = [as_video(clip(dataclasses.replace(scene, shape=shape), end)) for shape in SHAPES]
+        edges = torch.stack([(other - video).abs().amax(1) for other in others]).amax(0)
+        areas = [(pixels * top, pixels * left) for top, left in places]
+        size = pixels * side
+        seen = numpy.array([edges[..., row : row + size, column : column + size].sum().item() for row, column in areas])
+        chosen = int(random.choice(len(places), p=seen / seen.sum()))
+        (top, left), (row, column) = places[chosen], areas[chosen]
+        part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
+        made = vae.decode(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape))).sample
+        error = made - video[..., row : row + size, column : column + size]
+        weight = 1 + 9 * edges[:, None, :, row : row + size, column : column + size]
+        return {"absolute": (weight * error.abs()).mean(), "square": (weight * error.square()).mean()}
+
+    training = Training(decoder, folder, "edges", (SHARPEN_STEPS,), POLISH_RATE)
+    training.run(loss_of, SHARPEN_STEPS, lambda step: None)
 
 
 def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
@@ -644,7 +680,7 @@ def look(model: Model, transformer: Any, vae: Any, given: Lesson, step: int) -> 
 
 def polished(vae: Any, folder: Folder) -> Any:
     """Returns the VAE with the decoder that was trained further, as far as it is."""
-    state = folder.load("decoder.pt")
+    state = folder.load("edges.pt") or folder.load("decoder.pt")
     if state is not None:
         vae.decoder.load_state_dict(state["mean"])
     return vae.eval()
@@ -673,7 +709,7 @@ def main() -> None:
     vae = train_vae(model, model.fresh("vae"), folder)
     given = lesson(model, vae, folder)
     if arguments.decoder:
-        polish(model, vae, given, folder)
+        sharpen(model, polish(model, vae, given, folder), given, folder)
     else:
         train_transformer(model, polished(vae, folder), given, folder)
 
