@@ -5,7 +5,7 @@
 
 Each run is one command on the card's demo with its tiny weights, and appends a line of JSON to the file of rows. Runs
 that the file has are not made again, so that a stopped benchmark goes on. The table has a row for each card, dtype and
-strategy: how many runs, how many of them said something else than "the same picture", and the greatest ratios.
+strategy: how many runs, how many of them did not say "the same ...", and the greatest ratios.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         groups.setdefault((row["model"], row["dtype"], row["strategy"]), []).append(row)
     lines = [
-        "| card | dtype | strategy | runs | not the same picture | network's ratio | unit's ratio |",
+        "| card | dtype | strategy | runs | not the same | network's ratio | unit's ratio |",
         "|---|---|---|---|---|---|---|",
     ]
     for key, group in sorted(groups.items()):
-        alarms = sum(row["verdict"] != "the same picture" for row in group)
+        alarms = sum(not row["verdict"].startswith("the same ") for row in group)
         ratios = [row["ratios"] for row in group if "ratios" in row]
         worst = [max((each[kind] or 0 for each in ratios), default=0) for kind in ("network", "unit")]
         lines.append(f"| {' | '.join(key)} | {len(group)} | {alarms} | {worst[0]:.2f} | {worst[1]:.2f} |")

@@ -259,8 +259,14 @@ def train_vae(model: Model, vae: Any, folder: Folder) -> Any:
 class Model(abc.ABC):
     """What is particular to a model: how it reads text, adds noise, and makes latents of noise."""
 
-    cycles: tuple[int, ...]
-    """Steps of the transformer's training, in each cycle of its learning rate."""
+    cycles: tuple[tuple[int, float], ...]
+    """The transformer's training, in cycles of its learning rate: steps, and the share of each fact.
+
+    The part of an error that makes one shape another counts so often that it weighs as if it were this share of the
+    latents' variance; and so do colour and direction. Of HunyuanVideo-1.5's latents, shape is 4 %, colour 4 %,
+    direction 18 %, and the rest is background. With shape counted 12 times and the others once, no colour and no
+    direction was read after 2,500 steps.
+    """
     frames: int
     """Of the demo's clips."""
     pixels: int
@@ -275,6 +281,8 @@ class Model(abc.ABC):
     """Latent frames of the parts from which the decoder learns last, and how often."""
     part: int
     """Their side, in latent positions."""
+    last: tuple[str, ...]
+    """The beginnings of the names of the decoder's last blocks."""
     frozen: tuple[str, ...] = ()
     """Parts of the transformer that stay as the card's seed draws them."""
     pipe: Any
@@ -314,8 +322,10 @@ class Model(abc.ABC):
 class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
-    cycles, steps, shift, frames, pixels, letters = (7000, 2700), 8, 3.0, 13, 16, True
+    cycles = ((7000, 0.45), (2700, 0.45))
+    steps, shift, frames, pixels, letters = 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
+    last = ("up_blocks.1.resnets", "up_blocks.2", "up_blocks.3", "up_blocks.4", "norm_out", "conv_out")
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
 
@@ -394,7 +404,8 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    cycles, steps, frames, pixels, leading = (6600,), 8, 9, 8, 1
+    cycles = ((6600, 0.45), (6600, 0.15))
+    steps, frames, pixels, leading = 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
 
@@ -426,7 +437,7 @@ class CogVideoX(Model):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns latents with the noise of a time, the time, and upstream's v: the derivative by the angle."""
         # Late times are drawn more often: only there is the prompt all that the transformer knows.
-        time = torch.from_numpy((len(self.alphas) * numpy.cbrt(random.random(len(clean)))).astype(numpy.int64))
+        time = torch.from_numpy((len(self.alphas) * numpy.sqrt(random.random(len(clean)))).astype(numpy.int64))
         noise, alpha = normal(random, tuple(clean.shape)), self.alphas[time][:, None, None, None, None]
         return (
             alpha.sqrt() * clean + (1 - alpha).sqrt() * noise,
@@ -467,13 +478,6 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 RATE, BATCH, GUIDANCE = 1e-3, 16, 3.0
 FACTS = ("shape", "colour", "direction")
-SHARE = 0.45
-"""The part of an error that makes one shape another counts so often that it weighs as if it were this much of the
-latents' variance; and so do colour and direction.
-
-Of HunyuanVideo-1.5's latents, shape is 4 %, colour 4 %, direction 18 %, and the rest is background. With shape counted
-12 times and the others once, no colour and no direction was read after 2,500 steps.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -527,11 +531,10 @@ def basis(latents: torch.Tensor, fact: str) -> torch.Tensor:
     return torch.stack(made).movedim(0, axis).flatten(0, 3)
 
 
-def emphasis(latents: torch.Tensor, fact: str) -> float:
-    """Returns how often the part of an error counts that makes one shape another, or one colour, or one direction."""
+def share(latents: torch.Tensor, fact: str) -> float:
+    """Returns how much of the latents' variance makes one shape another, or one colour, or one direction."""
     axis, values = by_facts(latents, fact)
-    share = (values - values.mean(axis, keepdim=True)).square().sum() / latents.square().sum()
-    return SHARE / share.item()
+    return ((values - values.mean(axis, keepdim=True)).square().sum() / latents.square().sum()).item()
 
 
 def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
@@ -557,7 +560,7 @@ def lesson(model: Model, vae: Any, folder: Folder) -> Lesson:
     return made
 
 
-POLISH_STEPS, POLISH_RATE = 600, 3e-4
+POLISH_STEPS, SHARPEN_STEPS, POLISH_RATE = 600, 2400, 3e-4
 
 
 def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
@@ -589,12 +592,46 @@ def polish(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     return vae.eval()
 
 
+def sharpen(model: Model, vae: Any, given: Lesson, folder: Folder) -> None:
+    """Trains the last blocks of the VAE's decoder where one shape differs from another: edges in frames that move.
+
+    Only the last blocks change, so that the shipped file differs little from the one before it.
+    """
+    latents, decoder = given.latents[:, :, model.leading :] / given.scale, vae.decoder.train()
+    for name, each in decoder.named_parameters():
+        each.requires_grad_(name.startswith(model.last))
+    whole, pixels, side = latents.shape[3], model.pixels, model.part
+    places = [(top, left) for top in range(whole + 1 - side) for left in range(whole + 1 - side)]
+
+    def loss_of(step: int) -> dict[str, torch.Tensor]:
+        random = generator(8, step)
+        number, frames = int(random.integers(96)), int(random.integers(2, latents.shape[2] + 1))
+        scene, end = scenes()[number], 4 * frames - 3
+        video = as_video(clip(scene, end))
+        others = [as_video(clip(dataclasses.replace(scene, shape=shape), end)) for shape in SHAPES]
+        edges = torch.stack([(other - video).abs().amax(1) for other in others]).amax(0)
+        areas = [(pixels * top, pixels * left) for top, left in places]
+        size = pixels * side
+        seen = numpy.array([edges[..., row : row + size, column : column + size].sum().item() for row, column in areas])
+        chosen = int(random.choice(len(places), p=seen / seen.sum()))
+        (top, left), (row, column) = places[chosen], areas[chosen]
+        part = latents[number : number + 1, :, :frames, top : top + side, left : left + side]
+        made = vae.decode(part + 0.5 * NOISE * random.random() * normal(random, tuple(part.shape))).sample
+        error = made - video[..., row : row + size, column : column + size]
+        weight = 1 + 9 * edges[:, None, :, row : row + size, column : column + size]
+        return {"absolute": (weight * error.abs()).mean(), "square": (weight * error.square()).mean()}
+
+    training = Training(decoder, folder, "edges", (SHARPEN_STEPS,), POLISH_RATE)
+    training.run(loss_of, SHARPEN_STEPS, lambda step: None)
+
+
 def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> Any:
     """Returns the trained transformer."""
     transformer = model.fresh("transformer").train()
     bases = {fact: basis(given.latents, fact) for fact in FACTS}
-    weights = {fact: emphasis(given.latents, fact) for fact in FACTS}
-    log.info("weights %s", {fact: round(weight, 1) for fact, weight in weights.items()})
+    shares = {fact: share(given.latents, fact) for fact in FACTS}
+    log.info("shares %s", {fact: round(each, 4) for fact, each in shares.items()})
+    weighed = [as_if for steps, as_if in model.cycles for _ in range(steps)]
     known = [number for number, scene in enumerate(scenes()) if not is_held_out(scene)]
     plain = model.encode([Wording(scenes()[number].prompt, None, {}) for number in known])
 
@@ -612,12 +649,12 @@ def train_transformer(model: Model, vae: Any, given: Lesson, folder: Folder) -> 
         made = model.predicted(transformer, noisy, time, **model.inputs(texts))
         error = (made - wanted).flatten(1)
         terms = {"error": error.square().mean()}
-        for fact, weight in weights.items():
-            part = torch.einsum("bd,bdn->bn", error, bases[fact][chosen])
-            terms[fact] = (weight - 1) * part.square().sum() / error.numel()
+        for fact, part in shares.items():
+            along = torch.einsum("bd,bdn->bn", error, bases[fact][chosen]).square().sum() / error.numel()
+            terms[fact] = (weighed[step] / part - 1) * along
         return terms
 
-    training = Training(transformer, folder, "transformer", model.cycles, RATE)
+    training = Training(transformer, folder, "transformer", tuple(steps for steps, _ in model.cycles), RATE)
     training.run(loss_of, 500, lambda step: look(model, training.mean, polished(vae, folder), given, step))
     return training.mean
 
@@ -643,7 +680,7 @@ def look(model: Model, transformer: Any, vae: Any, given: Lesson, step: int) -> 
 
 def polished(vae: Any, folder: Folder) -> Any:
     """Returns the VAE with the decoder that was trained further, as far as it is."""
-    state = folder.load("decoder.pt")
+    state = folder.load("edges.pt") or folder.load("decoder.pt")
     if state is not None:
         vae.decoder.load_state_dict(state["mean"])
     return vae.eval()
@@ -672,7 +709,7 @@ def main() -> None:
     vae = train_vae(model, model.fresh("vae"), folder)
     given = lesson(model, vae, folder)
     if arguments.decoder:
-        polish(model, vae, given, folder)
+        sharpen(model, polish(model, vae, given, folder), given, folder)
     else:
         train_transformer(model, polished(vae, folder), given, folder)
 

@@ -255,7 +255,7 @@ class StageAtHand:
             with network.explained(call):
                 if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
                     log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
-                call, steps = self._cached(call, task, journey.steps_of(stage, ledger))
+                call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
                 outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
                 if isinstance(call, StepCached) and stage.name == DENOISING[0]:
                     outputs |= call.measured()  # the second network's curve goes on from it
@@ -266,12 +266,14 @@ class StageAtHand:
         log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
         return outputs
 
-    def _cached(self, call: Any, task: Task, steps: family.Steps) -> tuple[Any, family.Steps]:
+    def _cached(self, call: Any, journey: Journey, steps: family.Steps) -> tuple[Any, family.Steps]:
         """Returns a run's call and steps, under its step cache if it has one."""
+        task = journey.task
         cache = None if task.original else network.step_cache_of(task, self.stage)
         if cache is None:
             return call, steps
-        log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, described(cache, task.job.steps))
+        computed = described(cache, task.job.steps, journey.begins)
+        log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, computed)
         cached = StepCached(call, cache, steps, task.job.steps)
         return cached, cached.steps
 

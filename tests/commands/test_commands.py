@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from fakes.patch_world import World
 
 
 def test_patches_are_listed_with_what_they_promise(torchport, capsys):
@@ -35,21 +36,23 @@ def test_the_shipped_locks_are_current(torchport, capsys):
     assert (code, out) == (0, ["0 target(s) would change."])
 
 
-def test_an_unlocked_target_would_change_and_says_so(torchport, capsys, root, tmp_path):
-    import shutil
-
-    shutil.copytree(root / "patches" / "diffusers", tmp_path / "pack" / "patches" / "diffusers")
-    shutil.copytree(root / "configs", tmp_path / "pack" / "configs")
-    (tmp_path / "pack" / "patches" / "diffusers" / "lock.yaml").unlink()
-    arguments = ("patches", "lock", "diffusers", "--path", tmp_path / "pack")
+def test_an_unlocked_target_would_change_and_says_so(torchport, capsys, tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch)
+    world.write("up/m.py", "def f(a):\n    return a\n\ndef g(a):\n    b = a\n    c = b\n    return c\n")
+    world.python("def new(a): return a\ndef same(): return 1\n")
+    rewrites = [
+        f"id: up.{name}\n  target: up.m:g\n  rewrite: {{match: '{line}', put: p.py:same, gives: [{line[0]}]}}"
+        for name, line in (("first", "b = a"), ("second", "c = b"))
+    ]
+    world.yaml("\n- ".join(["id: up.f\n  target: up.m:f\n  replace: p.py:new", *rewrites]))
+    arguments = ("patches", "lock", "up", "--path", tmp_path, "--upstream-path", world.site)
     code, out, _ = torchport(*arguments, "--check", capsys=capsys)
-    files = (root / "patches" / "diffusers").glob("*.yaml")
-    lines = [line for file in files if file.name != "lock.yaml" for line in file.read_text().splitlines()]
-    count = len({line for line in lines if line.startswith("  target: ")})
-    assert code == 3 and out[-1] == f"{count} target(s) would change.", "several patches may be on one target"
-    assert not (tmp_path / "pack" / "patches" / "diffusers" / "lock.yaml").exists()
-    assert torchport(*arguments, capsys=capsys)[0] == 0
+    assert (code, out[-1]) == (3, "2 target(s) would change."), "two patches are on one target"
+    assert not (world.patches / "up" / "lock.yaml").exists()
+    code, _, said = torchport(*arguments, capsys=capsys)
+    assert (code, said) == (0, []), said
     assert torchport(*arguments, "--check", capsys=capsys)[0] == 0
+    world.close()
 
 
 @pytest.mark.slow

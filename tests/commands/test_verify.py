@@ -66,7 +66,7 @@ def test_flags_that_do_not_go_together_are_refused(root, flags, expected):
 
 
 def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
-    cause = Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence")
+    cause = Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence", 1e-6)
     unit = Unit(0, 0, "transformer", "blocks.2", 2, "block", "transformer.blocks.2", 1e-6, 9e-4)
     one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8, units=(unit,), causes=(cause,))
     for name, what in (("a.sarif", '"startLine": 3'), ("a.json", '"exit_code": 1'), ("a.html", "patches/a.yaml:3")):
@@ -74,7 +74,8 @@ def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
         assert what in (tmp_path / name).read_text()
     [finding] = findings_of(one).findings
     assert finding.text == (
-        "a.patch: Another picture: transformer.blocks.2 is 0.0009 away, and 1e-06 without it. It promises: bitwise."
+        "a.patch: Another picture: the error of transformer.blocks.2 is 900 times the rounding, and 1 times the "
+        "rounding without it. It promises: bitwise."
     )
 
 

@@ -30,6 +30,12 @@ def test_its_ends_move_with_the_number_of_steps():
         assert computed[0] == 0 and computed[-1] < steps
 
 
+def test_a_network_that_takes_over_computes_its_first_step():
+    cache = Schedule(kind="schedule", full=[0, 4])
+    assert described(cache, 6, begins=2) == "3 of 6 steps: 0, 2, 4"
+    assert described(cache, 6, begins=4) == described(cache, 6) == "2 of 6 steps: 0, 4"
+
+
 def test_taylorseer_has_the_same_steps_and_its_order():
     assert TaylorSeer(kind="taylorseer", order=2).computed(50) == DeepCache(kind="deepcache").computed(50)
     assert TaylorSeer(kind="taylorseer", order=2).differences == 2 and DeepCache(kind="deepcache").differences == 0

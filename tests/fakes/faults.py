@@ -119,11 +119,11 @@ class Fault:
         return card.replace("\npatches:\n", f"\npatches:\n  {self.stage}: [diffusers/faults]\n", 1)
 
     def _overriding(self, root):
-        for file in sorted((root / "patches" / "diffusers").glob("*.yaml")):
+        for file in sorted((root / "patches").glob("*/*.yaml")):
             entries = yaml.safe_load(file.read_text()) if file.name != "lock.yaml" else []
             for entry in entries:
                 if entry["id"] == self.overrides:
-                    kind = next(kind for kind in ("replace", "wrap", "rewrite") if kind in entry)
+                    kind = next(kind for kind in ("replace", "wrap", "rewrite", "op") if kind in entry)
                     reference = entry[kind]["put"] if kind == "rewrite" else entry[kind]
                     planted = f"faults.py:{reference.partition(':')[2]}"
                     if kind == "rewrite":
@@ -188,6 +188,34 @@ def planted(original, self, *args, **kwargs):
     finally:
         self.norm.eps = eps
 """
+ONE_LESS = """
+def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    from torchport import engine
+
+    return engine.call_jax(normalised, input, normalized_shape, weight, bias, eps)
+
+def normalised(x, shape, weight, bias, eps):
+    dims = tuple(range(x.ndim - len(shape), x.ndim))
+    mean, variance = x.mean(dims, keepdims=True), x.var(dims, ddof=1, keepdims=True)
+    out = (x - mean) * (variance + eps) ** -0.5
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias, mean, (variance + eps) ** -0.5
+"""
+NORM = "torch.layer-norm"
+CONDITIONS = """
+import torch
+
+def valid_tokens_first(
+    encoder_hidden_states, encoder_attention_mask, encoder_hidden_states_2, encoder_attention_mask_2,
+    encoder_hidden_states_3, encoder_attention_mask_3,
+):
+    tokens = [encoder_hidden_states_3, encoder_hidden_states_2, encoder_hidden_states]
+    masks = [encoder_attention_mask_3, encoder_attention_mask_2, encoder_attention_mask]
+    #ORDER
+    tokens, valid = torch.cat(tokens, dim=1), torch.cat([mask.bool() for mask in masks], dim=1)
+    order = torch.argsort((~valid).int(), dim=1, stable=True)
+    return torch.gather(tokens, 1, order[..., None].expand_as(tokens)), torch.gather(valid, 1, order)
+"""
 BIAS = """
 def planted(original, self, *args, **kwargs):
     return original(self, *args, **kwargs) - self.net[2].bias
@@ -218,7 +246,7 @@ import torch
 def image_condition(image_embeds, encoder_hidden_states_3, encoder_attention_mask):
     return encoder_hidden_states_3, torch.ones_like(encoder_hidden_states_3[..., 0]).to(encoder_attention_mask.dtype)
 """,
-        r"own code before transformer_blocks\.0|own code before cond_type_embed",
+        r"transformer\.forward before (transformer_blocks\.0|cond_type_embed)",
         "diffusers.hunyuan15.image-condition",
     ),
     Fault(
@@ -235,7 +263,7 @@ def valid_tokens_first(
     masks = [encoder_attention_mask_3, encoder_attention_mask_2, encoder_attention_mask]
     return torch.cat(tokens, dim=1), torch.cat([mask.bool() for mask in masks], dim=1)
 """,
-        r"own code before transformer_blocks\.0",
+        r"transformer\.forward before transformer_blocks\.0",
         "diffusers.hunyuan15.token-order",
     ),
     Fault(
@@ -275,7 +303,7 @@ def rotary_tables(original, self, hidden_states):
 def planted(hidden_states, attn_output, gate_msa):
     return hidden_states - attn_output * gate_msa.unsqueeze(1)
 """,
-        r"transformer_blocks\.0 own code before norm2",
+        r"transformer_blocks\.0\.forward before norm2",
         entry=rewrite(
             f"{H}:HunyuanVideo15TransformerBlock.forward",
             "hidden_states = hidden_states + attn_output * gate_msa.unsqueeze(1)",
@@ -319,8 +347,52 @@ def planted(original, self, *args, **kwargs):
         r"transformer\.time_embed",
         entry=wrap(f"{H}:HunyuanVideo15TimeEmbedding.forward"),
     ),
+    Fault("a variance over one less", "hunyuan", ONE_LESS, r"token_refiner\.refiner_blocks\.0\.norm1", NORM),
+    Fault(
+        "rotary tables of the frame before",
+        "hunyuan",
+        # On the host, where they are computed: the program gets them as weights.
+        """
+def rotary_tables(original, self, hidden_states):
+    if hidden_states.device.type != "cpu":
+        return self.cos, self.sin
+    tables = original(self, hidden_states)
+    return tuple(table.roll(table.shape[0] // hidden_states.shape[2], 0) for table in tables)
+""",
+        r"transformer\.rope",
+        "diffusers.hunyuan15.rotary-tables",
+    ),
+    Fault(
+        "the two streams' gates exchanged",
+        "hunyuan",
+        """
+def planted(hidden_states, attn_output, gate_msa, encoder_hidden_states, context_attn_output, c_gate_msa):
+    pictures = hidden_states + attn_output * c_gate_msa.unsqueeze(1)
+    return pictures, encoder_hidden_states + context_attn_output * gate_msa.unsqueeze(1)
+""",
+        r"transformer_blocks\.0\.forward before norm2",
+        entry=rewrite(
+            f"{H}:HunyuanVideo15TransformerBlock.forward",
+            "hidden_states = hidden_states + attn_output * gate_msa.unsqueeze(1)\n"
+            "encoder_hidden_states = encoder_hidden_states + context_attn_output * c_gate_msa.unsqueeze(1)\n",
+            ["hidden_states", "encoder_hidden_states"],
+        ),
+    ),
+    Fault(
+        "a residual of the normalised tokens",
+        "hunyuan",
+        """
+def planted(norm_hidden_states, attn_output, gate_msa):
+    return norm_hidden_states + attn_output * gate_msa.unsqueeze(1)
+""",
+        r"transformer_blocks\.0\.forward before norm2",
+        entry=rewrite(
+            f"{H}:HunyuanVideo15TransformerBlock.forward",
+            "hidden_states = hidden_states + attn_output * gate_msa.unsqueeze(1)",
+        ),
+    ),
 ]
-"""The seeds' eight, and eight more."""
+"""What a port of HunyuanVideo-1.5 may get wrong."""
 
 C_SCHEDULER = "diffusers.schedulers.scheduling_ddim_cogvideox:CogVideoXDDIMScheduler.set_timesteps"
 COGVIDEOX_FAULTS = [
@@ -384,7 +456,7 @@ def planted(original, self, *args, **kwargs):
 def planted(hidden_states, attn_hidden_states, gate_msa):
     return hidden_states - gate_msa * attn_hidden_states
 """,
-        r"transformer_blocks\.0 own code before norm2",
+        r"transformer_blocks\.0\.forward before norm2",
         entry=rewrite(f"{C}:CogVideoXBlock.forward", "hidden_states = hidden_states + gate_msa * attn_hidden_states"),
     ),
     Fault(
@@ -413,7 +485,7 @@ def planted(hidden_states, attn_hidden_states, gate_msa):
         "a dropped bias",
         "cogvideox",
         BIAS,
-        r"transformer_blocks\.0 own code at its end, with ff",
+        r"transformer_blocks\.0\.forward at its end, with ff",
         entry=wrap("diffusers.models.attention:FeedForward.forward"),
     ),
     Fault(
@@ -436,19 +508,71 @@ def planted(noise_pred_uncond, noise_pred_text, self):
         r"time_embedding",
         entry=wrap("diffusers.models.embeddings:TimestepEmbedding.forward"),
     ),
+    Fault("a variance over one less", "cogvideox", ONE_LESS, r"transformer_blocks\.0\.norm1\.norm", NORM),
+    Fault(
+        "rotary tables of the frame before",
+        "cogvideox",
+        """
+def planted(original, self, height, width, num_frames, device):
+    tables = original(self, height, width, num_frames, device)
+    return tuple(table.roll(table.shape[0] // num_frames, 0) for table in tables)
+""",
+        r"image_rotary_emb",
+        entry=wrap(f"{C_PIPELINE}._prepare_rotary_positional_embeddings"),
+    ),
+    Fault(
+        "the two streams' gates exchanged",
+        "cogvideox",
+        """
+def normalised_once(original, self, hidden_states, encoder_hidden_states, temb):
+    pictures, text, gate, text_gate = original(self, hidden_states, encoder_hidden_states, temb)
+    return pictures, text, text_gate, gate
+""",
+        r"transformer_blocks\.0\.norm1",
+        "diffusers.cogvideox.norm-once",
+    ),
+    Fault(
+        "a residual of the normalised tokens",
+        "cogvideox",
+        """
+def fed_forward(
+    self, hidden_states, encoder_hidden_states, norm_hidden_states, norm_encoder_hidden_states, gate_ff, enc_gate_ff
+):
+    pictures = norm_hidden_states + gate_ff * self.ff(norm_hidden_states)
+    return pictures, encoder_hidden_states + enc_gate_ff * self.ff(norm_encoder_hidden_states)
+""",
+        r"transformer_blocks\.0\.forward at its end, with ff",
+        "diffusers.cogvideox.feed-forward",
+    ),
 ]
 
-ANOTHER_ORDER = Fault(
-    "another order of the text",
-    "cogvideox",
-    """
+UNSEEN = [
+    Fault(
+        "another order of the text",
+        "cogvideox",
+        """
 def padded_tokens(original, self, text_embeds, image_embeds):
     return original(self, text_embeds.flip(1), image_embeds)
 """,
-    r"patch_embed",
-    "diffusers.cogvideox.token-padding",
-)
-"""No token of the text has a position, so that the pictures do not see their order."""
+        r"patch_embed",
+        "diffusers.cogvideox.token-padding",
+    ),
+    Fault(
+        "another order of the encoders",
+        "hunyuan",
+        CONDITIONS.replace("#ORDER", "tokens.reverse(), masks.reverse()"),
+        r"transformer\.forward before transformer_blocks\.0",
+        "diffusers.hunyuan15.token-order",
+    ),
+    Fault(
+        "masked tokens that are not zeroed",
+        "hunyuan",
+        CONDITIONS.replace("#ORDER", "pass"),
+        r"transformer\.forward before transformer_blocks\.0",
+        "diffusers.hunyuan15.token-order",
+    ),
+]
+"""Changes that no picture shows: no token of the text has a position, and no valid token sees a masked one."""
 
 HARMLESS = [
     Fault("another order of summation", "hunyuan", _in(HUNYUAN), "", H_ATTENTION),

@@ -99,6 +99,22 @@ def test_two_processes_make_what_one_makes(alone, tmp_path, root):
     assert str(outs[0] / "video.mp4") in said[0] and "video.mp4" not in said[1] and "compile" not in said[1]
 
 
+# Slow: two processes make two videos of the demo. Quick tests hold the parts: tests/test_series.py makes series, and
+# the test above joins two processes.
+# pytest -m slow tests/processes/test_hosts.py -k file_of_prompts
+@pytest.mark.slow
+def test_two_processes_make_a_file_of_prompts_together(alone, tmp_path, root):
+    (tmp_path / "prompts.jsonl").write_text(f'{{"prompt": "{PROMPT}"}}\n{{"prompt": "A dog", "seed": 7}}\n')
+    flags = ("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out")
+    codes, said = finished(tmp_path, root, *[["-m", "torchport", *job(*flags)]] * 2)
+    assert codes == [0, 0], "\n".join(said)
+    folders = sorted(folder for folder in (tmp_path / "out").iterdir() if folder.is_dir())
+    assert len(folders) == 2
+    assert difference(folders[0], alone, "denoise", "latents") <= 1e-5
+    assert same_frames(frames_of(folders[0]), frames_of(alone))
+    assert not same_frames(frames_of(folders[1]), frames_of(alone))
+
+
 def test_an_axis_that_crosses_processes_makes_the_same_latents(alone, tmp_path, root):
     """With the order of devices changed, so that all of a block's exchanges are between processes."""
     crossing = (

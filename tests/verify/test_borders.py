@@ -1,4 +1,4 @@
-"""Values at the borders of modules are noted and replaced; blocks, modules and own code are told apart."""
+"""Values at the borders of modules are noted and replaced; blocks, modules and the code between them are told apart."""
 
 import torch
 

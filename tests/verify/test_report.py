@@ -28,7 +28,7 @@ FAULTY = verification(
     unit(1, 1e-6),
     unit(2, 9e-4, inherited=1e-3, effect=70.0),
     seams=(Seam("sigmas", "denoise", None, "float32 [3]", "float32 [3]", 0.0, 1e-7),),
-    causes=(Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence"),),
+    causes=(Cause("a.patch", "patches/a.yaml:3", "bitwise", "transformer.blocks.2", 9e-4, 1e-6, "absence", 1e-6),),
     drift=(Drift(1, 1e-5, 2e-5), Drift(2, 3e-5, 4e-5)),
     floor="dp=1,tp=8",
     decoded=Decoded(0.0, 2.0, 1, {"the original": b"png"}),
@@ -46,14 +46,66 @@ def test_the_text_has_twelve_lines_at_most_and_the_verdict_first():
         "another picture: transformer.blocks.2 adds 900 times the rounding at step 0; patch a.patch"
     )
     assert lines[1] == "m c.yaml: float32 beside float64, tp on dp=2,tp=4, step 0, 3 of 8, against original"
-    assert lines[6] == "patch: a.patch (patches/a.yaml:3) by absence: 0.0009 with it, 1e-06 without it"
+    assert lines[4] == "units: 2 blocks: 1 add at most 2 times the rounding, 1 are at fault (above 3 times)"
+    assert lines[5] == (
+        "first: transformer.blocks.2 adds 900 times the rounding, 1e+03 times with the errors before it; alone it "
+        "moves the network's output by 70 times the rounding there; the rounding is 1e-06 of the largest value"
+    )
+    assert lines[6] == (
+        "patch: a.patch (patches/a.yaml:3), found by leaving it out: 900 times the rounding with it, 1 times the "
+        "rounding without it"
+    )
     assert lines[7] == "drift (no verdict): running free, the port is 3e-05 away after step 2, of dp=1,tp=8 4e-05"
 
 
-def test_a_clean_port_is_the_same_picture_in_few_lines():
+def test_the_first_line_of_a_clean_port_says_what_was_compared():
+    worst = "no unit adds more than 1.3 times the rounding (transformer.blocks.3, step 0)"
     lines = report.lines(verification(*CLEAN))
-    assert lines[0].startswith("the same picture: ")
+    assert lines[0] == f"the same latents (2 of 8 steps compared; the decoder was not: add --decode): {worst}"
     assert len(lines) == 3
+    captured = verification(*CLEAN, against="run:reference")
+    assert captured.first_line.startswith("the same latents (2 of 8 steps compared; the decoder was not: capture with ")
+    decoded = verification(*CLEAN, decoded=Decoded(0.0, 1.0, 1))
+    assert decoded.first_line == f"the same picture (2 of 8 steps compared, and the decoder): {worst}"
+
+
+def test_data_and_page_claim_no_more_than_was_compared():
+    clean = verification(*CLEAN)
+    for said, one in (("latents", clean), ("picture", dataclasses.replace(clean, decoded=Decoded(0.0, 1.0, 1)))):
+        data, page = report.data(one), report.page(one)
+        assert data["verdict"] == f"the same {said}"
+        assert data["first_line"] == one.first_line
+        assert f"<title>m: the same {said}</title>" in page
+        assert f"<h1>the same {said} (2 of 8 steps compared" in page
+
+
+def test_a_port_of_which_no_network_was_compared_is_unclear():
+    one = verification(steps=())
+    assert one.first_line == "unclear: no network was compared; every value of the loop agrees"
+    assert one.exit_code == 0
+
+
+def test_stretches_of_a_forward_and_units_that_are_not_judged_are_counted():
+    stretch = unit(1, 1e-6, "forward")
+    behind = unit(2, 1e-4, is_behind=True)
+    harmless, between = unit(3, 1e-4, effect=0.5), unit(4, 2.5e-6)
+    lines = report.lines(verification(unit(0, 9e-4), stretch, behind, harmless, between))
+    assert next(line for line in lines if line.startswith("units: ")) == (
+        "units: 4 blocks, 1 stretches of forward() between them: 1 add at most 2 times the rounding, 1 add more, which "
+        "the output does not show, 1 are unclear, 1 are at fault (above 3 times), 1 stand behind the first fault and "
+        "are not judged"
+    )
+
+
+def test_an_error_of_a_value_of_the_loop_is_a_part_of_it():
+    cause = Cause("a.patch", "patches/a.yaml:3", "bitwise", "sigmas", 0.25, 0.0, "absence")
+    bad = Seam("sigmas", "denoise", None, "a", "b", 0.25, 1e-7)
+    lines = report.lines(verification(*CLEAN, seams=(bad,), causes=(cause,)))
+    assert (
+        "patch: a.patch (patches/a.yaml:3), found by leaving it out: 0.25 of the largest value with it, 0 of the "
+        "largest value without it"
+    ) in lines
+    assert cause.words(math.inf) == "another value"
 
 
 def test_frames_that_differ_are_reported_with_the_decoders_patches():
@@ -69,7 +121,8 @@ def test_data_is_json_without_infinity():
     text = json.dumps(data, allow_nan=False)
     assert json.loads(text)["exit_code"] == 1
     assert data["seams"][0]["distance"] is None
-    assert data["seams"][0]["verdict"] == "another picture"
+    assert data["seams"][0]["verdict"] == "different"
+    assert data["verdict"] == "another picture"
     assert data["units"][2]["ratio"] == 900
 
 

@@ -77,6 +77,12 @@ def test_an_error_in_tokens_that_nobody_sees_is_harmless():
     assert unit.is_harmless
 
 
+def test_what_a_forward_computes_itself_is_named_by_the_module_that_it_calls_next():
+    names = [one.unit.name for one in looked_into(Units(HostPort(), recorded()), False)]
+    inside = [name for path in ("inlet", "middle", "outlet") for name in (f"net.forward before {path}", f"net.{path}")]
+    assert names == [*inside, "net.forward at its end"]
+
+
 def test_a_harmless_error_before_a_fault_is_no_fault_and_one_behind_it_is_unclear():
     units = verdicts(HostPort(inlet=(1.0, LAST), middle=(1.0, ALL), outlet=(1.0, LAST)))
     assert [unit.verdict for unit in units.values()] == [Verdict.SAME, Verdict.OTHER, Verdict.UNCLEAR]

@@ -22,6 +22,7 @@ from torchport.compile.kept import Programs
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
+from torchport.config.step_cache import computed_by
 from torchport.errors import ArtefactForeignError
 from torchport.files import atomic
 from torchport.load import checkpoint
@@ -57,6 +58,7 @@ class Journey:
         unfinished: Its unfinished latents.
         seconds: By stage and verb: `denoise compile`, `denoise run`.
         steps: Denoising steps that this run took.
+        begins: The step, from 0, at which the network of the stage that was read for last begins.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Journey:
         self.run = ""
         self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
-        self.steps = 0
+        self.steps = self.begins = 0
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
@@ -145,7 +147,8 @@ class Journey:
         self._settings = {**facts["settings"], **self._settings}
         inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
         state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
-        self._start = (int(state.pop("done")), state) if state else (0, {})
+        self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
+        self._start = (self.begins, state)
         return inputs | self.task.noise(stage)
 
     def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -256,7 +259,7 @@ class Journey:
             "backend": task.request.backend,
             **self._execution.row(task.machine),
             "patches": ledger.rows(),
-            "cache": _cache_row(task, stage),
+            "cache": _cache_row(task, stage, self.begins),
             "code": task.code(stage),
             "shared_code": task.shared_code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),
@@ -336,12 +339,12 @@ def log_patches(ledger: patch.Ledger, when: str) -> None:
         )
 
 
-def _cache_row(task: Task, stage: family.Stage) -> dict[str, Any] | None:
-    """Returns what a manifest says of a stage's step cache."""
-    cache = network.step_cache_of(task, stage)
+def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
+    """Returns what a manifest says of a stage's step cache; the stage's network begins at step `begins`."""
+    cache, steps = network.step_cache_of(task, stage), task.job.steps
     if cache is None:
         return None
-    return {"kind": cache.kind, "steps": task.job.steps, "computed": list(cache.computed(task.job.steps))}
+    return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
 
 
 def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:

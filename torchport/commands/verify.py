@@ -110,8 +110,8 @@ def findings_of(verification: Verification) -> findings.Report:
 
 
 def _broken(verification: Verification, cause: Cause) -> str:
-    without = "" if cause.without_it is None else f", and {cause.without_it:.2g} without it"
-    return f"{verification.verdict.capitalize()}: {cause.unit} is {cause.with_it:.2g} away{without}."
+    without = "" if cause.without_it is None else f", and {cause.words(cause.without_it)} without it"
+    return f"{verification.said.capitalize()}: the error of {cause.unit} is {cause.words(cause.with_it)}{without}."
 
 
 def _write_json(file: Path, verification: Verification) -> None:

@@ -165,9 +165,25 @@ class Calibrate(_Kind):
 StepCache = Annotated[DeepCache | Schedule | MagCache | TaylorSeer | Calibrate, pydantic.Field(discriminator="kind")]
 
 
-def described(cache: _Kind, steps: int) -> str:
-    """Returns which steps compute all blocks, in words: `25 of 50 steps: 0-11, 15, 19`."""
-    numbers = cache.computed(steps)
+def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
+    """Returns the steps that compute all blocks where a network takes over at step `begins`, from 0.
+
+    It has nothing to reuse there, so it computes that step, whatever the cache says.
+
+    Args:
+        cache: The cache.
+        steps: The job's number of steps.
+        begins: The network's first step; 0 for a network that has all steps.
+
+    Raises:
+        BadValueError: The cache's fields do not suit the number of steps.
+    """
+    return tuple(sorted({*cache.computed(steps), begins}))
+
+
+def described(cache: _Kind, steps: int, begins: int = 0) -> str:
+    """Returns which steps compute all blocks, in words: `25 of 50 steps: 0-11, 15, 19`; see `computed_by`."""
+    numbers = computed_by(cache, steps, begins)
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -179,7 +179,7 @@ def _left(task: Task, stage: Stage, measured: Measured, tried: dict[str, float |
 
 def _cause(entry: patch.Entry, measured: Measured, without: float | None) -> Cause:
     unit = measured.unit
-    return Cause(entry.id, entry.place, promise(entry), unit.name, unit.added, without, "absence")
+    return Cause(entry.id, entry.place, promise(entry), unit.name, unit.added, without, "absence", unit.rounding)
 
 
 def promise(entry: patch.Entry) -> str:

@@ -12,16 +12,16 @@ ROUNDING = 2.0
 FAULT = 3.0
 """Above this ratio a unit's error is a fault's."""
 
-Kind = Literal["network", "block", "module", "own code"]
-How = Literal["absence", "elimination", "alone"]
+Kind = Literal["network", "block", "module", "forward"]
+How = Literal["absence", "elimination"]
 
 
 class Verdict(enum.StrEnum):
-    """What a verification says."""
+    """What is said of a unit, of a value, and of all."""
 
-    SAME = "the same picture"
+    SAME = "same"
     UNCLEAR = "unclear"
-    OTHER = "another picture"
+    OTHER = "different"
 
 
 def verdict_of(ratio: float) -> Verdict:
@@ -39,10 +39,10 @@ class Unit:
         step: The denoising step, from 0.
         call: The call of the network in this step, from 0: guidance may call it twice.
         network: The component.
-        path: The module's path in it; empty for the network. Own code: the path of the block that it stands in.
+        path: The module's path in it; empty for the network. Of a forward: its module's.
         depth: The order in which units begin, from 0.
-        kind: network, block, module, or own code: what a forward does itself between its children.
-        name: As a person reads it: `transformer.blocks.3 own code before attn.to_q`.
+        kind: network, block, module, or forward: what a forward computes itself between the modules that it calls.
+        name: As a person reads it: `transformer.blocks.3.forward before norm2`.
         rounding: The distance of the original, in the job's dtypes, from the yardstick.
         added: That of the port, whose unit gets the original's inputs: the unit's own error.
         inherited: That of the port, whose network gets the original's inputs: with the errors of all units before.
@@ -81,7 +81,7 @@ class Unit:
 
     @property
     def verdict(self) -> Verdict:
-        """What is said of it: of an error that the network's output does not show, that it is the same picture.
+        """What is said of it: an error that the network's output does not show is none.
 
         A unit behind the first fault is no fault: whether the output shows its error is not known.
         """
@@ -113,7 +113,7 @@ class Seam:
 
     @property
     def verdict(self) -> Verdict:
-        """The same picture, or another one."""
+        """Whether it is rounding."""
         return Verdict.SAME if self.distance <= self.allowed else Verdict.OTHER
 
 
@@ -128,8 +128,8 @@ class Cause:
         unit: The name of the unit.
         with_it: The unit's error with it.
         without_it: Without it; None where the network cannot be called without it.
-        how: absence: the error goes when it is left out; elimination: no other patch is at fault; alone: its
-            replacement differs from what it replaces on the inputs of this call.
+        how: absence: the error goes when it is left out; elimination: no other patch is at fault.
+        rounding: The unit's; None for a value of the loop.
     """
 
     patch: str
@@ -139,6 +139,13 @@ class Cause:
     with_it: float
     without_it: float | None
     how: How
+    rounding: float | None = None
+
+    def words(self, error: float) -> str:
+        """Returns an error in words: of a unit in times its rounding, of a value of the loop as a part of it."""
+        if self.rounding is not None:
+            return f"{error / self.rounding:.3g} times the rounding"
+        return "another value" if math.isinf(error) else f"{error:.2g} of the largest value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +244,7 @@ class Verification:
             return []
         first = min((unit.step, unit.call) for unit in bad)
         bad = sorted((u for u in bad if (u.step, u.call) == first), key=lambda unit: unit.depth)
-        outer = [unit for unit in bad if unit.kind == "block" or (unit.kind == "own code" and not unit.path)]
+        outer = [unit for unit in bad if unit.kind == "block" or (unit.kind == "forward" and not unit.path)]
         if not outer:
             return bad
         inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer[0].path}.")]
@@ -251,10 +258,17 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        """Another picture if a seam, a unit or the decoder says so; unclear if one of them does."""
+        """Different if a seam, a unit or the decoder is; unclear if one of them is, and where no unit was compared."""
         verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
         verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
+        verdicts |= set() if self.units else {Verdict.UNCLEAR}
         return next((one for one in (Verdict.OTHER, Verdict.UNCLEAR) if one in verdicts), Verdict.SAME)
+
+    @property
+    def said(self) -> str:
+        """The verdict in words: without the decoder's frames, that the latents are the same, and no more."""
+        same = "the same latents" if self.decoded is None else "the same picture"
+        return {Verdict.SAME: same, Verdict.UNCLEAR: "unclear", Verdict.OTHER: "another picture"}[self.verdict]
 
     @property
     def exit_code(self) -> int:
@@ -263,8 +277,8 @@ class Verification:
 
     @property
     def first_line(self) -> str:
-        """The verdict, and what is at fault."""
-        line = f"{self.verdict}: "
+        """The verdict, and what is at fault or what was compared."""
+        line = f"{self.said}: "
         if self.bad_seams:
             seam = self.bad_seams[0]
             at = f"{seam.stage}, step {seam.step}" if seam.step is not None else seam.stage
@@ -278,9 +292,16 @@ class Verification:
             return f"{line}frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255{self._blamed()}"
         worst = self.worst
         if worst is None:
-            return f"{line}every seam agrees, and no unit was compared"
-        line = f"{line}no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
-        return line + self._harmless()
+            return f"{line}no network was compared; every value of the loop agrees"
+        most = f"no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
+        return f"{self.said} ({self._compared()}): {most}{self._harmless()}"
+
+    def _compared(self) -> str:
+        steps = f"{len(self.steps)} of {self.total} steps compared"
+        if self.decoded is not None:
+            return f"{steps}, and the decoder"
+        remedy = "add --decode" if self.against == "original" else "capture with --decode"
+        return f"{steps}; the decoder was not: {remedy}"
 
     def _harmless(self) -> str:
         """Returns the unit that adds most of those whose error the output does not show, with its figures."""

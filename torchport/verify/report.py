@@ -12,9 +12,19 @@ from typing import Any
 
 from torchport.files import atomic
 from torchport.verify.chart import Chart, chart_of, heat_of
-from torchport.verify.facts import FAULT, ROUNDING, Unit, Verdict, Verification
+from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict, Verification
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
+"""What units are called where they are counted, in this order."""
+SAID = (
+    f"add at most {ROUNDING:g} times the rounding",
+    "add more, which the output does not show",
+    "are unclear",
+    f"are at fault (above {FAULT:g} times)",
+    "stand behind the first fault and are not judged",
+)
+"""What is said of units where they are counted."""
 SHOWN = 100
 """Rows of a table of units on the page: those with the greatest ratios."""
 
@@ -69,7 +79,7 @@ def _network_line(verification: Verification) -> str:
     worst = max(networks, key=lambda unit: unit.ratio)
     return (
         f"networks: {len(networks)} call(s) on the mesh, at most {worst.ratio:.3g} times the rounding: {worst.name}, "
-        f"step {worst.step}, {worst.added:.2g} beside {worst.rounding:.2g}"
+        f"step {worst.step}"
     )
 
 
@@ -77,39 +87,46 @@ def _unit_line(verification: Verification) -> str:
     units = [unit for unit in verification.units if unit.kind != "network"]
     if not units:
         return ""
-    verdicts = Counter(unit.verdict for unit in units)
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-    harmless = sum(unit.is_harmless for unit in units)
-    more = f"; {harmless} of them above rounding, which the output does not show" if harmless else ""
-    behind = sum(unit.is_behind and unit.verdict is Verdict.UNCLEAR for unit in units)
-    more += f"; {behind} behind the first fault, where no effect is measured" if behind else ""
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(unit.kind for unit in units).items())
-    return (
-        f"units: {kinds}: {counts}{more} (up to {ROUNDING:g} times the rounding is rounding, above {FAULT:g} a fault)"
-    )
+    numbers = Counter(unit.kind for unit in units)
+    kinds = ", ".join(f"{numbers[kind]} {name}" for kind, name in KINDS.items() if numbers[kind])
+    said = Counter(_said(unit) for unit in units)
+    return f"units: {kinds}: {', '.join(f'{said[words]} {words}' for words in SAID if said[words])}"
+
+
+def _said(unit: Unit) -> str:
+    """Returns one of `SAID`."""
+    within, harmless, between, fault, behind = SAID
+    if unit.verdict is Verdict.SAME:
+        return harmless if unit.is_harmless else within
+    if unit.verdict is Verdict.OTHER:
+        return fault
+    return behind if unit.is_behind else between
 
 
 def _culprit_line(verification: Verification) -> str:
     if not verification.culprits:
         return ""
     unit = verification.culprits[0]
-    inherited = "" if unit.inherited is None else f", {unit.inherited:.2g} with the errors before it"
-    effect = "" if unit.effect is None else f"; alone it moves the network's output by {unit.effect:.3g} roundings"
+    before = "" if unit.inherited is None else f", {unit.inherited / unit.rounding:.3g} times with the errors before it"
+    output = "; alone it moves the network's output by"
+    effect = "" if unit.effect is None else f"{output} {unit.effect:.3g} times the rounding there"
     others = len(verification.culprits) - 1
     more = f"; {others} more in the same call" if others else ""
-    own = f"first: {unit.name} adds {unit.added:.2g}, the original's rounding is {unit.rounding:.2g}"
-    return f"{own}{inherited}{effect}{more}"
+    own = f"first: {unit.name} adds {unit.ratio:.3g} times the rounding"
+    return f"{own}{before}{effect}{more}; the rounding is {unit.rounding:.2g} of the largest value"
 
 
 def _cause_line(verification: Verification) -> str:
     if not verification.causes:
         return f"cause: {verification.clue}" if verification.clue else ""
     cause = verification.causes[0]
-    without = "" if cause.without_it is None else f", {cause.without_it:.2g} without it"
+    without = "" if cause.without_it is None else f", {cause.words(cause.without_it)} without it"
     others = (
         f"; also possible: {', '.join(c.patch for c in verification.causes[1:])}" if verification.causes[1:] else ""
     )
-    return f"patch: {cause.patch} ({cause.place}) by {cause.how}: {cause.with_it:.2g} with it{without}{others}"
+    how = "leaving it out" if cause.how == "absence" else "leaving out the others"
+    found = f"found by {how}: {cause.words(cause.with_it)} with it{without}"
+    return f"patch: {cause.patch} ({cause.place}), {found}{others}"
 
 
 def _drift_line(verification: Verification) -> str:
@@ -141,7 +158,7 @@ def data(verification: Verification) -> dict[str, Any]:
         for unit in verification.units
     ]
     rows["seams"] = [{**dataclasses.asdict(seam), "verdict": seam.verdict} for seam in verification.seams]
-    head = {"verdict": verification.verdict, "first_line": verification.first_line}
+    head = {"verdict": verification.said, "first_line": verification.first_line}
     finite: dict[str, Any] = _finite({**head, "exit_code": verification.exit_code, **rows})
     return finite
 

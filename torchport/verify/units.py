@@ -26,7 +26,7 @@ class Measured:
     Attributes:
         unit: The unit.
         border: Where it was measured.
-        block: The path of the unit of the network that it lies in; empty for the network's own code.
+        block: The path of the unit of the network that it lies in; empty for the network's forward.
         touched: The patches that were called between the border before and this one.
         nearby: Those that were called in its block.
         forced: The paths of the modules whose borders had the original's values.
@@ -59,7 +59,7 @@ class Units:
         self.together: float | None = None  # the errors of all units in the output, in units of the rounding there
 
     def outer(self) -> list[Measured]:
-        """Returns the network's blocks, and its own code between them."""
+        """Returns the network's blocks, and what its forward computes between them."""
         paths = ["", *self.port.outer]
         output, free = self.port.called(self.call.inputs, paths, {})
         self.free = free.noted
@@ -73,7 +73,7 @@ class Units:
         return measured
 
     def inner(self, block: str) -> list[Measured]:
-        """Returns the modules of a block, and its own code between them."""
+        """Returns the modules of a block, and what its forward computes between them."""
         assert self.last is not None
         every, skipped = inner_paths(self.port.module, block), self._skipped(block)
         values = given(self.call.values)
@@ -132,7 +132,7 @@ class Units:
                 continue
             inherited = distance(self.free[border], wide[border]) if not block and border in self.free else None
             kind, path, name = self._named(border, paths, block)
-            if kind == "own code" and self.between.get(border):
+            if kind == "forward" and self.between.get(border):
                 name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self.between[border])}"
             rounding = max(rounding, floor(original))
             call = self.call
@@ -153,13 +153,13 @@ class Units:
         if border.side == "in":
             owner = _owner(path, [*paths, block])
             before = path.removeprefix(f"{owner}.") if owner else path
-            return "own code", owner, f"{owner and f'.{owner}'} own code before {before}"
+            return "forward", owner, f"{owner and f'.{owner}'}.forward before {before}"
         if not path:
-            return "own code", "", " own code at its end"
+            return "forward", "", ".forward at its end"
         if not block:
             return "block", path, f".{path}"
         if inside:
-            return "own code", path, f".{path} own code at its end"
+            return "forward", path, f".{path}.forward at its end"
         return "module", path, f".{path}"
 
 
@@ -202,7 +202,7 @@ def _shapes(tree: Any) -> dict[Any, Any]:
 
 
 def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:
-    """Returns the patches that were called in each block, and under an empty path those of the network's own code."""
+    """Returns the patches that were called in each block, and under an empty path those of its own forward."""
     nearby: dict[str, frozenset[str]] = {}
     for border, touched in forced.touched.items():
         if not border.path or (border.path in outer and border.side == "in"):
