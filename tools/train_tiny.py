@@ -407,7 +407,7 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    cycles = ((6600, 0.45), (6600, 0.15))
+    cycles = ((6600, 0.45), (5400, 0.15))
     steps, frames, pixels, leading = 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
