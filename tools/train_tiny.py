@@ -283,6 +283,8 @@ class Model(abc.ABC):
     """Their side, in latent positions."""
     last: tuple[str, ...]
     """The beginnings of the names of the decoder's last blocks."""
+    coarse: tuple[str, ...]
+    """The beginnings of the names of the tensors that are shipped with fewer bits, so that a clone is small."""
     frozen: tuple[str, ...] = ()
     """Parts of the transformer that stay as the card's seed draws them."""
     pipe: Any
@@ -326,6 +328,7 @@ class Hunyuan(Model):
     steps, shift, frames, pixels, letters = 8, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     last = ("up_blocks.1.resnets", "up_blocks.2", "up_blocks.3", "up_blocks.4", "norm_out", "conv_out")
+    coarse = tuple(f"decoder.{name}" for name in last)
     windows = ((0.3, 1, 32, 24), (0.15, 1, 64, 6), (0.35, 5, 48, 4), (0.15, 9, 48, 2), (0.05, 13, 80, 1))
     frozen = ("context_embedder_2.", "image_embedder.")  # millions of parameters, and none is needed
 
@@ -404,10 +407,11 @@ class Hunyuan(Model):
 class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
-    cycles = ((6600, 0.45), (6600, 0.15))
+    cycles = ((6600, 0.45), (5400, 0.15))
     steps, frames, pixels, leading = 8, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
+    last = coarse = ("",)
 
     def __init__(self, seeded: Path) -> None:
         """Takes the folder of the card's seeded checkpoint."""
@@ -731,11 +735,18 @@ def write(model: Model, folder: Folder, name: str) -> None:
         kept = [key for key, each in parameters.items() if each.requires_grad and key.startswith(start)]
         # What no gradient reached is still the 1 or 0 of its beginning: the card's seed draws it.
         kept = [key for key in kept if mean[key].numel() == 1 or mean[key].unique().numel() > 1]
-        raw = save({key: mean[key].to(torch.bfloat16).contiguous() for key in kept}, {"license": "Apache-2.0"})
+        tensors = {key: mean[key].to(torch.bfloat16).contiguous() for key in kept}
+        tensors |= {key: coarse(each) for key, each in tensors.items() if key.startswith(model.coarse)}
+        raw = save(tensors, {"license": "Apache-2.0"})
         file = root / "tiny" / name / part / "diffusion_pytorch_model.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(raw)
         log.info("  %s: {file: %s, sha256: %s}", part, file.relative_to(root), hashlib.sha256(raw).hexdigest())
+
+
+def coarse(values: torch.Tensor) -> torch.Tensor:
+    """Returns bfloat16 values rounded to 3 of the 7 bits of their fractions: compressed, they take half the space."""
+    return ((values.view(torch.int16) + 8) & -16).view(torch.bfloat16)
 
 
 def seeded(name: str) -> Path:
