@@ -1,6 +1,6 @@
 """What each trap of the migration guide does to the demo's picture: planted one at a time in upstream's own pipeline.
 
-    python benchmarks/demo_traps.py [--only "mask dropped"] [--picture docs/demo-traps.png]
+    python benchmarks/demo_traps.py [--only "mask dropped"] [--picture docs/demo-traps.jpg]
 
 A row is printed when it is ready: how many of eight prompts still show what was asked, and what is wrong with the rest.
 The colour of every prompt is in quotes, so that both text encoders are asked.

@@ -75,7 +75,7 @@ def strip(rows: Sequence[Sequence[Frames]], file: Path, columns: int = 4) -> Non
 
     Args:
         rows: Rows of videos.
-        file: `*.png`.
+        file: `*.jpg`.
         columns: Frames of each video.
     """
     lines = []
@@ -84,7 +84,7 @@ def strip(rows: Sequence[Sequence[Frames]], file: Path, columns: int = 4) -> Non
         gap = numpy.full((shown[0].shape[1], 4, 3), 128, numpy.uint8)
         lines.append(numpy.concatenate(list(_between([numpy.concatenate(list(each), 1) for each in shown], gap)), 1))
     between = numpy.full((4, lines[0].shape[1], 3), 128, numpy.uint8)
-    Image.fromarray(numpy.concatenate(list(_between(lines, between)), 0)).save(file, optimize=True)
+    Image.fromarray(numpy.concatenate(list(_between(lines, between)), 0)).save(file, quality=85)
 
 
 def _between(pictures: Sequence[Frames], gap: Frames) -> Iterator[Frames]:

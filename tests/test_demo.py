@@ -23,9 +23,6 @@ def cards():
     return [card for name in pack.models() if (card := pack.card(name)[0]).tiny.trained]
 
 
-needs_weights = pytest.mark.skipif(not cards(), reason="no card names trained weights")
-
-
 def test_every_trained_file_is_the_one_that_its_card_names(root):
     files = [trained for card in cards() for trained in card.tiny.trained.values()]
     for trained in files:
@@ -48,7 +45,6 @@ def drawn(root, tmp_path_factory):
     return made
 
 
-@needs_weights
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_original_draws_what_was_asked(drawn, model):
     scene = Scene("disc", "red", "right")
@@ -63,7 +59,6 @@ def test_random_weights_draw_nothing(drawn):
 SOME = [scene for scene in scenes() if not is_held_out(scene)][::12]
 
 
-@needs_weights
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", CONFIGS)
@@ -72,7 +67,6 @@ def test_the_port_draws_what_was_asked(drawn, model, dtype):
     assert sum(right) >= len(SOME) - 1
 
 
-@needs_weights
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "prompt", ["disc, red, going to the right", "Right: a red circle.", "a shiny red disc slowly moves right"]
@@ -81,19 +75,16 @@ def test_other_words_in_another_order_ask_for_the_same(drawn, prompt):
     assert drawn(prompt, backend="original").mistakes(Scene("disc", "red", "right")) == []
 
 
-@needs_weights
 @pytest.mark.slow
 def test_a_word_that_nobody_taught_still_gives_a_shape(drawn):
     assert drawn("a florbish red disc moves right", backend="original").shape is not None
 
 
-@needs_weights
 @pytest.mark.slow
 def test_a_colour_as_the_negative_prompt_is_not_drawn(drawn):
     assert drawn("a disc moves right", negative="red", backend="original").colour != "red"
 
 
-@needs_weights
 @pytest.mark.slow
 def test_guidance_makes_a_difference(drawn):
     prompt = "a blue square moves up"
