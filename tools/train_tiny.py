@@ -267,6 +267,8 @@ class Model(abc.ABC):
     direction 18 %, and the rest is background. With shape counted 12 times and the others once, no colour and no
     direction was read after 2,500 steps.
     """
+    guidance: float
+    """Of the demo."""
     frames: int
     """Of the demo's clips."""
     pixels: int
@@ -325,7 +327,7 @@ class Hunyuan(Model):
     """HunyuanVideo-1.5 through diffusers."""
 
     cycles = ((7000, 0.45), (2700, 0.45))
-    steps, shift, frames, pixels, letters = 8, 3.0, 13, 16, True
+    steps, shift, guidance, frames, pixels, letters = 8, 3.0, 3.0, 13, 16, True
     lengths, part = ((1, 0.3), (2, 0.3), (3, 0.2), (4, 0.2)), 4
     last = ("up_blocks.1.resnets", "up_blocks.2", "up_blocks.3", "up_blocks.4", "norm_out", "conv_out")
     coarse = tuple(f"decoder.{name}" for name in last)
@@ -408,7 +410,7 @@ class CogVideoX(Model):
     """CogVideoX 1.5 through diffusers."""
 
     cycles = ((6600, 0.45), (5400, 0.15))
-    steps, frames, pixels, leading = 8, 9, 8, 1
+    steps, guidance, frames, pixels, leading = 8, 2.0, 9, 8, 1
     windows = ((0.7, 1, 128, 2), (0.3, 9, 128, 1))  # whole pictures: of a part, GroupNorm would take another mean
     lengths, part = ((1, 0.5), (3, 0.5)), 16
     last = coarse = ("",)
@@ -480,7 +482,7 @@ def padded(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).float()
 
 
-RATE, BATCH, GUIDANCE = 1e-3, 16, 3.0
+RATE, BATCH = 1e-3, 16
 FACTS = ("shape", "colour", "direction")
 
 
@@ -671,7 +673,7 @@ def look(model: Model, transformer: Any, vae: Any, given: Lesson, step: int) -> 
     asked += [scene for number, scene in enumerate(filter(is_held_out, scenes())) if number % 2 == step // 500 % 2]
     with torch.no_grad():
         texts = model.encode([Wording(scene.prompt, None, {}) for scene in asked])
-        latents = model.sample(transformer.eval(), texts, given.texts[0], GUIDANCE, 1) / given.scale
+        latents = model.sample(transformer.eval(), texts, given.texts[0], model.guidance, 1) / given.scale
         clips = [vae.decode(each[None, :, model.leading :]).sample[0] for each in latents]
     right = [0, 0]
     for number, (scene, video) in enumerate(zip(asked, clips, strict=True)):
