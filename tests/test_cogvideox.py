@@ -36,6 +36,7 @@ def small(root):
         NEGATIVE,
         seed=SEED,
         overrides=SMALL,
+        checkpoint="tiny:random",  # at this size, the trained weights draw nothing but black
         paths=(str(root),),
     )
 
@@ -45,11 +46,13 @@ def upstream(pack):
     """Upstream's own pipeline object: the tiny checkpoint, read and called as its documentation says."""
     card, _ = pack.card("cogvideox")
     with hushed(True):
-        pipe = CogVideoXPipeline.from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
+        pipe = CogVideoXPipeline.from_pretrained(
+            tiny.write(card.with_trained({}), file_of(pack, card, "")), dtype=torch.float32
+        )
         pipe.set_progress_bar_config(disable=True)
 
         def made(**kwargs):
-            settings = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 3, "guidance_scale": 3.0}
+            settings = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 3, "guidance_scale": 2.0}
             generator = torch.Generator().manual_seed(SEED)
             return pipe(PROMPT, NEGATIVE, generator=generator, **settings | kwargs).frames
 
@@ -155,7 +158,7 @@ def test_infinity_in_the_third_of_five_steps_is_refused_there(small, tmp_path, m
     request = dataclasses.replace(request, prompt=None, negative_prompt=None, stage="denoise", inputs=tmp_path / "in")
     request = dataclasses.replace(request, out=tmp_path / "out")
     plant(monkeypatch, "transformer", 3, float("inf"))
-    with pytest.raises(NotFiniteError, match=r"^'denoise', step 3 of 5 \(timestep \d+\): 'returned\.0' has 1 of 1536 "):
+    with pytest.raises(NotFiniteError, match=r"^'denoise', step 3 of 5 \(timestep \d+\): 'returned\.0' has 1 of 768 "):
         run(request)
     assert not (tmp_path / "out").exists()
 

@@ -27,7 +27,7 @@ from torchport.task import Request, accept
 
 PROMPT, NEGATIVE, SEED, RANK = "A cat walks past a red sign", "blurry", 3, 3
 CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml", "wan": "configs/wan_demo.yaml"}
-SIZES = {"hunyuan": (64, 96, 3.0), "cogvideox": (32, 48, 3.0), "wan": (32, 48, 4.0)}
+SIZES = {"hunyuan": (64, 96, 3.0), "cogvideox": (32, 48, 2.0), "wan": (32, 48, 4.0)}
 PIPELINES = {"hunyuan": HunyuanVideo15Pipeline, "cogvideox": CogVideoXPipeline, "wan": WanPipeline}
 MODELS = pytest.mark.parametrize("model", CONFIGS)
 LAYERS = {

@@ -738,12 +738,17 @@ def write(model: Model, folder: Folder, name: str) -> None:
         # What no gradient reached is still the 1 or 0 of its beginning: the card's seed draws it.
         kept = [key for key in kept if mean[key].numel() == 1 or mean[key].unique().numel() > 1]
         tensors = {key: mean[key].to(torch.bfloat16).contiguous() for key in kept}
-        tensors |= {key: coarse(each) for key, each in tensors.items() if key.startswith(model.coarse)}
+        large = [key for key, each in tensors.items() if key.startswith(model.coarse) and each.numel() > LARGE]
+        tensors |= {key: coarse(tensors[key]) for key in large}
         raw = save(tensors, {"license": "Apache-2.0"})
         file = root / "tiny" / name / part / "diffusion_pytorch_model.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(raw)
         log.info("  %s: {file: %s, sha256: %s}", part, file.relative_to(root), hashlib.sha256(raw).hexdigest())
+
+
+LARGE = 1024
+"""Tensors of so many values are not rounded: a norm's would all be 1."""
 
 
 def coarse(values: torch.Tensor) -> torch.Tensor:
