@@ -157,10 +157,10 @@ def test_the_loop_is_upstreams(stage, parts_with, embeddings, scheduler, dynamic
 
 def test_noise_of_the_drawn_shape_is_taken_and_any_other_refused(stage, parts_with, embeddings):
     denoising = Denoising(stage("denoise"), parts_with, embeddings)
-    drawn = torch.randn(1, 4, 16, 4, 6, generator=torch.Generator().manual_seed(SETTINGS.seed))
+    drawn = torch.randn(1, 4, 8, 4, 6, generator=torch.Generator().manual_seed(SETTINGS.seed))
     assert torch.equal(denoising(noise=drawn), denoising())
-    with pytest.raises(BadValueError, match=r"shape \[1, 16, 3, 4, 6\].*it must be \[1, 4, 16, 4, 6\]"):
-        denoising(noise=torch.zeros(1, 16, 3, 4, 6))
+    with pytest.raises(BadValueError, match=r"shape \[1, 8, 3, 4, 6\].*it must be \[1, 4, 8, 4, 6\]"):
+        denoising(noise=torch.zeros(1, 8, 3, 4, 6))
 
 
 def test_embeddings_of_another_dtype_become_the_networks(stage, parts_with, embeddings):
@@ -294,13 +294,13 @@ def test_numbers_where_the_card_names_a_mask_are_refused(stage, encoders):
 
 
 def test_latents_of_a_hand_written_port_that_lack_more_than_padding_are_refused(stage, parts_with):
-    latents = {"latents_BCTHW": torch.zeros(1, 16, 1, 4, 6)}
-    with pytest.raises(ArtefactForeignError, match=r"shape \[1, 1, 16, 4, 6\], and this job takes \[1, 4, 16, 4, 6\]"):
+    latents = {"latents_BCTHW": torch.zeros(1, 8, 1, 4, 6)}
+    with pytest.raises(ArtefactForeignError, match=r"shape \[1, 1, 8, 4, 6\], and this job takes \[1, 4, 8, 4, 6\]"):
         stage("decode").run(parts_with(), None, SETTINGS, Steps(), **latents)
 
 
 def test_latents_of_a_hand_written_port_need_a_card_that_says_what_they_are(stage, parts_with):
-    latents = {"latents_BCTHW": torch.zeros(1, 16, 3, 4, 6)}
+    latents = {"latents_BCTHW": torch.zeros(1, 8, 3, 4, 6)}
     with pytest.raises(ArtefactForeignError) as caught:
         stage("decode", hand_written=None).run(parts_with(), None, SETTINGS, Steps(), **latents)
     assert str(caught.value) == (
@@ -364,7 +364,7 @@ def test_a_video_that_is_changed_is_refused_unless_its_vae_stays_on_the_host(
     monkeypatch, cogvideox, stage, parts_with, embeddings
 ):
     monkeypatch.setattr("diffusers.CogVideoXPipeline", Sharpening)
-    latents = {"latents": torch.randn(1, 4, 16, 4, 6, generator=torch.Generator().manual_seed(1))}
+    latents = {"latents": torch.randn(1, 4, 8, 4, 6, generator=torch.Generator().manual_seed(1))}
     with pytest.raises(BadValueError) as caught:
         stage("decode").run(parts_with(), Network(), SETTINGS, Steps(), **latents)
     assert str(caught.value) == (
@@ -389,7 +389,7 @@ def test_the_checks_before_a_run_see_what_decode_is_called_with(stage, parts_wit
     }
     vae, how = parts["vae"], functools.partial(decode.call, settings=SETTINGS.traced())
     [called] = recorder.network_calls(decode, parts, vae, how, SETTINGS)
-    assert {name: list(value.shape) for name, value in called.tensors.items()} == {"z": [1, 16, 3, 4, 6]}
+    assert {name: list(value.shape) for name, value in called.tensors.items()} == {"z": [1, 8, 3, 4, 6]}
     frames, not_finite = called.output
     assert (list(frames.shape), frames.dtype) == ([1, 9, 3, 32, 48], torch.uint8) and not_finite.ndim == 0
 
@@ -420,9 +420,9 @@ def test_decode_knows_the_image_latents_of_its_job_without_an_encoder(pack):
 
 def test_latents_of_another_size_are_not_decoded(stage, parts_with):
     with pytest.raises(ArtefactForeignError) as caught:
-        stage("decode").run(parts_with(), None, SETTINGS, Steps(), latents=torch.zeros(1, 3, 16, 4, 6))
+        stage("decode").run(parts_with(), None, SETTINGS, Steps(), latents=torch.zeros(1, 3, 8, 4, 6))
     assert str(caught.value) == (
-        "denoise.safetensors: 'latents' has shape [1, 3, 16, 4, 6], and this job takes [1, 4, 16, 4, 6]. Run --stage "
+        "denoise.safetensors: 'latents' has shape [1, 3, 8, 4, 6], and this job takes [1, 4, 8, 4, 6]. Run --stage "
         "denoise with this model and size."
     )
 
