@@ -70,3 +70,4 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "profile").write_text("a file is in its way")
     with pytest.raises(OutputError, match=r"profile/denoise: The trace cannot be written: .* --out\.$"):
         steps_of(Profile(tmp_path, "denoise", 1), 4)
+    steps_of(Profile(tmp_path / "other", "denoise", 1), 3)  # JAX would refuse a second trace after one it lost

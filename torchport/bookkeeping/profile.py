@@ -86,6 +86,10 @@ def _tracing(folder: Path) -> Iterator[None]:
     Raises:
         OutputError: The trace cannot be written.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
+    except OSError as error:
+        raise _unwritten(folder, error) from error
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's own calls would be most of the file, and of the time
     jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
@@ -95,6 +99,11 @@ def _tracing(folder: Path) -> Iterator[None]:
         try:
             jax.profiler.stop_trace()
         except (OSError, jax.errors.JaxRuntimeError) as error:
-            reason = " ".join(str(error).split())[:200].rstrip(".")
-            remedy = "Free some space, or choose another folder with --out"
-            raise OutputError(str(folder), f"The trace cannot be written: {reason}", remedy) from error
+            raise _unwritten(folder, error) from error
+
+
+def _unwritten(folder: Path, error: Exception) -> OutputError:
+    """Returns the refusal of a folder that takes no trace."""
+    reason = " ".join(str(error).split())[:200].rstrip(".")
+    remedy = "Free some space, or choose another folder with --out"
+    return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)
