@@ -1,4 +1,7 @@
-"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line."""
+"""Reads YAML strictly into frozen models: every mistake is an error that names the file and the line.
+
+It has more than 400 lines, because a mistake in a value is found by its line: reading and refusing need each other.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +93,8 @@ def read_document(file: Path, title: str | None = None) -> Document:
 
 # libyaml's parser, where PyYAML was built with it: the same events, many times as fast.
 _LOADER: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+# Python's recursion and libyaml have limits that differ by release. Ours is below them.
+_DEEPEST = 100
 _CORE: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     # The plain scalars of YAML 1.2's core schema: `1e-5` is a number, and `no` is a word. Beside it, digits in groups.
     (re.compile(r"null|Null|NULL|~|"), lambda text: None),
@@ -110,7 +115,7 @@ def parse_document(text: str, file: str) -> Document:
         line = mark.line + 1 if mark else 1
         problem = " ".join(str(error.problem or error.context).split())
         raise SyntaxYamlError(f"{file}:{line}", f"Not YAML: {problem}", "Mend the syntax") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split()).rstrip(".")[:200]
         raise SyntaxYamlError(f"{file}:1", f"Not YAML: {problem}", "Mend the syntax") from error
 
@@ -136,6 +141,8 @@ class _YamlReader:
 
     def _value(self, event: Any, path: Location) -> Any:
         self._check_plain(event)
+        if len(path) > _DEEPEST:
+            raise self._refusal(event, f"The value is nested in more than {_DEEPEST} others", "Nest it less deeply")
         self.lines.setdefault(path, _line(event))
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path)
