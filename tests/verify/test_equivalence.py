@@ -96,12 +96,32 @@ def test_a_tensor_of_a_function_is_compared_with_the_yardstick(upstream):
     assert "from the yardstick, upstream" in far[2]
 
 
+def test_patches_of_one_target_are_tested_together():
+    one, two = entry(), entry(id="a.second")
+    others = [entry(id="a.third", target="plain_upstream:shift"), entry(id="a.fourth", plumbing=True)]
+    assert equivalence._beside(one, [one, two, *others]) == [two]
+
+
+def test_what_upstream_compiles_is_called_as_it_is_written(upstream):
+    def refuse(graph, inputs):
+        raise NotImplementedError("the compiler knows no device of the engine's")
+
+    original, wide = equivalence._original(torch.compile(upstream.scale, backend=refuse), call())
+    assert torch.allclose(original.double(), wide)
+
+
 def test_a_promise_is_judged_by_what_it_says(upstream):
     one = call()
     original, wide = equivalence._original(upstream.scale, one)
     off = original * 1.01
     assert equivalence._judged(entry({"close": {"bound": 0.02}}), one, off, original, wide)[1] == "rounding"
     assert equivalence._judged(entry({"close": {"bound": 0.002}}), one, off, original, wide)[1] == "broken"
+    near, far = (wide * (1 + apart) for apart in (4.2e-7, 6e-7))
+    assert equivalence._judged(entry(), one, near, original, wide)[1] == "broken"
+    order = equivalence._judged(entry({"algebraic": "another order"}), one, near, original, wide)
+    assert order[1] == "rounding"
+    assert order[2].endswith("4.8e-07 in the worst order of summation")  # of 8 terms
+    assert equivalence._judged(entry({"algebraic": "another order"}), one, far, original, wide)[1] == "broken"
     assert equivalence._judged(entry({"lossy": "fast"}), one, off, original, wide)[2].endswith("declared lossy")
 
 
@@ -113,9 +133,10 @@ def test_a_result_of_another_shape_is_unclear(upstream):
 
 
 def test_inputs_that_upstream_refuses_are_left_out(upstream):
-    assert (
-        equivalence._original(upstream.scale, Noted("odd", None, (torch.ones(2, 3),), {"mask": torch.ones(7)})) is None
-    )
+    refused = Noted("odd", None, (torch.ones(2, 3),), {"mask": torch.ones(7)})
+    tested = equivalence._tested(entry(), [refused], None, [])
+    assert (tested.verdict, tested.cases) == ("unclear", 0)
+    assert tested.why.startswith("it cannot be called alone (upstream refuses odd: The size of tensor a (2)")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchport.verify import recording, verification
 from torchport.verify.facts import Verdict
 from torchport.verify.verification import Options
 
-SIZES = ("height=32", "width=48", "frames=9", "steps=2", "machine=cpu:1", "mesh={}")
+SIZES = ("height=32", "width=48", "frames=9", "steps=3", "machine=cpu:1", "mesh={}")
 CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}
 PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat"}
 """HunyuanVideo's second encoder reads what is quoted: without it, its tokens are masked, and no picture shows them."""

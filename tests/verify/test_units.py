@@ -7,6 +7,7 @@ import torch
 
 from torchport.verify import causes
 from torchport.verify.borders import Border, Copies, Pass, outer_paths
+from torchport.verify.effects import of_port
 from torchport.verify.facts import Unit, Verdict
 from torchport.verify.recording import Call
 from torchport.verify.units import Measured, Units, looked_into
@@ -36,6 +37,13 @@ class Network(torch.nn.Module):
         return self.outlet(self.middle(self.inlet(x)))[:1]
 
 
+class Mixed(Linear):
+    """Adds the last token to all others: a fault that shows what nobody should see."""
+
+    def forward(self, x):
+        return super().forward(x) + x[-1:]
+
+
 class HostPort:
     """A port in PyTorch, with errors in some of its modules: by path, the error and the tokens that have it."""
 
@@ -61,10 +69,9 @@ def recorded():
     return Call("denoise", "net", 0, 0, {"x": X}, output, output, watch.noted, watch.noted, {})
 
 
-def verdicts(port, is_over=False):
-    return {
-        one.unit.path: one.unit for one in looked_into(Units(port, recorded()), is_over) if one.unit.kind == "block"
-    }
+def verdicts(port, is_over=False, call=None, outputs=None):
+    units = Units(port, call or recorded(), outputs)
+    return {one.unit.path: one.unit for one in looked_into(units, is_over) if one.unit.kind == "block"}
 
 
 LAST, ALL = slice(2, 3), slice(None)
@@ -104,3 +111,61 @@ def test_what_is_left_without_a_patch_is_judged_by_what_the_output_shows(tokens,
     assert causes._is_cured(unit.rounding, added) is is_cured
     unmeasured = dataclasses.replace(measured, unit=dataclasses.replace(unit, effect=None))
     assert not causes._is_cured(unit.rounding, causes._added(HostPort(inlet=(0.5, tokens)), recorded(), unmeasured))
+
+
+def leaking():
+    """A port with an error in the last token after `inlet`, which only its fault in `middle` shows."""
+    port = HostPort(inlet=(1.0, LAST))
+    port.module.middle.__class__ = Mixed
+    return port
+
+
+def test_an_error_that_only_a_later_fault_shows_is_harmless_in_the_original():
+    in_original = of_port(HostPort(), recorded())
+    units = verdicts(leaking(), outputs=in_original)
+    assert [unit.verdict for unit in units.values()] == [Verdict.SAME, Verdict.OTHER, Verdict.SAME]
+    assert units["inlet"].effect == 0
+    assert verdicts(leaking())["inlet"].verdict is Verdict.OTHER  # beside a capture, the port itself shows effects
+
+
+def lucky(error):
+    """A call of an original that is exact in the end, though each of its blocks has an error: they cancel."""
+    call = recorded()
+    outer = {border: call.values[border] for border in call.values}
+    for path in ("inlet", "middle"):
+        border = Border(path, 0, "out")
+        outer[border] = outer[border] + error
+    return dataclasses.replace(call, outer=outer)
+
+
+def test_the_rounding_of_a_network_is_at_least_what_those_of_its_blocks_make_together():
+    units = Units(HostPort(), lucky(1e-5))
+    before = units.rounding
+    units.estimate_rounding(10 * before)
+    after = units.rounding
+    assert 10 * before < after < 1e-4
+    units.estimate_rounding(10 * after)
+    assert units.rounding == after  # it is estimated once
+
+
+@pytest.mark.parametrize("ratio", [1.9, 101])
+def test_the_rounding_is_left_where_no_verdict_depends_on_it(ratio):
+    units = Units(HostPort(), lucky(1e-5))
+    before = units.rounding
+    units.estimate_rounding(ratio * before)
+    assert units.rounding == before
+
+
+def test_a_fault_is_no_rounding_though_the_original_was_lucky():
+    units = verdicts(HostPort(middle=(1e-3, ALL)), call=lucky(1e-6))
+    assert units["middle"].verdict is Verdict.OTHER
+
+
+def test_an_error_that_cannot_be_shown_in_the_original_is_judged_by_itself():
+    call, border = recorded(), Border("inlet", 0, "out")
+    port = HostPort(inlet=(1.0, LAST))
+    paired = {b: (value, None) if b == border else value for b, value in call.values.items()}
+    units = Units(port, dataclasses.replace(call, values=paired))
+    one = Measured(Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0), border, "inlet")
+    units.last = port.called({"x": X}, ["", *port.outer], {})[1]
+    assert units.effects([one]) == [None]

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from torchport.verify.yardstick import Wide, distance, floor, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import computing_in, distance, floor, wide_dtype, wide_module, widened
 
 
 class Norm(torch.nn.Module):
@@ -25,11 +25,20 @@ def test_float64_stands_beside_float32_and_float32_beside_bfloat16():
 
 def test_what_a_module_casts_to_float32_stays_as_wide_as_the_yardstick():
     module, x = wide_module(Norm(), torch.float64), torch.rand(3, dtype=torch.float64)
-    with Wide(torch.float64):
+    with computing_in(torch.float64):
         output = module(x)
     assert output.dtype is torch.float64
     exact = x * torch.linspace(0, 1, 3, dtype=torch.float64) + torch.arange(3, dtype=torch.float64)
     assert torch.equal(output, exact)
+
+
+def test_what_upstream_compiles_runs_as_it_is_written():
+    def refuse(graph, inputs):
+        raise NotImplementedError("no compiled kernel has float64")
+
+    doubled = torch.compile(lambda x: x * 2, backend=refuse)
+    with computing_in(torch.float64):
+        assert doubled(torch.ones(1, dtype=torch.float64)) == 2
 
 
 def test_whole_numbers_and_masks_keep_their_dtypes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
-from torchport.verify import handover, pictures, programs, seams
+from torchport.verify import effects, handover, pictures, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit, Verdict
 from torchport.verify.port import Port
-from torchport.verify.recording import Enough, Inside, Recording, read, start_of, under, weights_of
+from torchport.verify.recording import Call, Enough, Inside, Recording, read, start_of, under, weights_of
 from torchport.verify.units import Measured, Units, looked_into, with_effects
 from torchport.verify.yardstick import distance, floor
 
@@ -56,12 +56,13 @@ class Compared:
     called: frozenset[str] = frozenset()
 
 
-def compare(request: Request, file: Path) -> Compared:
+def compare(request: Request, file: Path, original: Request | None) -> Compared:
     """Returns how the port differs from a recording; runs in a process of its own.
 
     Args:
         request: Of the port.
         file: The recording.
+        original: Of the original, which shows the effect of errors; None: the port does, as beside a capture.
     """
     task, compared = accept(request), Compared()
     with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as kept:
@@ -78,7 +79,9 @@ def compare(request: Request, file: Path) -> Compared:
             if any(call.stage == stage.name for call in recording.calls):
                 with patch.applied(task.patches([stage]), stage=stage.name) as own:
                     with engine.operators({op.target: op.function for op in own.ops()}):
-                        _Comparison(task, stage, folder, own, recording, compared, kept).run(ends, planned[stage.name])
+                        comparison = _Comparison(task, stage, folder, own, recording, compared, kept)
+                        shown = functools.partial(effects.of_original, original, file) if original else None
+                        comparison.run(ends, planned[stage.name], shown)
         if recording.decoded is not None:
             compared.decoded = _decoded(task, folder, recording.decoded)
         before = _counts(ledger)
@@ -120,7 +123,8 @@ def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     with under(task, [stage]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
-        units = Units(Port(task, stage, folder, ledger), call)
+        original = dataclasses.replace(request, backend="original")
+        units = Units(Port(task, stage, folder, ledger), call, effects.of_original(original, file, call))
         units.outer()
         return with_effects(units, units.inner(inside.block))
 
@@ -185,18 +189,35 @@ class _Comparison:
         self.recording, self.compared, self.programs = recording, compared, programs
         self.calls = [call for call in recording.calls if call.stage == stage.name]
 
-    def run(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[programs.Program] | None) -> None:
+    def run(
+        self,
+        ends: dict[str, dict[str, torch.Tensor]],
+        planned: list[programs.Program] | None,
+        shown: Callable[[Call], effects.Outputs] | None,
+    ) -> None:
         """Compares the stage's programs, and then its modules.
 
         Args:
             ends: What the stages before returned; is added to.
             planned: The programs that a plan has of the stage; None where they are not known.
+            shown: Shows the effect of errors in a call; None: the port does.
         """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
             is_over = any(one.unit.verdict is Verdict.OTHER for one in self.compared.measured)
-            self.compared.measured += looked_into(Units(port, call), is_over)
+            units = Units(port, call, shown(call) if shown is not None else None)
+            found = looked_into(units, is_over)
+            self.compared.measured += found
+            if not any(one.unit.verdict is Verdict.OTHER for one in found):
+                self._judge_again(call, units)
+
+    def _judge_again(self, call: Call, units: Units) -> None:
+        """Judges a call's program by a better estimate of the rounding, where none of its units is at fault."""
+        for number, unit in enumerate(self.compared.networks):
+            if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
+                units.estimate_rounding(unit.added)
+                self.compared.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""

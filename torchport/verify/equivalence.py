@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from torchport.verify.causes import promise
 from torchport.verify.facts import FAULT
 from torchport.verify.inputs import Noted, made_of, noting
 from torchport.verify.recording import Enough, under, weights_of
-from torchport.verify.yardstick import Wide, distance, floor, matched, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import computing_in, distance, floor, matched, wide_dtype, wide_module, widened
 
 SAME, ROUNDING, BROKEN, UNCLEAR = "same", "rounding", "broken", "unclear"
 """Verdicts: the same bits; no more than rounding; more than rounding; not measured."""
@@ -77,8 +78,14 @@ def alone(request: Request) -> list[Alone]:
             calls = _noted(original, stage, folder, entries)
             base = [entry for entry in port.patches([stage]) if entry.plumbing]  # without them the engine cannot start
             for entry in entries:
-                rows[entry.id] = _tested(entry, calls.get(entry.id, []), port, base)
+                rows[entry.id] = _tested(entry, calls.get(entry.id, []), port, [*base, *_beside(entry, entries)])
     return list(rows.values())
+
+
+def _beside(entry: patch.Entry, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
+    """Returns the other patches of a patch's target: what several of them make of a function is one replacement."""
+    same = [other for other in entries if other.target == entry.target and not other.plumbing]
+    return [other for other in same if other.id != entry.id]
 
 
 def _noted(task: Task, stage: Stage, folder: Path, entries: Sequence[patch.Entry]) -> dict[str, list[Noted]]:
@@ -130,12 +137,13 @@ def _tested(entry: patch.Entry, calls: list[Noted], port: Task, base: list[patch
     if reason:
         return Alone(*head, UNCLEAR, reason)
     cases = [case for call in calls for case in (call, *made_of(call))]
-    worst, refused, count = (-1.0, SAME, ""), [], 0
+    worst, refused, unknown, count = (-1.0, SAME, ""), [], "", 0
     # Nothing may hold upstream's function while its patch is put in force.
     every = [_original(inputs.function_of(entry), case) for case in cases]
     for case, expected in zip(cases, every, strict=True):
-        if expected is None:
-            continue  # upstream refuses these inputs, too
+        if isinstance(expected, str):
+            unknown = unknown or f"upstream refuses {case.what}: {expected}"
+            continue
         with patch.applied([*base, entry]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
             own, why = _ported(entry, case, port)
         if why:
@@ -144,7 +152,7 @@ def _tested(entry: patch.Entry, calls: list[Noted], port: Task, base: list[patch
         count += 1
         worst = max(worst, _judged(entry, case, own, *expected))
     if count == 0:
-        return Alone(*head, UNCLEAR, f"it cannot be called alone ({refused[0] if refused else 'upstream refuses'})")
+        return Alone(*head, UNCLEAR, f"it cannot be called alone ({refused[0] if refused else unknown})")
     return Alone(*head, worst[1], worst[2], count, tuple(refused))
 
 
@@ -159,8 +167,8 @@ def _unclear(entry: patch.Entry, calls: list[Noted]) -> str:
     return "" if any(call.has_tensor for call in calls) else "its target gets no tensor"
 
 
-def _original(function: Any, case: Noted) -> tuple[Any, Any] | None:
-    """Returns what upstream's function returns, and what it returns in the yardstick's dtype; None if it refuses."""
+def _original(function: Any, case: Noted) -> tuple[Any, Any] | str:
+    """Returns what upstream's function returns, and what it returns in the yardstick's dtype; why, if it refuses."""
     floats = [leaf.dtype for leaf in pytree.tree_leaves((case.args, case.kwargs)) if _is_float(leaf)]
     dtype = wide_dtype(max(floats, key=lambda one: one.itemsize, default=torch.float32))
     module = _of_dtype(case)
@@ -168,12 +176,13 @@ def _original(function: Any, case: Noted) -> tuple[Any, Any] | None:
     first, second = ([] if module is None else [module]), ([] if module is None else [wide_module(module, dtype)])
     args, kwargs = widened((wide.args, wide.kwargs), dtype)
     try:
-        with torch.no_grad():
+        # PyTorch's compiler asks for a device's driver, and the engine's device has none.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             output = function(*first, *own.args, **own.kwargs)
-            with Wide(dtype):
+            with computing_in(dtype):
                 return output, function(*second, *args, **kwargs)
-    except refusals():
-        return None
+    except refusals() as error:
+        return brief(error)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -255,7 +264,22 @@ def _judged(entry: patch.Entry, case: Noted, own: Any, original: Any, wide: Any)
     if promised.lossy is not None:
         return ratio, ROUNDING, f"{words}; declared lossy"
     bound = promised.close.bound if promised.close is not None else FAULT * rounding
+    if promised.algebraic is not None and bound < added <= _of_any_order(case):
+        return ratio, ROUNDING, f"{words}; {_of_any_order(case):.2g} in the worst order of summation"
     return ratio, ROUNDING if added <= bound else BROKEN, words
+
+
+def _of_any_order(case: Noted) -> float:
+    """Returns what orders of summation may differ by: half a rounding of float32 for each term of the longest sum.
+
+    Upstream's own order may be a good one, so its rounding does not bound that of another. Source: N. Higham, Accuracy
+    and Stability of Numerical Algorithms, section 4.2. The longest sum is taken to be over the longest dim, or over all
+    positions of a tensor `[batch, channels, frames, height, width]`.
+    """
+    shapes = [leaf.shape for leaf in pytree.tree_leaves((case.args, case.kwargs)) if _is_float(leaf)]
+    lengths = [size for shape in shapes for size in shape]
+    lengths += [math.prod(shape[2:]) for shape in shapes if len(shape) == 5]
+    return max(lengths, default=1) * torch.finfo(torch.float32).eps / 2
 
 
 def lines(rows: Sequence[Alone]) -> list[str]:

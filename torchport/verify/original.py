@@ -9,7 +9,7 @@ import torch
 
 from torchport.compile.eager import Eager
 from torchport.verify.borders import Copies, Pass, Values, inner_paths, outer_paths
-from torchport.verify.yardstick import Wide, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import computing_in, wide_dtype, wide_module, widened
 
 
 class Original:
@@ -44,6 +44,12 @@ class Original:
             self.dtype = torch.float64
         return output, watch.noted
 
+    def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
+        """Returns what the network returns with other values at some borders."""
+        watch = Pass(self.eager.module, {border.path for border in values}, values, _like, Copies())
+        with watch.watching():
+            return self.eager(**inputs)
+
     def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
         """Returns what the yardstick returns, and its values at borders.
 
@@ -56,8 +62,8 @@ class Original:
         if self._wide is None:
             module = wide_module(eager.module, self.dtype)
             self._wide = Eager(module, eager.how, eager.outputs, eager.name)
-        watch = Pass(self._wide.module, paths, given(values), _as_wide, Copies())
-        with watch.watching(), Wide(self.dtype):
+        watch = Pass(self._wide.module, paths, given(values), _like, Copies())
+        with watch.watching(), computing_in(self.dtype):
             output = self._wide(**widened(dict(inputs), self.dtype))
         return output, watch.noted
 
@@ -71,6 +77,6 @@ def _same(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return given
 
 
-def _as_wide(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a value of the original in the yardstick's dtype; a copy, as a module may write into it."""
+def _like(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a value in the network's own dtype; a copy, as a module may write into it."""
     return given.to(like.dtype, copy=True)

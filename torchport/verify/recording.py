@@ -28,7 +28,7 @@ from torchport.task import Request, Task, accept
 from torchport.verify import handover, seams
 from torchport.verify.borders import Values, inner_paths, size
 from torchport.verify.original import Original
-from torchport.verify.yardstick import Wide, distance, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import computing_in, distance, wide_dtype, wide_module, widened
 
 LIMIT = 2**30
 """Bytes of one call's borders up to which all modules are recorded at once; above it, those of a faulty unit alone."""
@@ -393,5 +393,5 @@ class Widened:
 
     def __call__(self, **inputs: Any) -> Any:
         """Returns what the network returns."""
-        with Wide(self.dtype):
+        with computing_in(self.dtype):
             return self.eager(**widened(inputs, self.dtype))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from torchport.verify.borders import Border, Pass, Values, inner_paths
+from torchport.verify.effects import Outputs, of_port
 from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.original import given
 from torchport.verify.port import Port
@@ -16,7 +18,9 @@ from torchport.verify.recording import Call
 from torchport.verify.yardstick import distance, floor, is_sampled, matched
 
 HARMLESS = 6
-"""Units of one call, with more than rounding, whose effect on the network's output is measured."""
+"""Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
+CLEAR = 100.0
+"""Roundings in the output above which no better estimate of the rounding makes an error one."""
 
 
 @dataclasses.dataclass
@@ -48,22 +52,30 @@ class Units:
     Args:
         port: The port's network.
         call: The original's, recorded.
+        outputs: Shows the effect of values at borders; None: the port does.
+
+    Attributes:
+        rounding: Of the network's output; see `estimate_rounding`.
     """
 
-    def __init__(self, port: Port, call: Call) -> None:
+    def __init__(self, port: Port, call: Call, outputs: Outputs | None = None) -> None:
         self.port = port
         self.call = call
+        self.outputs = outputs or of_port(port, call)
+        self.rounding = max(call.rounding, floor(call.output))
+        self._is_estimated = False
+        self._apart: float | None = None  # what the errors of all units together make in the output
         self.free: Values = {}
         self.last: Pass | None = None
         self.between: dict[Border, list[str]] = {}
-        self.together: float | None = None  # the errors of all units in the output, in units of the rounding there
 
     def outer(self) -> list[Measured]:
         """Returns the network's blocks, and what its forward computes between them."""
         paths = ["", *self.port.outer]
         output, free = self.port.called(self.call.inputs, paths, {})
         self.free = free.noted
-        self.together = self._in_roundings(distance(output, self.call.wide_output))
+        self._apart = distance(output, self.call.wide_output)
+        self.estimate_rounding(self._apart)
         values = {border: value for border, value in self.call.values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, paths, given(values))
         self.last = forced
@@ -85,23 +97,61 @@ class Units:
         _, forced = self.port.called(self.call.inputs, [*self.port.outer, *paths], borders, skipped)
         return list(self._measured(forced, self.call.inner, paths, block, skipped))
 
-    def effect(self, measured: Measured) -> float | None:
-        """Returns what a unit's own error alone does to the network's output, in units of the rounding there."""
-        if is_sampled(self.call.values[measured.border]):
-            return None  # a capture has no more of it
-        return self.effect_of(measured.border, measured_value(self, measured))
+    @property
+    def together(self) -> float | None:
+        """What the errors of all units make together in the output, in units of the rounding there."""
+        return self._in_roundings(self._apart)
+
+    def effects(self, measured: Sequence[Measured]) -> list[float | None]:
+        """Returns what each unit's own error alone does to the network's output, in units of the rounding there.
+
+        None stands for a unit that a capture has only some rows of, or whose value cannot take the original's place.
+        """
+        whole = [one for one in measured if not is_sampled(self.call.values[one.border])]
+        changes = [(one.border, measured_value(self, one)) for one in whole]
+        changes = [(border, value) for border, value in changes if _takes_place(value, self.call.values[border])]
+        moved = self._moved(changes)
+        for apart in moved:
+            self.estimate_rounding(apart)
+        by_border = {border: self._in_roundings(apart) for (border, _), apart in zip(changes, moved, strict=True)}
+        return [by_border.get(one.border) for one in measured]
 
     def effect_of(self, border: Border, bad: Any) -> float | None:
         """Returns what a value at a border, in place of the original's, does to the output, in units of rounding."""
-        outputs = []
-        for value in (bad, self.call.values[border]):
-            output, _ = self.port.called(self.call.inputs, [border.path], {border: value})
-            outputs.append(output)
-        return self._in_roundings(distance(*outputs))
+        [moved] = self._moved([(border, bad)])
+        return self._in_roundings(moved)
+
+    def estimate_rounding(self, apart: float | None) -> None:
+        """Takes what the roundings of all blocks make together for the network's, if that is more.
+
+        The original has one rounding of many that are as likely, and in it the errors of blocks may cancel. So each
+        block's is measured in the output, and the root of the sum of their squares is what is to be expected. It takes
+        two calls of the network for each border, so it is left where it changes no verdict.
+
+        Args:
+            apart: A distance of outputs that is judged.
+        """
+        ratio = self._in_roundings(apart)
+        if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
+            return
+        self._is_estimated = True
+        values, wide = self.call.values, self.call.outer
+        borders = [border for border in given(wide) if border in values and not is_sampled(values[border])]
+        moved = self._moved([(border, wide[border]) for border in borders if distance(values[border], wide[border])])
+        together = math.sqrt(sum(apart**2 for apart in moved if apart is not None and math.isfinite(apart)))
+        self.rounding = max(self.rounding, together)
+
+    def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
+        """Returns how far values at borders, in place of the original's, move the network's output."""
+        if not changes:
+            return []
+        pairs = [{border: each} for border, value in changes for each in (value, self.call.values[border])]
+        outputs = self.outputs(pairs)
+        return [distance(*outputs[i : i + 2]) for i in range(0, len(outputs), 2)]
 
     def _in_roundings(self, apart: float | None) -> float | None:
         """Returns a distance of two outputs in units of the rounding there."""
-        return None if apart is None else apart / max(self.call.rounding, floor(self.call.output))
+        return None if apart is None else apart / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
         """Returns the other blocks whose outputs are known in every detail, so that they need not be called."""
@@ -196,6 +246,13 @@ def _owner(path: str, paths: Collection[str]) -> str:
     return max(owners, key=len, default="")
 
 
+def _takes_place(value: Any, original: Any) -> bool:
+    """Returns whether a value is put in the place of another one: a tree of another structure is not."""
+    if isinstance(value, Mapping) and isinstance(original, Mapping):
+        return all(_takes_place(value[key], original[key]) for key in value.keys() & original.keys())
+    return pytree.tree_structure(value) == pytree.tree_structure(original)
+
+
 def _shapes(tree: Any) -> dict[Any, Any]:
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return {path: tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
@@ -242,20 +299,21 @@ def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
             if one.unit.ratio > ROUNDING:
                 one.unit = dataclasses.replace(one.unit, effect=together)
         return measured
-    result, budget = [], HARMLESS
-    is_over = False
+    candidates: list[Measured] = []
     for one in measured:
-        if one.unit.ratio > (ROUNDING if budget > 0 else FAULT) and not is_over:
-            one.unit = dataclasses.replace(one.unit, effect=units.effect(one))
-            budget -= 1
-            is_over = one.unit.verdict is Verdict.OTHER
-        elif is_over:
-            _behind(one)
-        result.append(one)
-    return result
+        if one.unit.ratio > (ROUNDING if len(candidates) < HARMLESS else FAULT):
+            candidates.append(one)
+    for start in range(0, len(candidates), HARMLESS):
+        some = candidates[start : start + HARMLESS]
+        for one, effect in zip(some, units.effects(some), strict=True):
+            one.unit = dataclasses.replace(one.unit, effect=effect)
+        if any(one.unit.verdict is Verdict.OTHER for one in some):
+            break
+    first = next((i for i, one in enumerate(measured) if one.unit.verdict is Verdict.OTHER), len(measured))
+    return [*measured[: first + 1], *map(_behind, measured[first + 1 :])]
 
 
 def _behind(measured: Measured) -> Measured:
     """Returns a unit that stands behind the first fault."""
-    measured.unit = dataclasses.replace(measured.unit, is_behind=True)
+    measured.unit = dataclasses.replace(measured.unit, effect=None, is_behind=True)
     return measured

@@ -100,8 +100,9 @@ def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> tu
 
     The port's process imports, checks and plans while the original's runs. It loads no weights before that has ended.
     """
+    original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
     with ThreadPoolExecutor(1) as pool:
-        port: Future[Compared] = pool.submit(_call, "comparing:compare", task.request, file)
+        port: Future[Compared] = pool.submit(_call, "comparing:compare", task.request, file, original)
         try:
             notes = _original(task, options, file, clock)
         except BaseException:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +66,19 @@ class Wide(TorchFunctionMode):
             return args[0].double()
         args, kwargs = pytree.tree_map(_as_float64, (args, kwargs))
         return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Computes in the yardstick's dtype for the length of a `with`.
+
+    What upstream gives to `torch.compile` runs as it is written: flex attention has no compiled float64 on a CPU.
+
+    Args:
+        dtype: The yardstick's.
+    """
+    with torch.compiler.set_stance("force_eager"), Wide(dtype):
+        yield
 
 
 def _as_float64(value: Any) -> Any:
