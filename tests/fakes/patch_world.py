@@ -42,7 +42,9 @@ class World:
         """Forgets the modules that the test imported; nothing of the engine may be left in the import system."""
         gc.unfreeze()
         for name in set(sys.modules) - self._modules:
-            if name.partition(".")[0] in ("up", "other", "torchport_patches"):
+            file = getattr(sys.modules[name], "__file__", None)
+            is_of_site = file is not None and Path(file).is_relative_to(self.site)  # under whatever name
+            if is_of_site or name.partition(".")[0] in ("up", "other", "torchport_patches"):
                 del sys.modules[name]
         assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("torchport")]
 

@@ -17,11 +17,7 @@ from torchport.task import Request
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     world = World(tmp_path, monkeypatch)
-    before = set(sys.modules)
     yield world
-    for name in set(sys.modules) - before:
-        if name in ("m", "sub", "sub.m", "link"):
-            del sys.modules[name]
     world.close()
 
 
