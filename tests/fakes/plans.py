@@ -41,7 +41,7 @@ def stage(**more):
         "trace_s": 1.0,
         "compile_s": 60.5,
     } | more
-    program = figures | {"inputs": {"x": [2, 65], "y": [2]}, "times": 50, "dump": None}
+    program = figures | {"inputs": {"x": [2, 65], "y": [2]}, "times": 50, "borders_bytes": 24 * GIB, "dump": None}
     program.pop("steps", None)
     network = {"dtypes": {"transformer": "bfloat16"}, "precision": {"transformer": "default"}}
     return {"steps": 50, "programs": [program], **network, **figures}

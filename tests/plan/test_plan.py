@@ -15,7 +15,7 @@ from torchport.attention import dispatch, tiles
 from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
-from torchport.plan import aot, calibration, collectives, plan, report
+from torchport.plan import aot, calibration, collectives, plan, report, verification
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.processes import child
 from torchport.shard.grid import Spot
@@ -130,7 +130,7 @@ def unfit(what, asked, limit):
 
 def compiled_program(memory, **fields):
     """What the compiler's process says of a program."""
-    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "dump": None}
+    known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "borders": 10**9, "dump": None}
     known |= {"trace_s": 1.0, "compile_s": 2.0, "calls": [], "passes": [], "spots": []}
     return aot.CompiledProgram(memory, **{**known, **fields})
 
@@ -160,7 +160,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
-    called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None)
+    called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None, borders=10**9)
     result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
     assert outputs is None
     overflow = result.memory
@@ -175,13 +175,16 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     assert not found.fits and found.stage("denoise").per_device.hbm_bytes == 32 * 2**30
 
 
-def test_a_verification_takes_the_weights_in_two_dtypes_and_four_calls():
+@pytest.mark.parametrize(("borders", "calls"), [(2**30, 5), (2**30 + 1, 3)])
+def test_a_verification_takes_the_weights_in_two_dtypes_and_the_blocks_values(borders, calls):
     task = accept(dataclasses.replace(request(*SMALL), stage="denoise"))
-    planned = {"denoise": types.SimpleNamespace(step=types.SimpleNamespace(flops=1e12))}
-    cost = plan.verification(task, planned)
-    assert cost.host_bytes == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
-    assert (cost.flops, cost.host_s) == (4e12, 4.0)
-    assert plan.verification(task, {}) is None
+    program = types.SimpleNamespace(borders_bytes=borders, times=8)
+    planned = {"denoise": types.SimpleNamespace(step=types.SimpleNamespace(flops=1e12), programs=[program], steps=8)}
+    cost = verification.cost_of(task, planned)
+    assert cost.values_bytes == borders
+    assert cost.host_bytes - borders == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
+    assert (cost.flops, cost.host_s) == (calls * 1e12, calls)
+    assert verification.cost_of(task, {}) is None
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():

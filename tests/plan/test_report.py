@@ -222,12 +222,14 @@ def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
 
 
 def test_a_plan_states_what_a_verification_takes():
-    cost = VerificationCost(host_bytes=48 * GIB, device_bytes=16 * GIB, flops=5.6e16, host_s=56000.0)
+    cost = VerificationCost(
+        host_bytes=72 * GIB, values_bytes=24 * GIB, device_bytes=16 * GIB, flops=5.6e16, host_s=56000.0
+    )
     job = plan(denoise=stage()).model_copy(update={"verification": cost})
     [line] = [line for line in report.lines(job) if line.startswith("verify: ")]
     assert line == (
-        "verify: weights of 48.0 GiB on the host, in two dtypes, and of 16.0 GiB on one device; a step takes "
-        "5.6e+16 FLOP on the host, 5.6e+04 s at 1 TFLOP/s"
+        "verify: a step takes about 72.0 GiB on the host, 24.0 GiB of them in TMPDIR, too, and weights of 16.0 GiB "
+        "on one device; 5.6e+16 FLOP on the host, 5.6e+04 s at 1 TFLOP/s"
     )
 
 

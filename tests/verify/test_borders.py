@@ -1,8 +1,13 @@
 """Values at the borders of modules are noted and replaced; blocks, modules and the code between them are told apart."""
 
+import gc
+import weakref
+
 import torch
 
-from torchport.verify.borders import Border, Copies, Pass, inner_paths, outer_paths, size
+from torchport.stages.recorder import unit_paths
+from torchport.verify import yardstick
+from torchport.verify.borders import Border, Copies, Pass, inner_paths, size
 from torchport.verify.yardstick import distance
 
 
@@ -46,7 +51,7 @@ def called(module, x, paths, given=None, **more):
 
 
 def test_the_units_of_a_network_are_its_children_and_the_elements_of_its_lists():
-    assert outer_paths(network()) == ["inlet", "blocks.0", "blocks.1"]
+    assert unit_paths(network()) == ["inlet", "blocks.0", "blocks.1"]
     assert inner_paths(network(), "blocks.1") == ["blocks.1", "blocks.1.norm", "blocks.1.linear"]
 
 
@@ -64,7 +69,7 @@ def test_values_are_noted_in_the_order_of_the_call():
 def test_a_block_with_the_originals_inputs_does_not_inherit():
     original, port = network(), network()
     port.inlet.weight += 1
-    x, paths = torch.ones(2, 4), outer_paths(original)
+    x, paths = torch.ones(2, 4), unit_paths(original)
     _, recorded = called(original, x, paths)
     _, forced = called(port, x, paths, recorded.noted)
     _, free = called(port, x, paths)
@@ -131,3 +136,21 @@ def test_a_tensor_that_nobody_wrote_into_is_copied_once():
     assert torch.equal(copies(x), torch.ones(3))
     assert torch.equal(first, torch.zeros(3))
     assert size({Border("a", 0, "in"): [first, first]}) == 12
+
+
+def test_a_copy_is_held_by_those_who_want_it_alone():
+    copies, x = Copies(), torch.zeros(3)
+    copy = weakref.ref(copies(x))
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert copy() is None and gone() is None
+
+
+def test_large_tensors_are_noted_in_rows_but_where_they_are_wanted_whole(monkeypatch):
+    monkeypatch.setattr(yardstick, "LARGE", 4)
+    monkeypatch.setattr(yardstick, "KEPT", 2)
+    border = Border("blocks.1", 0, "out")
+    _, watch = called(network(), torch.ones(3, 4), ["inlet", "blocks.0", "blocks.1"], whole=[border])
+    assert {value.shape for key, value in watch.noted.items() if key == border} == {(3, 4)}
+    assert {value.shape for key, value in watch.noted.items() if key.side == "out" and key != border} == {(2, 4)}

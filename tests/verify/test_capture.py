@@ -112,6 +112,9 @@ def test_a_large_tensor_is_compared_in_some_rows():
     shelf = Shelf()
     again = restored(json.loads(json.dumps(shelf.put(rows))), shelf.tensors)
     assert distance(whole, again) == 0
+    longer = random(1, LARGE // 64 + 72, 64)
+    assert distance(longer, again) is None, "the rows of another shape are other tokens"
+    assert distance(sampled(longer), again) is None
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_another_schema_is_refused(tmp_path, task, monkeypatch):
     monkeypatch.setattr(capture, "SCHEMA", 99)
     capture.write(tmp_path, recording(), task)
     monkeypatch.undo()
-    with pytest.raises(ArtefactForeignError, match=r"Its schema version is 99\. This torchport reads 1"):
+    with pytest.raises(ArtefactForeignError, match=r"Its schema version is 99\. This torchport reads 2"):
         capture.read(tmp_path)
 
 

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from torchport.verify import causes
-from torchport.verify.borders import Border, Copies, Pass, outer_paths
+from torchport.stages.recorder import unit_paths
+from torchport.verify import causes, yardstick
+from torchport.verify.borders import Border, Copies, Pass
 from torchport.verify.effects import of_port
 from torchport.verify.facts import Unit, Verdict
 from torchport.verify.recording import Call
@@ -53,10 +54,10 @@ class HostPort:
         for path, (error, tokens) in errors.items():
             module = self.module.get_submodule(path)
             module.error, module.tokens = error, tokens
-        self.outer = outer_paths(self.module)
+        self.outer = unit_paths(self.module)
 
-    def called(self, inputs, paths, given, skipped=()):
-        watch = Pass(self.module, paths, given, lambda new, like: new, Copies(), skipped)
+    def called(self, inputs, paths, given, skipped=(), whole=()):
+        watch = Pass(self.module, paths, given, lambda new, like: new, Copies(), skipped, whole=whole)
         with watch.watching():
             output = self.module(**inputs)
         return output, watch
@@ -65,7 +66,7 @@ class HostPort:
 def recorded():
     """A call of the original whose yardstick is the same: its rounding is one of the dtype."""
     port = HostPort()
-    output, watch = port.called({"x": X}, ["", *port.outer], {})
+    output, watch = port.called({"x": X}, ["", *port.outer], {}, whole=None)
     return Call("denoise", "net", 0, 0, {"x": X}, output, output, watch.noted, watch.noted, {})
 
 
@@ -169,3 +170,37 @@ def test_an_error_that_cannot_be_shown_in_the_original_is_judged_by_itself():
     one = Measured(Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0), border, "inlet")
     units.last = port.called({"x": X}, ["", *port.outer], {})[1]
     assert units.effects([one]) == [None]
+
+
+@pytest.fixture
+def sampling(monkeypatch):
+    """Tensors of more than 4 numbers are compared in 2 of their rows: the first and the last."""
+    monkeypatch.setattr(yardstick, "LARGE", 4)
+    monkeypatch.setattr(yardstick, "KEPT", 2)
+
+
+def large():
+    """A call whose yardstick's values are kept in rows, and the original's whole, as in a recording of a long video."""
+    call = recorded()
+    outer = {
+        border: yardstick.sampled(value) if border.side == "out" else value for border, value in call.outer.items()
+    }
+    assert any(yardstick.is_sampled(value) for value in outer.values())
+    return dataclasses.replace(call, outer=outer)
+
+
+@pytest.mark.parametrize("tokens", [LAST, ALL])
+def test_a_fault_is_found_in_rows_and_its_effect_is_measured_whole(sampling, tokens):
+    units = verdicts(HostPort(middle=(0.5, tokens)), call=large())
+    expected = verdicts(HostPort(middle=(0.5, tokens)))
+    assert {path: unit.verdict for path, unit in units.items()} == {path: u.verdict for path, u in expected.items()}
+    assert units["middle"].effect == pytest.approx(expected["middle"].effect)
+    assert units["middle"].effect is not None
+
+
+def test_an_estimate_of_the_rounding_takes_no_rows_for_the_whole(sampling):
+    call = large()
+    units = Units(HostPort(), call)
+    before = units.rounding
+    units.estimate_rounding(10 * before)
+    assert units.rounding == before

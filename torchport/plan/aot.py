@@ -121,6 +121,7 @@ class CompiledProgram:
         times: How often the verb does.
         steps: The denoising steps of all the verb's calls; 1 for another stage.
         flops: Of one run, on the whole slice.
+        borders: Bytes of what the network's units get and return in one run, as upstream computes it.
         calls: Calls of attention.
         passes: Of each kernel beside attention the call that moves most.
         spots: Where the mesh's devices are, in its order.
@@ -134,6 +135,7 @@ class CompiledProgram:
     times: int
     steps: int
     flops: int
+    borders: int
     calls: list[dispatch.Traced]
     passes: list[dispatch.Pass]
     spots: list[grid.Spot]
@@ -213,13 +215,14 @@ def _program(
     written, end = set(dump.glob(SCHEDULED)) - written, time.monotonic()
     lowered_at = lowered_at or end  # a tile may be refused while it is traced
     noted = network.kernels[traced:]
-    assert called.flops is not None  # `outlined` has them counted
+    assert called.flops is not None and called.borders is not None  # `outlined` has them counted
     program = CompiledProgram(
         memory,
         {name: list(tensor.shape) for name, tensor in called.tensors.items()},
         called.times,
         called.steps,
         called.flops,
+        called.borders,
         [call for call in noted if isinstance(call, dispatch.Traced)],
         _once(call for call in noted if isinstance(call, dispatch.Pass)),
         grid.spots(list(network.program.mesh.devices.flat)),

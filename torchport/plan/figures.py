@@ -262,6 +262,8 @@ class ProgramPlan(PlanFigures):
     """shapes of its inputs, by name"""
     times: int
     """runs in the stage"""
+    borders_bytes: int
+    """what the blocks get and return in one run, each tensor once: `torchport verify` records it"""
     dump: str | None
     """its file, in the folder of `--keep`"""
 
@@ -292,11 +294,13 @@ class VerificationCost(Figure):
     """What `torchport verify` takes, of one step of each network that denoises."""
 
     host_bytes: int
-    """the host's memory for the weights of the original in its own dtype, and beside them in the yardstick's"""
+    """the host's memory: weights of the original in its own dtype and in the yardstick's, and the values"""
+    values_bytes: int
+    """what the original's blocks get and return in a step: it lies on disk, too, in the folder of TMPDIR"""
     device_bytes: int
     """memory of one device for the port's weights, whole: its modules are called one by one there"""
     flops: int | float
-    """arithmetic on the host: each call of the original once, and three times in the yardstick's dtype"""
+    """arithmetic on the host: calls of the original, most of them in the yardstick's dtype"""
     host_s: float
     """seconds of that on a host with 1 TFLOP/s"""
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
 from torchport import progress, shard
 from torchport.bookkeeping.journey import LOSSY_INT8
-from torchport.compile import network
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, calibration, loras
+from torchport.plan import aot, calibration, loras, verification
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -33,7 +30,6 @@ from torchport.plan.figures import (
     StageLeftOut,
     StagePlan,
     StepTime,
-    VerificationCost,
 )
 from torchport.plan.step_time import floor_seconds, program_time
 from torchport.save.manifest import versions
@@ -93,41 +89,11 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
         assumptions=[calibration.said(calibration.shipped(), versions()), *_assumptions(task, bounded)],
         lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
-        verification=verification(task, planned),
+        verification=verification.cost_of(task, planned),
     )
     if keep is not None:
         atomic.write_json(keep / "plan.json", job.model_dump(mode="json"))
     return job
-
-
-HOST_FLOPS = 1e12
-"""Floating-point operations that a host does in a second, where a plan says how long one takes for something."""
-YARDSTICKS = 3
-"""Calls of the yardstick for each call of the original: free, with the original's values at blocks, and at modules."""
-
-
-def verification(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
-    """Returns what `torchport verify` takes of a job, by its weights and the arithmetic of its steps.
-
-    Args:
-        task: The job.
-        planned: The stages that were compiled.
-    """
-    stages = [stage for stage in task.denoising if stage.name in planned]
-    if not stages:
-        return None
-    host, device = [], []
-    for stage in stages:
-        name = str(stage.network)
-        count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
-        dtype = task.settings.dtypes[name]
-        wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
-        host.append(count * (dtype.itemsize + wide))
-        device.append(count * dtype.itemsize)
-    flops = (1 + YARDSTICKS) * sum(planned[stage.name].step.flops for stage in stages)
-    return VerificationCost(
-        host_bytes=max(host), device_bytes=max(device), flops=flops, host_s=round(flops / HOST_FLOPS, 1)
-    )
 
 
 def _named(task: Task, stages: Sequence[str]) -> list[str]:
@@ -223,6 +189,7 @@ def _program_plan(task: Task, compiled: aot.CompiledProgram, folder: Path, denoi
     return ProgramPlan(
         inputs=compiled.inputs,
         times=compiled.times,
+        borders_bytes=compiled.borders,
         fits=sizes.peak <= chip.memory,
         per_device=Memory(
             arguments_bytes=sizes.argument,
@@ -254,6 +221,7 @@ def _unfit(task: Task, compiled: aot.CompiledProgram, overflow: Overflow, dump: 
     return ProgramPlan(
         inputs=compiled.inputs,
         times=compiled.times,
+        borders_bytes=compiled.borders,
         fits=False,
         per_device=Memory(
             arguments_bytes=None,

@@ -96,10 +96,10 @@ def _verification_lines(job: JobPlan) -> list[str]:
     cost = job.verification
     if cost is None:
         return []
-    host, device = size_text(cost.host_bytes), size_text(cost.device_bytes)
+    host, values, device = (size_text(size) for size in (cost.host_bytes, cost.values_bytes, cost.device_bytes))
     return [
-        f"verify: weights of {host} on the host, in two dtypes, and of {device} on one device; a step takes "
-        f"{cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
+        f"verify: a step takes about {host} on the host, {values} of them in TMPDIR, too, and weights of {device} on "
+        f"one device; {cost.flops:.3g} FLOP on the host, {cost.host_s:.3g} s at 1 TFLOP/s"
     ]
 
 

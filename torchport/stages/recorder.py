@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport.config.card import DENOISING
 from torchport.errors import BadValueError
@@ -30,6 +32,8 @@ class NetworkCall:
         output: What the call returns, without storage.
         kept: The tensors of it that stay on the devices, by path.
         steps: The denoising steps that the verb takes in all its calls; 1 for another stage.
+        borders: Bytes of what the network and its units get and return in one call, each tensor once; None where it was
+            not to be counted.
     """
 
     inputs: dict[str, Any]
@@ -39,6 +43,7 @@ class NetworkCall:
     output: Any
     kept: dict[str, torch.Tensor]
     steps: int = 1
+    borders: int | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -55,7 +60,7 @@ class Recorder:
         module: The network; it is moved to meta.
         how: How it is called, `how(module, **inputs)`.
         stage: What it returns: see `Stage.outputs` and `Stage.keeps`.
-        count: Whether arithmetic is counted, which takes as long as all else.
+        count: Whether arithmetic and borders are counted, which takes as long as all else.
     """
 
     batches = True
@@ -94,12 +99,45 @@ class Recorder:
 
         names, network = self.stage.outputs, str(self.stage.network)
         inputs = {name: _like(outputs.plain(name, tree, network), "meta") for name, tree in trees.items()}
-        counter = FlopCounterMode(display=False)
-        with counter if self.count else contextlib.nullcontext(), torch.no_grad(), Constants(_is_meta, _as_meta):
-            output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
+        counter, tensors = FlopCounterMode(display=False), dict[int, torch.Tensor]()
+        with contextlib.ExitStack() as stack:
+            if self.count:
+                stack.enter_context(counter)
+                stack.enter_context(_at_borders(self.module, tensors))
+            with torch.no_grad(), Constants(_is_meta, _as_meta):
+                output = outputs.of_call(self.how(self.module, **inputs, **dict(static)), names, network)
         flops = int(counter.get_total_flops()) if self.count else None
+        borders = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()) if self.count else None
         kept = {name: output[names.index(name)] for name in self.stage.keeps}
-        return NetworkCall(inputs, static, 0, flops, output, outputs.leaves(kept))
+        return NetworkCall(inputs, static, 0, flops, output, outputs.leaves(kept), borders=borders)
+
+
+def unit_paths(network: torch.nn.Module) -> list[str]:
+    """Returns the paths of a network's units: its children, and in place of a list of modules its elements."""
+    paths: list[str] = []
+    for name, child in network.named_children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            paths += [f"{name}.{path}" for path in unit_paths(child)]
+        else:
+            paths.append(name)
+    return paths
+
+
+@contextlib.contextmanager
+def _at_borders(network: torch.nn.Module, tensors: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Notes the tensors that a network and its units get and return, by id; they are kept, so that no other gets it."""
+
+    def note(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs, output))
+        tensors.update({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)})
+
+    modules = [network.get_submodule(path) for path in ["", *unit_paths(network)]]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_meta(value: Any) -> bool:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+
+from torchport.verify.yardstick import sampled
 
 
 class Border(NamedTuple):
@@ -48,6 +51,7 @@ class Pass:
         to_host: The other way round; a copy.
         skipped: Modules that are not called: they return what is given.
         counts: Returns how often each patch was called so far.
+        whole: The borders at which large tensors are noted whole, and elsewhere in some rows; None: all.
 
     Attributes:
         noted: The values before they are replaced.
@@ -64,6 +68,7 @@ class Pass:
         to_host: Callable[[torch.Tensor], torch.Tensor],
         skipped: Collection[str] = (),
         counts: Callable[[], Mapping[str, int]] = dict,
+        whole: Container[Border] | None = None,
     ) -> None:
         self.modules = {path: module for path, module in network.named_modules() if path in paths}
         self.given = given
@@ -71,6 +76,7 @@ class Pass:
         self.to_host = to_host
         self.skipped = skipped
         self.counts = counts
+        self.whole = whole
         self.noted: Values = {}
         self.touched: dict[Border, frozenset[str]] = {}
         self.autocasts = False
@@ -126,7 +132,9 @@ class Pass:
         return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), given)
 
     def _note(self, border: Border, value: Any) -> None:
-        self.noted[border] = pytree.tree_map_only(torch.Tensor, self.to_host, value)
+        is_whole = self.whole is None or border in self.whole
+        keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
+        self.noted[border] = pytree.tree_map_only(torch.Tensor, keep, value)
         now = self.counts()
         self.touched[border] = frozenset(key for key, count in now.items() if count != self._before.get(key, 0))
         self._before = now
@@ -149,28 +157,26 @@ class Pass:
 
 
 class Copies:
-    """Copies tensors, as a module may write into what it gets; each once, until it is written into."""
+    """Copies tensors, as a module may write into what it gets; each once, until it is written into.
+
+    It holds neither the tensors nor the copies: those of a whole network would not be freed.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy."""
         key = id(tensor), tensor._version
-        if key not in self._known:
-            self._known[key] = tensor, tensor.detach().clone()  # the first is kept, so that no other gets its id
-        return self._known[key][1]
+        known, copy = (reference() for reference in self._known.get(key, (_nothing, _nothing)))
+        if copy is None or known is not tensor:  # another tensor may have the id of one that is gone
+            copy = tensor.detach().clone()
+            self._known[key] = weakref.ref(tensor), weakref.ref(copy)
+        return copy
 
 
-def outer_paths(network: torch.nn.Module) -> list[str]:
-    """Returns the paths of a network's units: its children, and in place of a list of modules its elements."""
-    paths: list[str] = []
-    for name, child in network.named_children():
-        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
-            paths += [f"{name}.{path}" for path in outer_paths(child)]
-        else:
-            paths.append(name)
-    return paths
+def _nothing() -> None:
+    """Stands for a reference to what is gone."""
 
 
 def inner_paths(network: torch.nn.Module, path: str) -> list[str]:

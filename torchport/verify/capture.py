@@ -30,7 +30,7 @@ from torchport.verify.seams import Recorded
 from torchport.verify.trace import Called, Stepped, Trace
 from torchport.verify.yardstick import sampled
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of a capture's schema; a reader refuses any other."""
 LIMIT = 2 * 2**30
 """Bytes of a capture, unless another limit is asked for."""

@@ -159,7 +159,7 @@ def _added(port: Port, call: Call, measured: Measured) -> float | None:
     borders = {border: value for border, value in values.items() if border.path in paths}
     wide = call.inner if measured.border in call.inner and measured.unit.kind != "block" else call.outer
     watched = ["", *port.outer, *measured.forced]
-    noted = port.called(call.inputs, watched, borders, measured.skipped)[1].noted
+    noted = port.called(call.inputs, watched, borders, measured.skipped, [measured.border])[1].noted
     if measured.border not in noted:
         return None
     unit, added = measured.unit, distance(noted[measured.border], wide[measured.border])

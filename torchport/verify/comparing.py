@@ -205,6 +205,10 @@ class _Comparison:
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
+            if not call.values:
+                name = f"blocks of {call.network} in call {call.number} of step {call.step}"
+                self.compared.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
+                continue
             is_over = any(one.unit.verdict is Verdict.OTHER for one in self.compared.measured)
             units = Units(port, call, shown(call) if shown is not None else None)
             found = looked_into(units, is_over)

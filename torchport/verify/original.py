@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from torchport.compile.eager import Eager
-from torchport.verify.borders import Copies, Pass, Values, inner_paths, outer_paths
+from torchport.stages.recorder import unit_paths
+from torchport.verify.borders import Copies, Pass, Values, inner_paths
 from torchport.verify.yardstick import computing_in, wide_dtype, wide_module, widened
 
 
@@ -27,7 +28,7 @@ class Original:
     def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
         self.eager = eager
         self.dtype = wide_dtype(dtype)
-        self.outer = outer_paths(eager.module)
+        self.outer = unit_paths(eager.module)
         self._wide: Eager | None = None
 
     @property
@@ -62,7 +63,7 @@ class Original:
         if self._wide is None:
             module = wide_module(eager.module, self.dtype)
             self._wide = Eager(module, eager.how, eager.outputs, eager.name)
-        watch = Pass(self._wide.module, paths, given(values), _like, Copies())
+        watch = Pass(self._wide.module, paths, given(values), _like, Copies(), whole=())  # they are compared alone
         with watch.watching(), computing_in(self.dtype):
             output = self._wide(**widened(dict(inputs), self.dtype))
         return output, watch.noted

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.verify.yardstick import ROWS
+from torchport.verify.yardstick import ROWS, SHAPE, shape_of
 
 
 class Shelf:
@@ -29,7 +29,8 @@ class Shelf:
         """Returns a tree as plain data. What is no tree of tensors, numbers and texts becomes None."""
         if isinstance(value, torch.Tensor):
             rows = getattr(value, ROWS, None)
-            return {"tensor": self._name(value)} | ({} if rows is None else {"rows": self._name(rows)})
+            sampled = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(value))}
+            return {"tensor": self._name(value)} | sampled
         if isinstance(value, Mapping):
             return {"dict": [[self.put(key), self.put(item)] for key, item in value.items()]}
         if isinstance(value, list | tuple):
@@ -70,6 +71,7 @@ def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         tensor = tensors[data["tensor"]].clone()
         if "rows" in data:
             setattr(tensor, ROWS, tensors[data["rows"]])
+            setattr(tensor, SHAPE, tuple(data["shape"]))
         return tensor
     [(kind, content)] = data.items()
     if kind == "dict":

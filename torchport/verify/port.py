@@ -7,7 +7,7 @@ attention. What the mesh and the compiler add to it is in the program alone, whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torchport import engine, patch, shard
 from torchport.compile import network
 from torchport.stages.family import Stage
+from torchport.stages.recorder import unit_paths
 from torchport.task import Task
 from torchport.task.devices import devices
-from torchport.verify.borders import Pass, Values, outer_paths
+from torchport.verify.borders import Border, Pass, Values
 
 
 class Port:
@@ -46,14 +47,19 @@ class Port:
         weights = network.placed(alone, stage, parts, one, folder)
         self.compiled = network.compiled(alone, stage, self.module, weights, one)
         self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
-        self.outer = outer_paths(self.module)
+        self.outer = unit_paths(self.module)
 
     def counts(self) -> dict[str, int]:
         """Returns how often each patch was called so far."""
         return {record.entry.id: record.calls.count for record in self.ledger.records}
 
     def called(
-        self, inputs: Mapping[str, Any], paths: Collection[str], given: Values, skipped: Collection[str] = ()
+        self,
+        inputs: Mapping[str, Any],
+        paths: Collection[str],
+        given: Values,
+        skipped: Collection[str] = (),
+        whole: Container[Border] = (),
     ) -> tuple[Any, Pass]:
         """Returns what the network returns, and what was noted at the borders.
 
@@ -62,8 +68,9 @@ class Port:
             paths: The modules that have borders.
             given: What replaces values at borders.
             skipped: Modules that return what is given.
+            whole: The borders at which large tensors are noted whole, and elsewhere in some rows.
         """
-        watch = Pass(self.module, paths, given, _to_engine, _to_host, skipped, self.counts)
+        watch = Pass(self.module, paths, given, _to_engine, _to_host, skipped, self.counts, whole)
         with watch.watching():
             output = self.compiled(**inputs)
         return output, watch

@@ -3,6 +3,9 @@
 The original runs in PyTorch, without the patches that a port needs and without the family's `prepare`: a fault in one
 of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
 measured alone.
+
+Of a call whose borders take more than `LIMIT` bytes, units are recorded, and modules of a faulty unit later; of
+guidance's other calls in the same step, what the network returns.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torchport.compile.eager import Eager
 from torchport.config import checkout
 from torchport.config.card import DENOISING
 from torchport.load import checkpoint
+from torchport.plan.verification import LIMIT
 from torchport.progress import log
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
@@ -29,9 +33,6 @@ from torchport.verify import handover, seams
 from torchport.verify.borders import Values, inner_paths, size
 from torchport.verify.original import Original
 from torchport.verify.yardstick import computing_in, distance, wide_dtype, wide_module, widened
-
-LIMIT = 2**30
-"""Bytes of one call's borders up to which all modules are recorded at once; above it, those of a faulty unit alone."""
 
 
 @dataclasses.dataclass
@@ -46,8 +47,8 @@ class Call:
         inputs: What the network got.
         output: What it returned.
         wide_output: What the yardstick returned.
-        values: The original's at the borders.
-        outer: The yardstick's at the borders of units, with the original's at those borders.
+        values: The original's at the borders; empty where those of another call of the step are too large already.
+        outer: The yardstick's at the borders of units, with the original's at those borders; large ones in some rows.
         inner: The yardstick's at all borders, with the original's at all; empty where that would be too large.
         is_whole: Whether all modules were recorded.
     """
@@ -146,7 +147,8 @@ def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 def read(path: Path) -> Recording:
     """Returns the recording of a verification, from its file."""
-    recording: Recording = torch.load(path, weights_only=False)  # our own file, in a folder that only this user has
+    # Our own file, in a folder that only this user has. Its tensors stay there until they are read.
+    recording: Recording = torch.load(path, weights_only=False, mmap=True)
     return recording
 
 
@@ -271,6 +273,7 @@ class Recorded:
         self.loop = loop
         self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
         self._last = (-1, 0)
+        self._is_large = False  # whether the borders of one call are more than `LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as they are."""
@@ -287,11 +290,12 @@ class Recorded:
 
     def _recorded(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
         original = self.original
-        paths = ["", *original.outer]
+        paths = [] if number and self._is_large else ["", *original.outer]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         output, outer = original.watched(kept, paths)
         wide_output, _ = original.yardstick(kept, [], {})
-        _, wide_outer = original.yardstick(kept, paths, outer)
+        wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
+        self._is_large = self._is_large or size(outer) > LIMIT
         every = original.every
         # Guidance's other calls go through the same modules.
         is_whole = number == 0 and size(outer) * len(every) / len(paths) <= LIMIT
@@ -351,7 +355,7 @@ def record_inside(request: Request, inside: Inside, file: Path) -> None:
         paths = inner_paths(eager.module, inside.block)
         call.values = {**call.values, **original.watched(call.inputs, paths)[1]}
         call.inner = original.yardstick(call.inputs, [*original.outer, *paths], call.values)[1]
-    torch.save(recording, file)
+    handover.write(recording, file)
 
 
 def decoded(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from torchport.verify.borders import Border, Pass, Values, inner_paths
@@ -15,7 +16,7 @@ from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.original import given
 from torchport.verify.port import Port
 from torchport.verify.recording import Call
-from torchport.verify.yardstick import distance, floor, is_sampled, matched
+from torchport.verify.yardstick import distance, floor, is_sampled, matched, shape_of
 
 HARMLESS = 6
 """Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
@@ -135,9 +136,10 @@ class Units:
         if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
             return
         self._is_estimated = True
-        values, wide = self.call.values, self.call.outer
-        borders = [border for border in given(wide) if border in values and not is_sampled(values[border])]
-        moved = self._moved([(border, wide[border]) for border in borders if distance(values[border], wide[border])])
+        values, wide = self.call.values, given(self.call.outer)
+        pairs = {border: (values[border], wide[border]) for border in wide if border in values}
+        borders = [border for border, pair in pairs.items() if not is_sampled(pair) and distance(*pair)]
+        moved = self._moved([(border, wide[border]) for border in borders])
         together = math.sqrt(sum(apart**2 for apart in moved if apart is not None and math.isfinite(apart)))
         self.rounding = max(self.rounding, together)
 
@@ -163,6 +165,8 @@ class Units:
         """Returns whether the port calls a module as often as the original, with tensors of the same shapes."""
         borders = {border for border in self.call.values if border.path == path}
         if not borders or borders != {border for border in noted if border.path == path}:
+            return False
+        if is_sampled([self.call.values[border] for border in borders]):  # there is no more of it to be returned
             return False
         return all(_shapes(self.call.values[border]) == _shapes(noted[border]) for border in borders)
 
@@ -229,11 +233,13 @@ def measured_value(units: Units, measured: Measured) -> Any:
     """Returns the port's value at a unit's border."""
     border = measured.border
     if units.last is not None and border in units.last.noted and measured.border.path in units.port.outer:
-        return units.last.noted[border]
+        value = units.last.noted[border]
+        if not is_sampled(value):
+            return value
     values = given(units.call.values)
     borders = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
     paths = [*units.port.outer, *measured.forced]
-    return units.port.called(units.call.inputs, paths, borders, measured.skipped)[1].noted[border]
+    return units.port.called(units.call.inputs, paths, borders, measured.skipped, [border])[1].noted[border]
 
 
 def _within(path: str, outer: str) -> bool:
@@ -255,7 +261,7 @@ def _takes_place(value: Any, original: Any) -> bool:
 
 def _shapes(tree: Any) -> dict[Any, Any]:
     leaves, _ = pytree.tree_flatten_with_path(tree)
-    return {path: tuple(leaf.shape) for path, leaf in leaves if hasattr(leaf, "shape")}
+    return {path: shape_of(leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:

@@ -104,16 +104,16 @@ def distance(a: Any, b: Any) -> float | None:
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
     first, second = _by_place(a), _by_place(b)
-    both = [(_as_sampled(first[key], second[key]), second[key]) for key in first.keys() & second.keys()]
-    return [(one, other) for one, other in both if one.shape == other.shape and _are_numbers(one, other)]
+    both = [(first[key], second[key]) for key in first.keys() & second.keys()]
+    return [_in_the_same_rows(*pair) for pair in both if shape_of(pair[0]) == shape_of(pair[1]) and _are_numbers(*pair)]
 
 
 def _are_numbers(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_floating_point() for tensor in tensors)
 
 
-ROWS = "torchport_rows"
-"""The attribute of a tensor that is some rows of another: the numbers of these rows."""
+ROWS, SHAPE = "torchport_rows", "torchport_shape"
+"""The attributes of a tensor that is some rows of another: the numbers of these rows, and the other's shape."""
 LARGE, KEPT = 2**22, 4096
 """Elements above which a tensor is kept in some rows, and how many."""
 
@@ -126,7 +126,14 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     numbers = torch.linspace(0, table.shape[0] - 1, min(KEPT, table.shape[0])).round().long()
     rows = table[numbers]
     setattr(rows, ROWS, numbers)
+    setattr(rows, SHAPE, tuple(tensor.shape))
     return rows
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor; of one that is some rows of another, the other's."""
+    shape: tuple[int, ...] = getattr(tensor, SHAPE, tuple(tensor.shape))
+    return shape
 
 
 def is_sampled(tree: Any) -> bool:
@@ -134,7 +141,12 @@ def is_sampled(tree: Any) -> bool:
     return any(hasattr(leaf, ROWS) for leaf in pytree.tree_leaves(tree))
 
 
-def _as_sampled(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _in_the_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns two tensors of one shape: where one of them is some rows, these rows of both."""
+    return _rows_as(a, b), _rows_as(b, a)
+
+
+def _rows_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns the rows of a tensor that another one has, where that has only some."""
     numbers = getattr(like, ROWS, None)
     if numbers is None or hasattr(tensor, ROWS):
