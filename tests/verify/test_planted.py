@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes import faults
 from torchport.task import Request
-from torchport.verify import recording, verification
+from torchport.verify import recording, verification, yardstick
 from torchport.verify.facts import Verdict
 from torchport.verify.verification import Options
 
@@ -147,10 +147,12 @@ def test_a_clean_port_makes_the_same_picture(verified, model):
 
 
 @pytest.mark.slow
-def test_the_modules_of_a_block_are_recorded_later_where_all_would_be_too_many(verified, monkeypatch, originals):
+def test_a_fault_of_a_large_video_is_named_though_values_are_kept_in_rows_and_modules_recorded_later(verified, monkeypatch, originals):
     for kept in originals.iterdir():
         kept.unlink()
     monkeypatch.setattr(recording, "LIMIT", 0)
+    monkeypatch.setattr(yardstick, "LARGE", 2000)
+    monkeypatch.setattr(yardstick, "KEPT", 8)
     fault = next(f for f in faults.COGVIDEOX_FAULTS if f.name == "a sign")
     check_named(verified, fault)
 

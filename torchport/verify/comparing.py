@@ -19,7 +19,7 @@ from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
-from torchport.verify import effects, handover, pictures, programs, seams
+from torchport.verify import decoder, effects, handover, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit, Verdict
 from torchport.verify.port import Port
 from torchport.verify.recording import Call, Enough, Inside, Recording, read, start_of, under, weights_of
@@ -83,7 +83,7 @@ def compare(request: Request, file: Path, original: Request | None) -> Compared:
                         shown = functools.partial(effects.of_original, original, file) if original else None
                         comparison.run(ends, planned[stage.name], shown)
         if recording.decoded is not None:
-            compared.decoded = _decoded(task, folder, recording.decoded)
+            compared.decoded = decoder.compared(task, folder, recording.decoded)
         before = _counts(ledger)
         compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
         compared.called = frozenset(key for key, count in _counts(ledger).items() if count != before[key])
@@ -140,26 +140,6 @@ def _planned(task: Task, stage: Stage) -> list[programs.Program] | None:
 
 def _counts(ledger: patch.Ledger) -> dict[str, int]:
     return {record.entry.id: record.calls.count for record in ledger.records}
-
-
-def _decoded(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from the original's, given the same latents."""
-    stage = task.family.STAGES[-1]
-    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-        with engine.operators({op.target: op.function for op in ledger.ops()}):
-            parts = network.loaded(task, stage, folder)
-            call = None
-            if stage.network is not None:
-                mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
-                weights = network.placed(task, stage, parts, mesh, folder)
-                call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
-            frames = stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"]
-    yardstick = recorded["yardstick"].float()
-    own = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
-    original = (recorded["original"].float() - yardstick).abs()
-    worst = int(own.argmax())
-    shown = pictures.beside(recorded["original"][0, worst], frames[0, worst])
-    return Decoded(float(original.max()), float(own.max()), worst, shown)
 
 
 class _Comparison:

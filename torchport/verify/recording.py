@@ -29,10 +29,10 @@ from torchport.progress import log
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
-from torchport.verify import handover, seams
+from torchport.verify import decoder, handover, seams
 from torchport.verify.borders import Values, inner_paths, size
 from torchport.verify.original import Original
-from torchport.verify.yardstick import computing_in, distance, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import distance
 
 
 @dataclasses.dataclass
@@ -180,7 +180,7 @@ def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Record
                 break
             _Loop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
-            recording.decoded = decoded(task, folder, recording.ends[task.denoising[-1].name])
+            recording.decoded = decoder.recorded(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}
         likes = {
             str(stage.network): outputs.get(str(stage.network), recording.calls[0].output) for stage in task.denoising
@@ -356,46 +356,3 @@ def record_inside(request: Request, inside: Inside, file: Path) -> None:
         call.values = {**call.values, **original.watched(call.inputs, paths)[1]}
         call.inner = original.yardstick(call.inputs, [*original.outer, *paths], call.values)[1]
     handover.write(recording, file)
-
-
-def decoded(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns the frames of the original and of the yardstick for the same latents, and what both were given."""
-    stage = task.family.STAGES[-1]
-    stage = dataclasses.replace(stage, prepare=None)
-    frames = {}
-    for name in ("original", "yardstick"):
-        parts = network.loaded(task, stage, folder)
-        call = None if stage.network is None else network.eager(task, stage, parts, folder)
-        dtype = None if name == "original" or call is None else wide_dtype(task.settings.dtypes[str(stage.network)])
-        frames[name] = _frames(task, stage, parts, call, latents, dtype)
-    return {**frames, "latents": latents}
-
-
-def _frames(
-    task: Task, stage: Stage, parts: dict[str, Any], call: Any, latents: Mapping[str, torch.Tensor], dtype: Any
-) -> torch.Tensor:
-    if dtype is None:
-        frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
-        return frames
-    wide = Widened(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
-    wide_frames: torch.Tensor = stage.run(parts, wide, task.settings, Steps(), **latents)["frames"]
-    return wide_frames
-
-
-@dataclasses.dataclass(frozen=True)
-class Widened:
-    """A network in the yardstick's dtype, called with inputs in the original's."""
-
-    eager: Eager
-    dtype: torch.dtype
-    batches: bool = False
-    drops: bool = False
-
-    def place(self, **inputs: Any) -> dict[str, Any]:
-        """Returns the inputs as they are."""
-        return inputs
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Returns what the network returns."""
-        with computing_in(self.dtype):
-            return self.eager(**widened(inputs, self.dtype))
