@@ -1,7 +1,7 @@
 """False alarms of `torchport verify`: clean ports of every card, in both dtypes, under every strategy, with many seeds.
 
     python benchmarks/verify_clean.py [--rows FILE] [--models hunyuan,wan] [--dtypes float32] [--strategies tp]
-                                      [--seeds 10] [--most N] [--table]
+                                      [--seeds 10] [--first 0] [--most N] [--table]
 
 Each run is one command on the card's demo with its tiny weights, and appends a line of JSON to the file of rows. Runs
 that the file has are not made again, so that a stopped benchmark goes on. The table has a row for each card, dtype and
@@ -54,7 +54,7 @@ class Run:
 
 def runs(pack: Pack, arguments: argparse.Namespace) -> Iterator[Run]:
     """Yields the runs that the arguments name: every card with its first seed before the next seed."""
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.first, arguments.seeds):
         for model in arguments.models or pack.models():
             card, _ = pack.card(model)
             for strategy in arguments.strategies or card.strategies:
@@ -115,7 +115,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=Path("verify_clean.jsonl"))
     for name in ("models", "dtypes", "strategies"):
         parser.add_argument(f"--{name}", type=lambda text: text.split(","))
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="The first seed that is not run any more.")
+    parser.add_argument("--first", type=int, default=0, help="The first that is.")
     parser.add_argument("--most", type=int, help="Runs that are made at most.")
     parser.add_argument("--table", action="store_true", help="Print the table alone.")
     parser.add_argument("--upstream-path", help="A checkout, for cards whose upstream pip cannot install.")
