@@ -317,6 +317,14 @@ def planted(hidden_states, attn_output, gate_msa):
         entry=wrap("diffusers.models.normalization:AdaLayerNormZero.forward"),
     ),
     Fault("transposed heads", "hunyuan", _in(HUNYUAN, TRANSPOSED), IN_ATTENTION, H_ATTENTION),
+    # Right for each condition of guidance alone: only the program gets both at once.
+    Fault(
+        "a mask of all prompts together",
+        "hunyuan",
+        _in(HUNYUAN, "valid = valid.any(0, keepdim=True).expand_as(valid)"),
+        r"transformer adds",
+        H_ATTENTION,
+    ),
     Fault(
         "a swapped norm",
         "hunyuan",
@@ -579,3 +587,19 @@ HARMLESS = [
     Fault("another order of summation", "cogvideox", _in(COGVIDEOX), "", C_ATTENTION),
 ]
 """Attention by other means, and right."""
+
+DECODER_FAULT = Fault(
+    "a residual dropped in the decoder",
+    "hunyuan",
+    """
+from torchport.convolution import for_torch
+
+def attend(self, x):
+    normal = self.norm(x)
+    query, key, value = (layer(normal) for layer in (self.to_q, self.to_k, self.to_v))
+    return self.proj_out(for_torch.frame_attention(query, key, value))
+""",
+    r"frame \d+ of decode differs by",
+    "diffusers.hunyuan15.vae-attention",
+)
+"""What the decoder of a port may get wrong: it is looked for where frames are compared."""

@@ -93,9 +93,9 @@ def verified(root, tmp_path, originals, monkeypatch):
     return verify
 
 
-def check_named(verified, fault):
+def check_named(verified, fault, **options):
     """Checks that the first line names what a fault is in."""
-    result = verified(fault.model, fault)
+    result = verified(fault.model, fault, **options)
     assert result.verdict is Verdict.OTHER, result.first_line
     assert re.search(fault.names, result.first_line), result.first_line
     assert fault.patch in result.first_line, result.first_line
@@ -147,7 +147,7 @@ def test_a_clean_port_makes_the_same_picture(verified, model):
 
 
 @pytest.mark.slow
-def test_a_fault_of_a_large_video_is_named_though_values_are_kept_in_rows_and_modules_recorded_later(verified, monkeypatch, originals):
+def test_a_fault_of_a_large_video_is_named_from_rows_and_from_modules_recorded_later(verified, monkeypatch, originals):
     for kept in originals.iterdir():
         kept.unlink()
     monkeypatch.setattr(recording, "LIMIT", 0)
@@ -165,6 +165,11 @@ def test_the_frames_of_the_decoder_are_compared_in_levels(verified):
     assert 0 <= result.decoded.frame < 9
     assert all(png.startswith(b"\x89PNG") for png in result.decoded.pictures.values())
     assert not any("decoder" in line for line in result.unlike)
+
+
+@pytest.mark.slow
+def test_the_patch_of_a_fault_in_the_decoder_is_named(verified):
+    check_named(verified, faults.DECODER_FAULT, decodes=True)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """The yardstick computes in a wider dtype, and distances are relative to it."""
 
 import math
+from collections import OrderedDict
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport.verify.yardstick import computing_in, distance, floor, wide_dtype, wide_module, widened
 
@@ -54,6 +56,21 @@ def test_the_distance_is_that_of_the_worst_tensor():
 def test_a_tensor_of_another_shape_is_not_compared():
     assert distance(torch.ones(2), torch.ones(3)) is None
     assert distance({"x": torch.ones(2), "mask": None}, {"x": torch.ones(2), "mask": torch.ones(1)}) == 0
+
+
+def test_an_output_of_upstream_is_compared_by_its_names():
+    """PyTorch knows no keys of a `ModelOutput` that nobody registered with them."""
+
+    class Output(OrderedDict):
+        pass
+
+    def flat(output):
+        return list(output.values()), list(output)
+
+    pytree.register_pytree_node(Output, flat, lambda values, keys: Output(zip(keys, values, strict=True)))
+    one, other = Output(sample=torch.ones(2), rest=[torch.zeros(1)]), Output(sample=torch.full((2,), 2.0))
+    assert distance(one, other) == 0.5
+    assert distance(one, Output(rest=(torch.ones(1),))) == 1
 
 
 def test_nan_is_infinitely_far_unless_the_yardstick_has_it():

@@ -100,7 +100,7 @@ def call(
             raise pickle.loads((folder / _REFUSAL).read_bytes())
         if (folder / _RESULT).exists():
             return pickle.loads((folder / _RESULT).read_bytes())
-    raise ended(Ended(done.returncode, done.stderr))
+    raise ended(Ended(done.returncode, done.stderr)) from ChildProcessError(done.stderr)
 
 
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:

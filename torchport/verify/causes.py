@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from torchport import engine, patch
 from torchport.errors import TorchportError
@@ -12,11 +16,11 @@ from torchport.foreign import brief, refusals
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
-from torchport.verify import seams
-from torchport.verify.facts import FAULT, Cause, Seam
+from torchport.verify import decoder, seams
+from torchport.verify.facts import FAULT, LEVELS, Cause, Decoded, Seam, Unit, Verdict
 from torchport.verify.original import given
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, read, under
+from torchport.verify.recording import Call, by_call, read, under
 from torchport.verify.units import Measured, Units
 from torchport.verify.yardstick import distance
 
@@ -73,11 +77,74 @@ def search(request: Request, file: Path, folder: Path, measured: Measured) -> Se
     devices.prepare(task.machine)
     tried: dict[str, float | None] = {}
     for entry in candidates(task, stage, measured):
-        tried[entry.id] = _without(task, stage, folder, call, measured, entry)
+        tried[entry.id] = _without(task, stage, folder, entry, lambda port: _added(port, call, measured))
         log.info("without %s: %s adds %s", entry.id, unit.name, tried[entry.id])
         if _is_cured(unit.rounding, tried[entry.id]):
-            return Search((_cause(entry, measured, tried[entry.id]),), tried)
-    return Search(tuple(_left(task, stage, measured, tried)), tried)
+            return Search((_cause(entry, unit, tried[entry.id]),), tried)
+    return Search(tuple(_left(task, stage, unit, tried)), tried)
+
+
+def of_network(request: Request, file: Path, folder: Path, unit: Unit, fed: Sequence[Mapping[str, Any]]) -> Search:
+    """Returns the patches that a network's error comes from, where each of its units is right for one condition alone.
+
+    The network is called on one device, with what its program got: all conditions of guidance at once. Runs in a
+    process of its own.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+        folder: The checkpoint's.
+        unit: The network's call.
+        fed: What its program got in this step.
+    """
+    task = accept(request)
+    calls = [call for call in read(file).calls if (call.step, call.network) == (unit.step, unit.network)]
+    stage = next(stage for stage in task.denoising if stage.name == calls[0].stage)
+    devices.prepare(task.machine)
+
+    def added(port: Port) -> float | None:
+        outputs = [port.called(inputs, [], {})[0] for inputs in fed]
+        parts = by_call([output if isinstance(output, torch.Tensor) else output[0] for output in outputs], calls)
+        return None if parts is None else distance(parts[unit.call], calls[unit.call].wide_output)
+
+    own = _without(task, stage, folder, None, added)
+    if _is_cured(unit.rounding, own):
+        return Search((), {})  # on one device it is right
+    tried: dict[str, float | None] = {}
+    for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
+        tried[entry.id] = _without(task, stage, folder, entry, added)
+        log.info("without %s: %s adds %s", entry.id, unit.name, tried[entry.id])
+        if _is_cured(unit.rounding, tried[entry.id]):
+            return Search((_cause(entry, unit, tried[entry.id]),), tried)
+    return Search(tuple(_left(task, stage, unit, tried)), tried)
+
+
+def of_decoder(request: Request, file: Path, folder: Path, decoded: Decoded) -> Search:
+    """Returns the patch that a difference of the decoder's frames comes from; runs in a process of its own.
+
+    Args:
+        request: Of the port.
+        file: The recording.
+        folder: The checkpoint's.
+        decoded: The frames.
+    """
+    task, recording = accept(request), read(file)
+    stage = task.family.STAGES[-1]
+    devices.prepare(task.machine)
+    tried: dict[str, float | None] = {}
+    unit = f"frame {decoded.frame} of {stage.name}"
+    for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
+        rest, ends = leaving_out(task, [entry.id]), list[Decoded]()
+        with _what_refuses(entry), under(rest, [stage]):
+            ends.append(decoder.compared(rest, folder, recording.decoded))
+        tried[entry.id] = ends[0].added / LEVELS if ends else None
+        log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
+        if ends and ends[0].verdict is Verdict.SAME:
+            cause = Cause(
+                entry.id, entry.place, promise(entry), unit, decoded.added / LEVELS, tried[entry.id], "absence"
+            )
+            return Search((cause,), tried)
+    return Search((), tried)
 
 
 def of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Collection[str]) -> Search:
@@ -133,20 +200,35 @@ def candidates(task: Task, stage: Stage, measured: Measured) -> list[patch.Entry
 
 
 def _without(
-    task: Task, stage: Stage, folder: Path, call: Call, measured: Measured, entry: patch.Entry
+    task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, added: Callable[[Port], float | None]
 ) -> float | None:
-    """Returns a unit's error without a patch; None where the network cannot be called without it."""
+    """Returns an error without a patch, or with all; None where the network cannot be called without it.
+
+    Args:
+        task: The port's.
+        stage: The network's.
+        folder: The checkpoint's.
+        entry: The patch; None: all are in force.
+        added: Measures the error.
+    """
+    with _what_refuses(entry), under(leaving_out(task, [entry.id] if entry else []), [stage]) as ledger:
+        with engine.operators({op.target: op.function for op in ledger.ops()}):
+            return added(Port(task, stage, folder, ledger))
+    return None
+
+
+@contextlib.contextmanager
+def _what_refuses(entry: patch.Entry | None) -> Iterator[None]:
+    """Logs why a network cannot be called without a patch, and goes on."""
+    name = "all patches in force" if entry is None else f"{entry.id} left out"
     try:
-        with under(leaving_out(task, [entry.id]), [stage]) as ledger:
-            with engine.operators({op.target: op.function for op in ledger.ops()}):
-                return _added(Port(task, stage, folder, ledger), call, measured)
+        yield
     except TorchportError as error:
-        log.info("without %s the network cannot be called: %s", entry.id, error.fact)
+        log.info("with %s the network cannot be called: %s", name, error.fact)
     except BaseException as error:
         if engine.missing_operator(error) is None and not isinstance(error, refusals()):
             raise
-        log.info("without %s the network cannot be called: %s", entry.id, brief(error))
-    return None
+        log.info("with %s the network cannot be called: %s", name, brief(error))
 
 
 def _added(port: Port, call: Call, measured: Measured) -> float | None:
@@ -169,16 +251,15 @@ def _added(port: Port, call: Call, measured: Measured) -> float | None:
     return added if effect is None else min(added, effect * unit.rounding)
 
 
-def _left(task: Task, stage: Stage, measured: Measured, tried: dict[str, float | None]) -> Iterator[Cause]:
+def _left(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) -> Iterator[Cause]:
     """Yields the patches that could not be left out: all others were, and are not at fault."""
     untried = [key for key, added in tried.items() if added is None]
     if len(untried) == 1:
         entry = next(entry for entry in task.patches([stage]) if entry.id == untried[0])
-        yield dataclasses.replace(_cause(entry, measured, None), how="elimination")
+        yield dataclasses.replace(_cause(entry, unit, None), how="elimination")
 
 
-def _cause(entry: patch.Entry, measured: Measured, without: float | None) -> Cause:
-    unit = measured.unit
+def _cause(entry: patch.Entry, unit: Unit, without: float | None) -> Cause:
     return Cause(entry.id, entry.place, promise(entry), unit.name, unit.added, without, "absence", unit.rounding)
 
 

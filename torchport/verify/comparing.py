@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport import engine, patch, shard
 from torchport.compile import network, preflight
@@ -21,8 +22,8 @@ from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, effects, handover, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit, Verdict
-from torchport.verify.port import Port
-from torchport.verify.recording import Call, Enough, Inside, Recording, read, start_of, under, weights_of
+from torchport.verify.port import Port, to_host
+from torchport.verify.recording import Call, Enough, Inside, Recording, by_call, read, start_of, under, weights_of
 from torchport.verify.units import Measured, Units, looked_into, with_effects
 from torchport.verify.yardstick import distance, floor
 
@@ -42,6 +43,7 @@ class Compared:
         folder: The checkpoint's.
         yardstick: Its dtype, by component.
         called: The patches that were called where no network ran: in encoders and loops.
+        fed: What the port's networks were called with in a step in which one is at fault, by network and step.
     """
 
     networks: list[Unit] = dataclasses.field(default_factory=list)
@@ -54,6 +56,7 @@ class Compared:
     folder: Path = Path()
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     called: frozenset[str] = frozenset()
+    fed: dict[tuple[str, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 def compare(request: Request, file: Path, original: Request | None) -> Compared:
@@ -235,7 +238,7 @@ class _Comparison:
         for step in steps:
             if step not in loops:
                 loops[step] = self._loop(call, parts, (step, states[step]), step, {})
-            self._compare_outputs(step, loops[step].outputs[step])
+            self._compare_outputs(step, loops[step])
         if planned is not None:
             self.compared.programs += programs.differences(stage, programs.of_run(call), planned)
 
@@ -256,31 +259,29 @@ class _Comparison:
             if apart is not None:
                 self.compared.drift.append(Drift(number, apart))
 
-    def _compare_outputs(self, step: int, outputs: Sequence[torch.Tensor]) -> None:
+    def _compare_outputs(self, step: int, loop: _Loop) -> None:
         """Compares what the programs return in a step with what the original's network returned, call by call."""
         calls = [call for call in self.calls if call.step == step]
-        rows = torch.cat([output.float() for output in outputs])
-        counts = [call.wide_output.shape[0] for call in calls]
-        if rows.shape[0] != sum(counts):
-            line = (
-                f"{calls[0].network}: its program computes {rows.shape[0]} conditions, and the original {sum(counts)}"
-            )
+        parts = by_call(loop.outputs[step], calls)
+        if parts is None:
+            line = f"{calls[0].network}: its program computes more or fewer conditions than the original"
             self.compared.unlike.append(line)
             return
-        for call, part in zip(calls, torch.split(rows, counts), strict=True):
+        for call, part in zip(calls, parts, strict=True):
             added = distance(part, call.wide_output)
             if added is None:
                 shapes = f"{list(part.shape)}, and the original's {list(call.wide_output.shape)}"
                 self.compared.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
             rounding = max(call.rounding, floor(call.output))
-            self.compared.networks.append(
-                Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
-            )
+            unit = Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
+            self.compared.networks.append(unit)
+            if unit.verdict is Verdict.OTHER:
+                self.compared.fed[call.network, step] = loop.inputs
 
 
 class _Loop:
-    """A compiled network in a loop that is left after a step; what it returns in its first step is kept.
+    """A compiled network in a loop that is left after a step; what it gets and returns in its first step is kept.
 
     Args:
         call: The network.
@@ -293,6 +294,7 @@ class _Loop:
         self.step = self.first = first
         self.enough = enough
         self.batches, self.drops = call.batches, call.drops
+        self.inputs: list[dict[str, Any]] = []
         self.outputs: dict[int, list[torch.Tensor]] = {first: []}
         self.latents: dict[int, torch.Tensor] = {}
 
@@ -305,6 +307,7 @@ class _Loop:
         """Returns what the network returns."""
         output = self.call(**inputs)
         if self.step == self.first:
+            self.inputs.append(pytree.tree_map_only(torch.Tensor, to_host, inputs))
             self.outputs[self.step].append(output if isinstance(output, torch.Tensor) else output[0])
         return output
 

@@ -11,6 +11,8 @@ ROUNDING = 2.0
 """Up to this ratio a unit's error is rounding."""
 FAULT = 3.0
 """Above this ratio a unit's error is a fault's."""
+LEVELS = 255
+"""The greatest level of a frame's pixel."""
 
 Kind = Literal["network", "block", "module", "forward"]
 How = Literal["absence", "elimination"]

@@ -70,7 +70,7 @@ class Port:
             skipped: Modules that return what is given.
             whole: The borders at which large tensors are noted whole, and elsewhere in some rows.
         """
-        watch = Pass(self.module, paths, given, _to_engine, _to_host, skipped, self.counts, whole)
+        watch = Pass(self.module, paths, given, _to_engine, to_host, skipped, self.counts, whole)
         with watch.watching():
             output = self.compiled(**inputs)
         return output, watch
@@ -81,5 +81,6 @@ def _to_engine(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host."""
     return shard.to_torch(engine.array(tensor)) if engine.is_traced(tensor) else tensor.detach().clone()

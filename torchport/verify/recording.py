@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ class Call:
     def rounding(self) -> float:
         """The distance of the network's output from the yardstick's."""
         return distance(self.output, self.wide_output) or 0.0
+
+
+def by_call(outputs: Sequence[torch.Tensor], calls: Sequence[Call]) -> list[torch.Tensor] | None:
+    """Returns what a port computed in a step, for each of the original's calls in it.
+
+    Args:
+        outputs: Of the port's calls: one may compute several conditions of guidance.
+        calls: The original's.
+
+    Returns:
+        None if the port computed another number of conditions.
+    """
+    rows = torch.cat([output.float() for output in outputs])
+    counts = [call.wide_output.shape[0] for call in calls]
+    return list(torch.split(rows, counts)) if rows.shape[0] == sum(counts) else None
 
 
 @dataclasses.dataclass

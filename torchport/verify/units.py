@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from torchport.verify.borders import Border, Pass, Values, inner_paths
@@ -16,7 +15,7 @@ from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
 from torchport.verify.original import given
 from torchport.verify.port import Port
 from torchport.verify.recording import Call
-from torchport.verify.yardstick import distance, floor, is_sampled, matched, shape_of
+from torchport.verify.yardstick import by_place, distance, floor, is_sampled, matched, shape_of
 
 HARMLESS = 6
 """Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
@@ -260,8 +259,7 @@ def _takes_place(value: Any, original: Any) -> bool:
 
 
 def _shapes(tree: Any) -> dict[Any, Any]:
-    leaves, _ = pytree.tree_flatten_with_path(tree)
-    return {path: shape_of(leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {place: shape_of(tensor) for place, tensor in by_place(tree).items()}
 
 
 def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:

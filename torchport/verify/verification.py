@@ -74,8 +74,10 @@ def verify(request: Request, options: Options) -> Verification:
         if verification.bad_seams or verification.culprits:
             with clock.lap("the patch at fault"):
                 verification = _blamed(verification, compared, request, file)
-        elif verification.verdict is not Verdict.SAME and verification.decoded is not None:
-            verification = dataclasses.replace(verification, clue=_of_decoder(task))
+        elif verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME:
+            with clock.lap("the patch at fault"):
+                search = _call("causes:of_decoder", request, file, compared.folder, verification.decoded)
+                verification = _with(verification, search, lambda: _of_decoder(search))
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
@@ -161,7 +163,8 @@ def patches_alone(request: Request) -> list[Alone]:
 
 def _call(function: str, *arguments: Any) -> Any:
     def ended(end: child.Ended) -> MachineError:
-        return MachineError(f"torchport.verify.{function}", f"Its process {end}", SMALLER)
+        remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
+        return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
 
     return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment={"PYTHONWARNINGS": "ignore"})
 
@@ -252,21 +255,29 @@ def _blamed(verification: Verification, compared: Compared, request: Request, fi
         seam = verification.bad_seams[0], compared.called
         search: Search = _call("causes:of_seam", request, file, compared.folder, *seam)
         return _with(verification, search, lambda: "no patch is at fault: look at the family's loop, and at the card")
-    measured = _measured(compared, verification.culprits[0])
+    unit = verification.culprits[0]
+    measured = _measured(compared, unit)
     if measured is None:
-        place = f"strategy '{verification.strategy}'"
-        clue = f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
-        return dataclasses.replace(verification, clue=clue)
+        fed = compared.fed[unit.network, unit.step]
+        search = _call("causes:of_network", request, file, compared.folder, unit, fed)
+        return _with(verification, search, lambda: _of_network(search, verification.strategy))
     search = _call("causes:search", request, file, compared.folder, measured)
     return _with(verification, search, lambda: _clue(search))
 
 
-def _of_decoder(task: Task) -> str:
-    """Returns the patches of the decoder, of which none is left out: it is compared as a whole."""
-    stages = [stage for stage in task.family.STAGES if stage.name == "decode"]
-    entries = [entry for entry in task.patches(stages) if not entry.plumbing]
-    named = ", ".join(f"{entry.id} ({entry.place})" for entry in entries)
-    return f"its patches: {named}" if named else "it has no patch: look at the card's dtypes and rules"
+def _of_network(search: Search, strategy: str) -> str:
+    """Returns where to look if each unit of a network is right for one condition, and the network is not."""
+    if not search.tried:
+        place = f"strategy '{strategy}'"
+        return f"each of its modules alone is right on one device: look at the rules of {place}, and at --no-jit"
+    return f"called for all conditions of guidance at once, it is wrong on one device, too; {_clue(search)}"
+
+
+def _of_decoder(search: Search) -> str:
+    """Returns where to look if no patch of the decoder is at fault."""
+    if not search.tried:
+        return "it has no patch: look at the card's dtypes and rules"
+    return f"leaving out one patch does not cure it ({', '.join(search.tried)}): look at two of them, and at dtypes"
 
 
 def _with(verification: Verification, search: Search, clue: Callable[[], str]) -> Verification:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def distance(a: Any, b: Any) -> float | None:
 
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Returns the floating-point tensors of two trees that stand at the same place and have the same shape."""
-    first, second = _by_place(a), _by_place(b)
+    first, second = by_place(a), by_place(b)
     both = [(first[key], second[key]) for key in first.keys() & second.keys()]
     return [_in_the_same_rows(*pair) for pair in both if shape_of(pair[0]) == shape_of(pair[1]) and _are_numbers(*pair)]
 
@@ -154,9 +154,12 @@ def _rows_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])[numbers]
 
 
-def _by_place(tree: Any) -> dict[Any, torch.Tensor]:
-    leaves, _ = pytree.tree_flatten_with_path(tree)
-    return {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+def by_place(tree: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], torch.Tensor]:
+    """Returns the tensors of a tree by the keys and positions that lead to them; outputs of upstream are mappings."""
+    if isinstance(tree, torch.Tensor):
+        return {place: tree}
+    inner = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return {path: tensor for key, item in inner for path, tensor in by_place(item, (*place, key)).items()}
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
