@@ -572,18 +572,23 @@ def verify(
 ) -> None:
     """Proves that a port makes the same picture as the original, or names the module and the patch at fault.
 
-    The exit code is 0 for the same picture, 1 for another one, and 2 where torchport refuses to run.
+    The exit code is 1 for another picture, and 0 for the same one and for an unclear one. It is 2 where torchport
+    refuses to run, and 130 after Ctrl-C.
     """
     terminal.log_to_stderr()
     import json
 
-    from torchport.commands.verify import Flags, answer
+    from torchport.commands.verify import Flags, answer, write_report
+    from torchport.processes import stopping
     from torchport.task import Request
 
     overrides += (f"strategy={strategy}",) if strategy is not None else ()
     request = Request(**options, overrides=overrides)
-    outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit, patches))
+    with stopping.unwinding():
+        outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit, patches))
     terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
+    if report is not None:
+        write_report(report, outcome)
     sys.exit(outcome.exit_code)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchport.commands.verify import WRITERS, Flags, answer, findings_of
-from torchport.errors import BadValueError, TorchportError
+from torchport.errors import BadValueError, OutputError, TorchportError
 from torchport.processes import child
 from torchport.task import Request
 from torchport.verify import verification
@@ -37,9 +37,38 @@ def test_a_port_is_compared_with_the_original_or_with_a_capture(root, text):
     assert refusal(root, against=text) == expected
 
 
-def test_a_floor_is_a_mesh(root):
-    expected = "--floor 8: It is no mesh. Write the sizes of its axes: dp=1,tp=4."
-    assert refusal(root, floor="8") == expected
+@pytest.mark.parametrize("mesh", ["8", "dp=0,tp=4", "dp=1,dp=2", "dp=1;tp=4"])
+def test_a_floor_is_a_mesh(root, mesh):
+    expected = f"--floor {mesh}: It is no mesh. Write the size of each axis once: dp=1,tp=4."
+    assert refusal(root, floor=mesh) == expected
+
+
+@pytest.mark.parametrize(("mesh", "fact"), [("foo=4", "foo"), ("dp=64,tp=64", "dp=64 does not divide the batch")])
+def test_a_floor_that_the_job_cannot_run_on_is_refused_before_the_original_runs(root, mesh, fact):
+    text = refusal(root, floor=mesh)
+    assert text.startswith(f"--floor {mesh}: ") and fact in text
+
+
+def test_a_job_with_a_step_cache_is_refused(root):
+    request = Request(
+        "cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),), overrides=("cache={kind: deepcache}",)
+    )
+    for flags in ({}, {"patches": True}, {"capture": Path("c")}):
+        with pytest.raises(BadValueError, match="A step cache makes other latents on purpose"):
+            answer(request, Flags(**flags))
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_limit_is_a_size(root, limit, tmp_path):
+    text = refusal(root, capture=tmp_path, capture_limit=limit)
+    assert text == f"--capture-limit {limit:g}: It is no size in GiB. Give a number above 0."
+
+
+def test_a_captures_folder_is_made_before_the_original_runs(root, tmp_path):
+    (tmp_path / "file").touch()
+    request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
+    with pytest.raises(OutputError, match=r"--capture .*file: It is a file, not a folder"):
+        answer(request, Flags(capture=tmp_path / "file"))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +108,36 @@ def test_a_patch_at_fault_is_a_finding_at_its_line(tmp_path):
     )
 
 
+def test_a_verification_that_blames_no_patch_is_a_finding_at_the_job():
+    unit = Unit(0, 0, "transformer", "", 0, "network", "transformer", 1e-6, 9e-4)
+    one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8, units=(unit,), clue="look at the rules")
+    [finding] = findings_of(one).findings
+    assert (finding.place, finding.text) == ("c.yaml:1", one.first_line)
+    assert findings_of(Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8)).findings == []
+
+
+def test_the_result_is_printed_before_a_report_that_cannot_be_written(torchport, capsys, monkeypatch, root, tmp_path):
+    from torchport.commands import verify
+
+    one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8)
+    monkeypatch.setattr(verify, "verify", lambda *_: one)
+
+    def write(file, verification):
+        raise OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
+
+    monkeypatch.setitem(verify.WRITERS, ".json", write)
+    words = ("--model", "cogvideox", "--config", "configs/cogvideox_demo.yaml", "--path", root)
+    code, out, err = torchport("verify", *words, "--report", "r.json", capsys=capsys)
+    assert (code, out[0]) == (2, one.first_line)
+    assert err[-1].endswith("--report r.json: The disk is full. Free space there, or name another place.")
+
+
 def test_a_process_that_ends_is_told_with_its_last_words(root, monkeypatch):
-    def call(function, *arguments, ended, environment):
-        raise ended(child.Ended(-9, ""))
+    def call(function, *arguments, ended, environment, stop):
+        if function.endswith("record"):
+            raise ended(child.Ended(-9, ""))
+        stop.wait()  # the port's process is ended then
+        raise child.ChildStoppedError
 
     monkeypatch.setattr(child, "call", call)
     request = Request("cogvideox", "configs/cogvideox_demo.yaml", prompt="A cat", paths=(str(root),))

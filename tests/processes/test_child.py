@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from fakes.child_calls import Place
@@ -58,6 +60,15 @@ def test_what_cannot_be_sent_back_is_said():
         child.call("threading:Lock", ended=stopped)
 
 
+def test_a_process_is_ended_when_nobody_waits_for_its_answer():
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    start = time.monotonic()
+    with pytest.raises(child.ChildStoppedError):
+        child.call("time:sleep", 600, ended=stopped, stop=stop)
+    assert time.monotonic() - start < 300
+
+
 def test_last_words_are_the_exception_not_what_jax_says_below_it():
     below = "For simplicity, JAX has removed its internal frames from the traceback of the following exception."
     raised = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
@@ -78,6 +89,14 @@ def test_a_child_imports_what_its_parent_does_and_nothing_of_the_current_folder(
     assert searched[0] == str(first) and "" not in searched and str(tmp_path) not in searched
     assert searched[1:] == path.trusted(sys.path)
     assert not json_file.startswith(str(tmp_path)) and (named, one) == (str(first), "1")
+
+
+def test_a_child_imports_the_torchport_of_its_parent_though_another_is_installed(tmp_path, root, monkeypatch):
+    (tmp_path / "torchport").mkdir()
+    (tmp_path / "torchport" / "__init__.py").write_text("raise SystemExit('another one')")
+    others = [entry for entry in path.trusted(sys.path) if entry != str(root)]
+    monkeypatch.setattr(path, "trusted", lambda _: [str(tmp_path), *others])
+    assert call("moved", Place((1, 2)), 3) == Place((4, 5))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, BadValueError
 from torchport.task import Request, accept
 from torchport.verify import capture
 from torchport.verify.borders import Border
@@ -98,6 +98,14 @@ def test_blocks_that_do_not_fit_are_left_out_evenly_and_named(tmp_path, task):
     assert {"blocks.0", "blocks.4"} <= kept < set(BLOCKS)
 
 
+def test_a_limit_below_what_every_port_needs_is_refused(tmp_path, task):
+    with pytest.raises(
+        BadValueError, match=r"--capture-limit .*: The loop's values and the networks' inputs alone take"
+    ):
+        capture.write(tmp_path, recording(), task, limit=10)
+    assert not list(tmp_path.iterdir())
+
+
 def test_blocks_are_kept_from_both_ends_to_the_middle():
     assert capture.spread(BLOCKS) == ["blocks.0", "blocks.4", "blocks.2", "blocks.1", "blocks.3"]
     assert sorted(capture.spread([str(n) for n in range(54)]), key=int) == [str(n) for n in range(54)]
@@ -129,7 +137,7 @@ def test_a_large_tensor_is_compared_in_some_rows():
 )
 def test_another_job_is_refused_by_name(tmp_path, root, task, changes, fact):
     capture.write(tmp_path, recording(), task)
-    assert capture.check(tmp_path, task) == []
+    assert capture.check(tmp_path, task) == ([], 0)
     known = {"model": "hunyuan", "config": "configs/demo.yaml", "prompt": "A cat", "paths": (str(root),)}
     with pytest.raises(ArtefactForeignError) as error:
         capture.check(tmp_path, accept(Request(**known | changes)))
@@ -148,7 +156,8 @@ def test_another_version_of_torch_is_noted(tmp_path, task, monkeypatch):
     capture.write(tmp_path, recording(), task)
     known = capture.versions()
     monkeypatch.setattr(capture, "versions", lambda: {**known, "torch": "9.9"})
-    assert capture.check(tmp_path, task) == [f"the capture is of torch {known['torch']}, and this machine has 9.9"]
+    [note], left_out = capture.check(tmp_path, task)
+    assert note == f"the capture is of torch {known['torch']}, and this machine has 9.9" and left_out == 0
 
 
 def test_another_checkpoint_is_refused(tmp_path, task, monkeypatch):

@@ -59,10 +59,10 @@ def verified(root, tmp_path, originals, monkeypatch):
 
     in_its_process = verification._call
 
-    def call(function, *arguments):
+    def call(function, *arguments, **_):
         module, _, name = function.partition(":")
         if name == "drifted":  # on a mesh of more devices than this process has
-            return in_its_process(function, *arguments)
+            return in_its_process(function, *arguments, **_)
         if name == "record":
             return recorded(*arguments)
         return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)

@@ -10,7 +10,7 @@ from torchport.verify import verification
 
 
 def refused(monkeypatch, end):
-    def call(function, *arguments, ended, environment):
+    def call(function, *arguments, ended, environment, stop):
         raise ended(end)
 
     monkeypatch.setattr(child, "call", call)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchport.commands import findings, formats
 from torchport.config.pack import find_pack
-from torchport.errors import BadValueError, PatchError
+from torchport.errors import BadValueError, OutputError, PatchError
 from torchport.files import atomic, folder
 from torchport.task import Request
 from torchport.verify import capture, equivalence, report
@@ -38,10 +40,11 @@ class Answer:
     data: dict[str, Any]
     lines: list[str]
     exit_code: int
+    verification: Verification | None = None
 
 
 def answer(request: Request, flags: Flags) -> Answer:
-    """Returns what a verification says; a report, if one is asked for, has been written.
+    """Returns what a verification says.
 
     Args:
         request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
@@ -61,13 +64,42 @@ def answer(request: Request, flags: Flags) -> Answer:
         data = {"patches": [dataclasses.asdict(row) for row in rows]}
         return Answer(data, equivalence.lines(rows), int(is_broken))
     if flags.capture is not None:
+        _make_folder(flags.capture)
         limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
         words = captured(request, options, flags.capture, limit)
         return Answer({"capture": str(flags.capture), "holds": words}, [f"captured in {flags.capture}: {words}"], 0)
-    verification: Verification = verify(request, options)
-    if flags.report is not None:
-        WRITERS[flags.report.suffix](flags.report, verification)
-    return Answer(report.data(verification), report.lines(verification), verification.exit_code)
+    result: Verification = verify(request, options)
+    return Answer(report.data(result), report.lines(result), result.exit_code, result)
+
+
+def write_report(file: Path, outcome: Answer) -> None:
+    """Writes the report of a verification, in the format that the file's name ends with.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    assert outcome.verification is not None, "flags that have no verification were refused"
+    with _named(f"--report {file}"):
+        WRITERS[file.suffix](file, outcome.verification)
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a capture's folder, before the original runs.
+
+    Raises:
+        OutputError: It cannot be made or written.
+    """
+    with _named(f"--capture {path}"):
+        atomic.make_folder(path)
+
+
+@contextlib.contextmanager
+def _named(flag: str) -> Iterator[None]:
+    """Names the flag in the refusal of a file or folder that cannot be written."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(flag, error.fact, "Free space there, or name another place") from error
 
 
 def _check(flags: Flags) -> None:
@@ -85,6 +117,9 @@ def _check(flags: Flags) -> None:
     if flags.capture is not None:
         for flag in (flag for flag, given in alone.items() if given):
             raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
+        limit = flags.capture_limit
+        if limit is not None and not 0 < limit < 2**20:
+            raise BadValueError(f"--capture-limit {limit:g}", "It is no size in GiB", "Give a number above 0")
     elif flags.capture_limit is not None:
         raise BadValueError("--capture-limit", "Nothing is captured", "Add --capture DIR")
     if flags.against != "original":
@@ -99,7 +134,10 @@ def _check(flags: Flags) -> None:
 
 
 def findings_of(verification: Verification) -> findings.Report:
-    """Returns the patches at fault as findings, each at the entry's line."""
+    """Returns the patches at fault as findings, each at the entry's line; without one, what differs, at the job."""
+    if verification.exit_code and not verification.causes:
+        text = verification.first_line
+        return findings.Report([findings.Finding(PatchError.id, f"{verification.config}:1", text, "", "verify")])
     return findings.Report(
         [
             findings.Finding(PatchError.id, cause.place, f"{cause.patch}: {words}", cause.patch, "verify")

@@ -53,5 +53,5 @@ def _why_unchecked(task: Task, one: LoraFile) -> str | None:
 
 def _folder(task: Task, component: str) -> Path | None:
     """Returns where a component of the checkpoint lies; None if it is not here."""
-    root = None if task.checkpoint == "tiny" else checkpoint.local(task.checkpoint)
+    root = None if task.is_tiny else checkpoint.local(task.checkpoint)
     return None if root is None else task.component_folder(root, component)

@@ -6,6 +6,7 @@ through files in a folder that only this user can read: upstream may print what 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,14 @@ from torchport.processes import path
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
 _REQUEST, _RESULT, _REFUSAL = "request", "result", "refusal"
+
+
+PAUSE = 0.1
+"""Seconds between two looks at whether a process is to be stopped."""
+
+
+class ChildStoppedError(Exception):
+    """A process was ended because nobody waits for its answer any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,7 @@ def call(
     ended: Callable[[Ended], TorchportError],
     environment: Mapping[str, str] | None = None,
     first: Sequence[Path] = (),
+    stop: threading.Event | None = None,
 ) -> Any:
     """Returns what a function returns in a process of its own.
 
@@ -75,17 +86,22 @@ def call(
         ended: Returns the refusal of a process that ended without an answer.
         environment: Variables beside those of this process.
         first: Folders that are searched before all others for what is imported.
+        stop: Ends the process when it is set.
 
     Raises:
         TorchportError: What the function refuses, with its culprit; what `ended` returns.
+        ChildStoppedError: The process was ended by `stop`.
     """
     root = str(Path(__file__).resolve().parents[2])
-    entries = [*(str(folder.absolute()) for folder in first), *path.trusted(sys.path)]
+    trusted = path.trusted(sys.path)
+    # The process must import the torchport that this one has, also where that lies in the current folder alone.
+    own = [] if root in trusted else [root]
+    entries = [*(str(folder.absolute()) for folder in first), *own, *trusted]
     with tempfile.TemporaryDirectory(prefix="torchport-child-") as name:
         folder = Path(name)
         (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))
-        code = _CODE.format(path=[*entries, *([] if root in entries else [root])], folder=name)
-        done = subprocess.run(
+        code = _CODE.format(path=entries, folder=name)
+        process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             env=_environment(environment or {}),
             stdin=subprocess.DEVNULL,
@@ -93,14 +109,29 @@ def call(
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            check=False,
         )
+        end = _end_of(process, stop)
         # Both are files of our own, out of a folder that nobody else can write to.
         if (folder / _REFUSAL).exists():
             raise pickle.loads((folder / _REFUSAL).read_bytes())
         if (folder / _RESULT).exists():
             return pickle.loads((folder / _RESULT).read_bytes())
-    raise ended(Ended(done.returncode, done.stderr)) from ChildProcessError(done.stderr)
+    raise ended(end) from ChildProcessError(end.stderr)
+
+
+def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> Ended:
+    """Waits until a process has ended; it is killed where this is left early."""
+    with process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, stderr = process.communicate(timeout=None if stop is None else PAUSE)
+                    return Ended(process.returncode, stderr)
+                if stop is not None and stop.is_set():
+                    raise ChildStoppedError
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:

@@ -90,6 +90,22 @@ class Stopping:
         )
 
 
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """Leaves what is in progress at SIGTERM or SIGHUP as at Ctrl-C: processes end, and temporary folders go."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)  # what a shell returns for a process that a signal ended
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _answer_signals(reading: int) -> None:
     """Answers signals where the main thread cannot: it may be in a program or a compiler for minutes.
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport import save
-from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError
+from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, BadValueError
 from torchport.load import checkpoint
 from torchport.progress import log, size_text
 from torchport.save.manifest import versions
@@ -115,8 +115,8 @@ def _identity(task: Task) -> dict[str, Any]:
 
 def _digests(task: Task) -> dict[str, str]:
     """Returns the digests of a checkpoint's components; of tiny weights, which every machine writes, what they are."""
-    if task.checkpoint == "tiny":
-        return {"tiny": hashlib.sha256(task.card.tiny.model_dump_json().encode()).hexdigest()[:16]}
+    if task.is_tiny:
+        return {task.checkpoint: hashlib.sha256(task.card.tiny.model_dump_json().encode()).hexdigest()[:16]}
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).digests
 
 
@@ -141,12 +141,20 @@ def _fields(stepped: Stepped) -> dict[str, Any]:
 
 
 def _calls(calls: list[Call], shelf: Shelf, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as plain data, and the names of the blocks that were left out."""
+    """Returns the calls as plain data, and the names of the blocks that were left out.
+
+    Raises:
+        BadValueError: What no port can be called without is more than the limit.
+    """
     rows: list[dict[str, Any]] = []
     for call in calls:
         whole = {name: shelf.put(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
         head = {name: getattr(call, name) for name in ("stage", "network", "step", "number", "is_whole")}
         rows.append({**head, **whole, "values": [], "outer": [], "inner": []})
+    if shelf.size > limit:
+        fact = f"The loop's values and the networks' inputs alone take {size_text(shelf.size)}"
+        remedy = f"Give at least {shelf.size / 2**30:.3g}"
+        raise BadValueError(f"--capture-limit {limit / 2**30:.3g}", fact, remedy)
     borders = [(call.values, call.outer, call.inner) for call in calls]
     if shelf.size + shelf.cost([list(values.values()) for each in borders for values in each]) <= limit:
         for row, each in zip(rows, borders, strict=True):
@@ -260,8 +268,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return text, tensors
 
 
-def check(folder: Path, task: Task) -> list[str]:
-    """Refuses a capture of something else than a task, and returns notes: what it lacks, and other versions of PyTorch.
+def check(folder: Path, task: Task) -> tuple[list[str], int]:
+    """Refuses a capture of something else than a task.
+
+    Returns:
+        Notes, what it lacks and other versions of PyTorch; and how many blocks it lacks.
 
     Raises:
         ArtefactForeignError: It was made for another model, setting, dtype, checkpoint, or version of an upstream.
@@ -274,7 +285,8 @@ def check(folder: Path, task: Task) -> list[str]:
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
     notes = [f"the capture lacks {_summed(text['left_out'])}"] if text["left_out"] else []
     theirs, ours = (each["versions"].get("torch") for each in (text, own))
-    return notes if theirs == ours else [*notes, f"the capture is of torch {theirs}, and this machine has {ours}"]
+    notes += [] if theirs == ours else [f"the capture is of torch {theirs}, and this machine has {ours}"]
+    return notes, len(text["left_out"])
 
 
 def _differences(text: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

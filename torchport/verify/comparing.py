@@ -59,19 +59,20 @@ class Compared:
     fed: dict[tuple[str, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
-def compare(request: Request, file: Path, original: Request | None) -> Compared:
+def compare(request: Request, file: Path, original: Request | None, parent: int) -> Compared:
     """Returns how the port differs from a recording; runs in a process of its own.
 
     Args:
         request: Of the port.
         file: The recording.
         original: Of the original, which shows the effect of errors; None: the port does, as beside a capture.
+        parent: The process that began this one.
     """
     task, compared = accept(request), Compared()
     with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as kept:
         preflight.check(task)
         planned = {stage.name: _planned(task, stage) for stage in task.denoising}
-        handover.wait(file)  # until here the original runs beside this
+        handover.wait(file, parent)  # until here the original runs beside this
         recording = read(file)
         folder = compared.folder = weights_of(task)
         compared.yardstick = {
@@ -134,7 +135,7 @@ def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -
 
 def _planned(task: Task, stage: Stage) -> list[programs.Program] | None:
     """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
-    if stage.like is None or task.job.cache is not None:  # a step cache's loop calls two programs in turns
+    if stage.like is None:
         return None
     with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
         with engine.operators({op.target: op.function for op in ledger.ops()}):

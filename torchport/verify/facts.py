@@ -209,6 +209,7 @@ class Verification:
         floor: What the floor of the drift is, in words; empty without one.
         decoded: The decoder's frames; None where they were not compared.
         unlike: Facts that are no measurement and no verdict, a line each: what was not compared.
+        left_out: Blocks that were not compared, as a capture lacks them.
         programs: A line for each program that `run` and `plan` do not have in common.
         seconds: By what took them.
     """
@@ -230,6 +231,7 @@ class Verification:
     floor: str = ""
     decoded: Decoded | None = None
     unlike: tuple[str, ...] = ()
+    left_out: int = 0
     programs: tuple[str, ...] = ()
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -300,6 +302,7 @@ class Verification:
 
     def _compared(self) -> str:
         steps = f"{len(self.steps)} of {self.total} steps compared"
+        steps += f", without {self.left_out} blocks that the capture lacks" if self.left_out else ""
         if self.decoded is not None:
             return f"{steps}, and the decoder"
         remedy = "add --decode" if self.against == "original" else "capture with --decode"

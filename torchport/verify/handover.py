@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torchport.errors import MachineError
+from torchport.errors import MachineError, OutputError
+from torchport.foreign import brief
 
 PAUSE = 0.1
 """Seconds between two looks at the folder."""
@@ -21,30 +22,31 @@ def write(recording: Any, file: Path) -> None:
     Args:
         recording: What `torch.save` can write.
         file: In the folder of the verification.
-    """
-    unfinished = file.with_suffix(".unfinished")
-    torch.save(recording, unfinished)
-    unfinished.rename(file)
-
-
-def refuse(file: Path) -> None:
-    """Tells the process that waits for a recording that none will come."""
-    _refusal(file).touch()
-
-
-def wait(file: Path) -> None:
-    """Returns when a recording is there.
 
     Raises:
-        MachineError: None will come: the original was refused, or the process that began both has ended.
+        OutputError: The disk is full, or the folder cannot be written.
     """
-    parent = os.getppid()
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        torch.save(recording, unfinished)
+        unfinished.rename(file)
+    except (OSError, RuntimeError) as error:  # PyTorch raises the latter where the disk is full
+        fact = f"What the original computes cannot be written: {brief(error)}"
+        raise OutputError(str(file.parent), fact, "Free space there, or name another folder with TMPDIR=DIR") from error
+
+
+def wait(file: Path, parent: int) -> None:
+    """Returns when a recording is there.
+
+    Args:
+        file: The recording.
+        parent: The process that began this one and the original's; it ends this one where the original is refused.
+
+    Raises:
+        MachineError: None will come: that process has ended.
+    """
     while not file.exists():
-        if _refusal(file).exists() or os.getppid() != parent:
-            fact = "The original's process left no recording"
-            raise MachineError("torchport.verify", fact, "Read what the original was refused for")
+        if os.getppid() != parent:
+            fact = "The process that waits for this one has ended"
+            raise MachineError("torchport.verify", fact, "Verify again")
         time.sleep(PAUSE)
-
-
-def _refusal(file: Path) -> Path:
-    return file.with_suffix(".refused")

@@ -38,7 +38,7 @@ class Port:
 
     def __init__(self, task: Task, stage: Stage, folder: Path, ledger: patch.Ledger) -> None:
         mesh = dict.fromkeys(task.job.mesh, 1)
-        job = task.job.model_copy(update={"mesh": mesh, "stacked": False, "cache": None})
+        job = task.job.model_copy(update={"mesh": mesh, "stacked": False})
         alone = dataclasses.replace(task, job=job)
         parts = network.loaded(alone, stage, folder)
         one = shard.make_mesh(mesh, devices(task.machine)[:1])

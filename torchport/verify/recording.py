@@ -145,7 +145,7 @@ def under(task: Task, stages: Collection[Stage]) -> Iterator[patch.Ledger]:
 
 def weights_of(task: Task) -> Path:
     """Returns the folder of a task's checkpoint; the tiny one is written if it is not there."""
-    if task.checkpoint == "tiny":
+    if task.is_tiny:
         return network.write_tiny(task)
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).folder
 

@@ -5,10 +5,13 @@ Each of the three has a process of its own: the original must not meet a port's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from torchport.config.card import DENOISING
-from torchport.errors import BadValueError, MachineError
+from torchport.errors import BadValueError, MachineError, TorchportError
 from torchport.processes import child
 from torchport.progress import waiting
 from torchport.task import Request, Task, accept
-from torchport.verify import capture, handover
+from torchport.verify import capture
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
 from torchport.verify.equivalence import Alone
-from torchport.verify.facts import Drift, Unit, Verdict, Verification
+from torchport.verify.facts import Decoded, Drift, Unit, Verdict, Verification
 from torchport.verify.recording import Inside
 from torchport.verify.units import Measured
 
@@ -59,18 +62,20 @@ def verify(request: Request, options: Options) -> Verification:
     Raises:
         TorchportError: What a run of the port or of the original refuses.
     """
-    task = accept(request)
+    task = _accepted(request)
     _check_steps(task, options.steps)
     if options.floor is not None:
-        _sizes(options.floor)
+        _check_floor(task, options.floor)
     clock = _Clock()
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
         file = Path(name, "original.pt")
-        compared, notes = _side_by_side(task, options, file, clock)
+        notes, left_out = ([], 0) if options.reference is None else capture.check(options.reference, task)
+        compared = _side_by_side(task, options, file, clock)
         if options.reference is None and any(one.unit.verdict is Verdict.OTHER for one in compared.measured):
             with clock.lap("the faulty block"):
                 _look_inside(compared, request, file)
         verification = _verification(task, options, compared, notes)
+        verification = dataclasses.replace(verification, left_out=left_out)
         if verification.bad_seams or verification.culprits:
             with clock.lap("the patch at fault"):
                 verification = _blamed(verification, compared, request, file)
@@ -82,6 +87,20 @@ def verify(request: Request, options: Options) -> Verification:
             with clock.lap("the floor"):
                 verification = _with_floor(verification, task, options.floor, file)
         return dataclasses.replace(verification, seconds=clock.seconds)
+
+
+def _accepted(request: Request) -> Task:
+    """Returns the task of a request.
+
+    Raises:
+        BadValueError: It has a step cache, whose latents are others on purpose.
+        TorchportError: What a run refuses.
+    """
+    task = accept(request)
+    if task.job.cache is not None:
+        fact = "A step cache makes other latents on purpose, and a verification is of the network that it calls"
+        raise BadValueError(task.job_document.place(["cache"]), fact, "Verify without it: --set cache=null")
+    return task
 
 
 def _look_inside(compared: Compared, request: Request, file: Path) -> None:
@@ -97,34 +116,44 @@ def _look_inside(compared: Compared, request: Request, file: Path) -> None:
     compared.measured += _call("comparing:compare_inside", request, inside, compared.folder, file)
 
 
-def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> tuple[Compared, list[str]]:
-    """Returns how the port differs from the original, and what the latter lacks.
+def _side_by_side(task: Task, options: Options, file: Path, clock: _Clock) -> Compared:
+    """Returns how the port differs from the original.
 
     The port's process imports, checks and plans while the original's runs. It loads no weights before that has ended.
+    Each of the two is ended where the other is refused.
     """
     original = dataclasses.replace(task.request, backend="original") if options.reference is None else None
-    with ThreadPoolExecutor(1) as pool:
-        port: Future[Compared] = pool.submit(_call, "comparing:compare", task.request, file, original)
+    no_port, no_original = threading.Event(), threading.Event()
+
+    def compared() -> Compared:
         try:
-            notes = _original(task, options, file, clock)
+            result: Compared = _call("comparing:compare", task.request, file, original, os.getpid(), stop=no_original)
+            return result
         except BaseException:
-            handover.refuse(file)
+            no_port.set()
             raise
-        with clock.lap("the port"):
-            return port.result(), notes
+
+    with ThreadPoolExecutor(1) as pool:
+        port: Future[Compared] = pool.submit(compared)
+        try:
+            with contextlib.suppress(child.ChildStoppedError):  # then the port says why
+                _original(task, options, file, clock, no_port)
+            with clock.lap("the port"):
+                return port.result()
+        except BaseException:
+            no_original.set()
+            raise
 
 
-def _original(task: Task, options: Options, file: Path, clock: _Clock) -> list[str]:
-    """Records the original, or takes a capture for it, and returns what that lacks."""
+def _original(task: Task, options: Options, file: Path, clock: _Clock, stop: threading.Event) -> None:
+    """Records the original, or takes a capture for it."""
     if options.reference is not None:
-        notes = capture.check(options.reference, task)
         with clock.lap("the capture"):
-            _call("capture:unpack", options.reference, file)
-        return notes
+            _call("capture:unpack", options.reference, file, stop=stop)
+        return
     original = dataclasses.replace(task.request, backend="original")
     with clock.lap("the original"):
-        _call("recording:record", original, options.steps, file, options.decodes)
-    return []
+        _call("recording:record", original, options.steps, file, options.decodes, stop=stop)
 
 
 def captured(request: Request, options: Options, folder: Path, limit: int) -> str:
@@ -140,7 +169,7 @@ def captured(request: Request, options: Options, folder: Path, limit: int) -> st
         TorchportError: What a run of the original refuses.
     """
     original = dataclasses.replace(request, backend="original")
-    _check_steps(accept(original), options.steps)
+    _check_steps(_accepted(request), options.steps)
     with _Clock().lap("the original"):
         words: str = _call("capture:record", original, options.steps, options.decodes, folder, limit)
     return words
@@ -155,43 +184,58 @@ def patches_alone(request: Request) -> list[Alone]:
     Raises:
         TorchportError: What a run of the port or of the original refuses.
     """
-    accept(request)
+    _accepted(request)
     with _Clock().lap("each patch alone"):
         rows: list[Alone] = _call("equivalence:alone", request)
     return rows
 
 
-def _call(function: str, *arguments: Any) -> Any:
+def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
     def ended(end: child.Ended) -> MachineError:
         remedy = SMALLER if end.code < 0 else "Report this, with what `torchport -v verify` prints"
         return MachineError(f"torchport.verify.{function}", f"Its process {end}", remedy)
 
-    return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment={"PYTHONWARNINGS": "ignore"})
+    environment = {"PYTHONWARNINGS": "ignore"}
+    return child.call(f"torchport.verify.{function}", *arguments, ended=ended, environment=environment, stop=stop)
 
 
 def _with_floor(verification: Verification, task: Task, mesh: str, file: Path) -> Verification:
     """Returns a verification with the drift of another mesh beside the port's."""
-    sizes = _sizes(mesh)
-    written = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
-    overrides = (*task.request.overrides, f"mesh={{{written}}}")
-    if task.machine.platform == "cpu":  # virtual devices: as many as the mesh takes
-        overrides += (f"machine=cpu:{math.prod(sizes.values())}",)
-    request = dataclasses.replace(task.request, overrides=overrides)
-    floors: list[Drift] = _call("comparing:drifted", request, file, max(row.step for row in verification.drift))
+    request, steps = _on_mesh(task, mesh), max(row.step for row in verification.drift)
+    floors: list[Drift] = _call("comparing:drifted", request, file, steps)
     by_step = {row.step: row.distance for row in floors}
     drift = tuple(dataclasses.replace(row, floor=by_step.get(row.step)) for row in verification.drift)
     return dataclasses.replace(verification, drift=drift, floor=f"the same port on {mesh}")
 
 
-def _sizes(mesh: str) -> dict[str, int]:
-    """Returns the sizes of a mesh's axes, by axis.
+def _on_mesh(task: Task, mesh: str) -> Request:
+    """Returns the request of the same job on another mesh.
 
     Raises:
         BadValueError: It is no mesh.
     """
-    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", mesh) is None:
-        raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the sizes of its axes: dp=1,tp=4")
-    return {axis: int(size) for axis, _, size in (part.partition("=") for part in mesh.split(","))}
+    parts = [part.partition("=") for part in mesh.split(",")]
+    sizes = {axis: size for axis, _, size in parts}
+    if len(sizes) < len(parts) or not all(re.fullmatch(r"[a-z]\w*=[1-9]\d{0,5}", "".join(part)) for part in parts):
+        raise BadValueError(f"--floor {mesh}", "It is no mesh", "Write the size of each axis once: dp=1,tp=4")
+    overrides = (*task.request.overrides, f"mesh={{{', '.join(f'{axis}: {size}' for axis, size in sizes.items())}}}")
+    if task.machine.platform == "cpu":  # virtual devices: as many as the mesh takes
+        overrides += (f"machine=cpu:{math.prod(map(int, sizes.values()))}",)
+    return dataclasses.replace(task.request, overrides=overrides)
+
+
+def _check_floor(task: Task, mesh: str) -> None:
+    """Refuses a mesh that the job cannot run on, before the original runs.
+
+    Raises:
+        BadValueError: The job cannot run on it.
+    """
+    try:
+        accept(_on_mesh(task, mesh))
+    except BadValueError:
+        raise
+    except TorchportError as error:
+        raise BadValueError(f"--floor {mesh}", error.fact, error.remedy) from error
 
 
 class _Clock:
@@ -239,13 +283,14 @@ def _verification(task: Task, options: Options, compared: Compared, notes: list[
         drift=tuple(compared.drift),
         decoded=compared.decoded,
         against="original" if options.reference is None else f"run:{options.reference}",
-        unlike=(*notes, *compared.seams.unlike, *compared.unlike, *_not_compared(options)),
+        unlike=(*notes, *compared.seams.unlike, *compared.unlike, *_not_compared(options, compared.decoded)),
         programs=tuple(compared.programs),
     )
 
 
-def _not_compared(options: Options) -> list[str]:
-    decoder = [] if options.decodes else ["the decoder (--decode compares it)"]
+def _not_compared(options: Options, decoded: Decoded | None) -> list[str]:
+    remedy = "--decode compares it" if options.reference is None else "capture with --decode"
+    decoder = [] if decoded is not None else [f"the decoder ({remedy})"]
     return [f"not compared: {', and '.join([*decoder, 'the weights of the text encoders'])}"]
 
 
