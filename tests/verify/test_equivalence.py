@@ -177,3 +177,35 @@ def test_no_patch_of_the_demo_is_broken(root):
     verdicts = {row.patch: row.verdict for row in equivalence.alone(request)}
     assert "broken" not in verdicts.values()
     assert verdicts["torch.layer-norm"] in ("same", "rounding")
+
+
+def test_a_patch_that_needs_another_one_is_not_called_broken():
+    row = equivalence.Alone(
+        "a.patch", "a.yaml:1", "bitwise", "broken", "captured: 0.3 from the yardstick, upstream 1e-6", 4
+    )
+    alone = equivalence._only_alone(row)
+    assert (alone.verdict, alone.cases) == ("unclear", 4)
+    assert alone.why == (
+        "alone it differs (captured: 0.3 from the yardstick, upstream 1e-6), and the network with all patches does "
+        "not: another patch beside it is needed"
+    )
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+
+def called(layer, x):
+    """As an attention processor is called: the module is an argument."""
+    return layer.linear(x)
+
+
+def test_a_module_among_the_arguments_is_widened_and_gets_the_engines_weights(upstream):
+    case = Noted("captured", None, (Layer().requires_grad_(False), torch.ones(2, 3)), {})
+    output, wide = equivalence._original(called, case)
+    assert (output.dtype, wide.dtype) == (torch.float32, torch.float64)
+    leaves, structure = pytree.tree_flatten((case.args, case.kwargs))
+    bound = equivalence._Bound(called, None, structure, leaves)
+    assert [name for name, _ in bound.named_parameters()] == ["arguments.0.linear.weight", "arguments.0.linear.bias"]

@@ -7,7 +7,7 @@ import math
 import torch
 
 from torchport.verify import pictures, report
-from torchport.verify.facts import Cause, Decoded, Drift, Seam, Unit, Verification
+from torchport.verify.facts import Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
 
 
 def unit(depth, added, kind="block", step=0, **more):
@@ -150,3 +150,25 @@ def test_a_difference_of_frames_is_made_visible():
     frames = pictures.beside(original, port)
     assert list(frames) == ["the original", "the port", "the difference, 51 times"]
     assert all(png.startswith(b"\x89PNG") for png in frames.values())
+
+
+def test_the_first_line_of_an_unclear_port_names_what_is_unclear():
+    one = verification(*CLEAN, unit(5, 4e-5, effect=2.5))
+    assert one.verdict is Verdict.UNCLEAR and one.exit_code == 0
+    assert one.first_line == (
+        "unclear (2 of 8 steps compared; the decoder was not: add --decode): transformer.blocks.5 adds 40 times the "
+        "rounding at step 0, and moves the output by 2.5 roundings; up to 2 is rounding, above 3 a fault"
+    )
+
+
+def test_the_first_line_says_what_a_capture_lacks():
+    line = verification(*CLEAN, against="run:reference", left_out=12).first_line
+    assert line.startswith(
+        "the same latents (2 of 8 steps compared, without 12 blocks that the capture lacks; the decoder"
+    )
+
+
+def test_a_patch_that_reads_what_prepare_has_made_is_not_blamed_alone():
+    prepared = dataclasses.replace(FAULTY.causes[0], prepared=True)
+    line = dataclasses.replace(FAULTY, causes=(prepared,)).first_line
+    assert line.endswith("which promises: bitwise; or the family's `prepare`, which changes this module")

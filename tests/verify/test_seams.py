@@ -9,7 +9,7 @@ import torch
 from torchport.load import tiny
 from torchport.stages.module import file_of
 from torchport.task import Request, accept
-from torchport.verify import seams
+from torchport.verify import compared, seams
 from torchport.verify.facts import Verdict
 
 SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
@@ -241,3 +241,13 @@ def test_the_second_network_has_guidance_of_its_own(wan):
 def test_words_say_what_both_have(hunyuan):
     rows = seams.against(hunyuan.port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes).seams
     assert next(row for row in rows if row.name == "sigmas").port == "float32 [4] (1, 0.857143, 0.6, 0)"
+
+
+def test_words_show_where_two_tensors_differ():
+    one, other = torch.zeros(2, 8), torch.zeros(2, 8)
+    other[1, 3] = 5
+    [row] = compared.of_values("encode", {"embeds": one}, {"embeds": other})
+    assert (row.original, row.port) == (
+        "float32 [2, 8] (from number 11 on: 0, 0, 0, 0, ...)",
+        "float32 [2, 8] (from number 11 on: 5, 0, 0, 0, ...)",
+    )

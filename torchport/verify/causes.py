@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchport import engine, patch
+from torchport.compile import network
 from torchport.errors import TorchportError
 from torchport.foreign import brief, refusals
 from torchport.progress import log
@@ -80,8 +81,19 @@ def search(request: Request, file: Path, folder: Path, measured: Measured) -> Se
         tried[entry.id] = _without(task, stage, folder, entry, lambda port: _added(port, call, measured))
         log.info("without %s: %s adds %s", entry.id, unit.name, tried[entry.id])
         if _is_cured(unit.rounding, tried[entry.id]):
-            return Search((_cause(entry, unit, tried[entry.id]),), tried)
+            cause = _cause(entry, unit, tried[entry.id])
+            return Search((dataclasses.replace(cause, prepared=_is_prepared(task, stage, unit.path)),), tried)
     return Search(tuple(_left(task, stage, unit, tried)), tried)
+
+
+def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
+    """Returns whether a family's `prepare` gives a module tensors that upstream's has not, or takes some away."""
+    names = []
+    with under(task, [stage]):
+        for one in (stage, dataclasses.replace(stage, prepare=None)):
+            module = network.module_of(one, network.as_shapes(task, one)).get_submodule(path)
+            names.append({name for name, _ in (*module.named_parameters(), *module.named_buffers())})
+    return bool(path) and names[0] != names[1]
 
 
 def of_network(request: Request, file: Path, folder: Path, unit: Unit, fed: Sequence[Mapping[str, Any]]) -> Search:

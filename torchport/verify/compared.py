@@ -21,6 +21,9 @@ FIRST = ("timesteps", "sigmas")
 RENAMED = {"model_output": "guidance", "sample": "latents"}
 """What the arguments of a scheduler's step are called here: the combined prediction is what guidance makes."""
 
+SHOWN = 4
+"""Numbers of a tensor that a person is shown."""
+
 STEPS = "number of scheduler steps"
 """The name of a seam."""
 
@@ -53,7 +56,9 @@ def of_values(
             first, second = (str(x.dtype).removeprefix("torch.") for x in (one, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
         one, other = _without_padding(one, other, masks), _without_padding(other, one, others)
-        yield Seam(f"{name}{suffix}", stage, step, _words(one), _words(other), _distance(one, other), _allowed(one))
+        where = _worst(one, other)
+        words = _words(one, where), _words(other, where)
+        yield Seam(f"{name}{suffix}", stage, step, *words, _distance(one, other), _allowed(one))
 
 
 def of_traces(original: Trace, port: Trace) -> Iterator[Seam]:
@@ -158,11 +163,21 @@ def _allowed(x: torch.Tensor) -> float:
     return ROUNDINGS * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
 
 
-def _words(value: Any) -> str:
-    """Returns a value as a person reads it: dtype, shape, and the first numbers."""
+def _worst(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Returns the number of the element in which two tensors differ most; 0 if that is among the first."""
+    if one.shape != other.shape or not one.numel() or torch.equal(one, other):
+        return 0
+    apart = (one.double() - other.double()).abs().nan_to_num(nan=math.inf)
+    worst = int(apart.argmax())
+    return 0 if worst < SHOWN else worst
+
+
+def _words(value: Any, first: int = 0) -> str:
+    """Returns a value as a person reads it: dtype, shape, and some numbers from one of them on."""
     if not isinstance(value, torch.Tensor):
         return "absent" if value is None else repr(value)
     kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    numbers = [f"{number:.6g}" for number in value.flatten()[:4].tolist()]
-    more = ", ..." if value.numel() > len(numbers) else ""
-    return f"{kind} ({', '.join(numbers)}{more})" if numbers else kind
+    numbers = [f"{number:.6g}" for number in value.flatten()[first : first + SHOWN].tolist()]
+    more = ", ..." if value.numel() > first + len(numbers) else ""
+    before = f"from number {first} on: " if first else ""
+    return f"{kind} ({before}{', '.join(numbers)}{more})" if numbers else kind

@@ -31,6 +31,8 @@ from torchport.verify import inputs
 from torchport.verify.causes import promise
 from torchport.verify.facts import FAULT
 from torchport.verify.inputs import Noted, made_of, noting
+from torchport.verify.original import Original
+from torchport.verify.port import Port
 from torchport.verify.recording import Enough, under, weights_of
 from torchport.verify.yardstick import computing_in, distance, floor, matched, wide_dtype, wide_module, widened
 
@@ -75,11 +77,38 @@ def alone(request: Request) -> list[Alone]:
         known = {key for key, row in rows.items() if row.verdict != UNCLEAR}
         entries = [entry for entry in port.patches([stage]) if entry.id not in known]
         with under(original, [stage]):
-            calls = _noted(original, stage, folder, entries)
+            calls, whole = _noted(original, stage, folder, entries)
             base = [entry for entry in port.patches([stage]) if entry.plumbing]  # without them the engine cannot start
             for entry in entries:
                 rows[entry.id] = _tested(entry, calls.get(entry.id, []), port, [*base, *_beside(entry, entries)])
+        broken = [entry.id for entry in entries if rows[entry.id].verdict == BROKEN]
+        if broken and whole is not None and _agrees_whole(port, stage, folder, whole):
+            rows |= {key: _only_alone(rows[key]) for key in broken}
     return list(rows.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """One call of the original's network: its inputs, what it returned, and what the yardstick did."""
+
+    inputs: dict[str, Any]
+    output: Any
+    wide_output: Any
+
+
+def _agrees_whole(port: Task, stage: Stage, folder: Path, whole: _Whole) -> bool:
+    """Returns whether the network computes what the original's does, with all patches of its stage in force."""
+    with under(port, [stage]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
+        own, _ = Port(port, stage, folder, ledger).called(whole.inputs, [], {})
+    rounding = max(distance(whole.output, whole.wide_output) or 0.0, floor(whole.output))
+    added = distance(own, whole.wide_output)
+    return added is not None and added <= FAULT * rounding
+
+
+def _only_alone(row: Alone) -> Alone:
+    """Returns what is said of a patch that differs alone, where the network with all patches does not."""
+    why = f"alone it differs ({row.why}), and the network with all patches does not: another patch beside it is needed"
+    return dataclasses.replace(row, verdict=UNCLEAR, why=why)
 
 
 def _beside(entry: patch.Entry, entries: Sequence[patch.Entry]) -> list[patch.Entry]:
@@ -88,17 +117,22 @@ def _beside(entry: patch.Entry, entries: Sequence[patch.Entry]) -> list[patch.En
     return [other for other in same if other.id != entry.id]
 
 
-def _noted(task: Task, stage: Stage, folder: Path, entries: Sequence[patch.Entry]) -> dict[str, list[Noted]]:
-    """Returns the calls of the patches' targets in one call of the original's network."""
+def _noted(
+    task: Task, stage: Stage, folder: Path, entries: Sequence[patch.Entry]
+) -> tuple[dict[str, list[Noted]], _Whole | None]:
+    """Returns the calls of the patches' targets in one call of the original's network, and that call."""
     bare = dataclasses.replace(stage, prepare=None)
     parts = network.loaded(task, bare, folder)
     eager = network.eager(task, bare, parts, folder)
     if bare.like is None:
-        return {}
+        return {}, None
     random = {name: _random(tensor) for name, tensor in bare.like(parts, task.settings).items()}
+    once = _Once(eager)
     with noting([entry for entry in entries if not entry.plumbing]) as calls, contextlib.suppress(Enough):
-        bare.run(parts, _Once(eager), task.settings, Steps(), **random)
-    return calls
+        bare.run(parts, once, task.settings, Steps(), **random)
+    original = Original(eager, task.settings.dtypes[str(stage.network)])
+    output, _ = original.watched(once.inputs, [])
+    return calls, _Whole(once.inputs, output, original.yardstick(once.inputs, [], {})[0])
 
 
 def _random(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,6 +153,7 @@ class _Once:
 
     def __init__(self, eager: Any) -> None:
         self.eager = eager
+        self.inputs: dict[str, Any] = {}
 
     def place(self, **values: Any) -> dict[str, Any]:
         """Returns the inputs as they are."""
@@ -126,6 +161,7 @@ class _Once:
 
     def __call__(self, **values: Any) -> Any:
         """Calls it, and leaves the loop."""
+        self.inputs = values
         self.eager(**values)
         raise Enough
 
@@ -175,6 +211,7 @@ def _original(function: Any, case: Noted) -> tuple[Any, Any] | str:
     own, wide = case.copied(), case.copied()
     first, second = ([] if module is None else [module]), ([] if module is None else [wide_module(module, dtype)])
     args, kwargs = widened((wide.args, wide.kwargs), dtype)
+    args, kwargs = pytree.tree_map_only(torch.nn.Module, lambda one: wide_module(one, dtype), (args, kwargs))
     try:
         # PyTorch's compiler asks for a device's driver, and the engine's device has none.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -203,6 +240,7 @@ class _Bound(torch.nn.Module):
     def __init__(self, function: Any, module: torch.nn.Module | None, structure: Any, others: list[Any]) -> None:
         super().__init__()
         self.function, self.module, self.structure, self.others = function, module, structure, others
+        self.arguments = torch.nn.ModuleList(other for other in others if isinstance(other, torch.nn.Module))
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         """Calls the function."""

@@ -132,6 +132,7 @@ class Cause:
         without_it: Without it; None where the network cannot be called without it.
         how: absence: the error goes when it is left out; elimination: no other patch is at fault.
         rounding: The unit's; None for a value of the loop.
+        prepared: Whether the family's `prepare` changes the unit, so that it may be at fault in the patch's place.
     """
 
     patch: str
@@ -142,6 +143,7 @@ class Cause:
     without_it: float | None
     how: How
     rounding: float | None = None
+    prepared: bool = False
 
     def words(self, error: float) -> str:
         """Returns an error in words: of a unit in times its rounding, of a value of the loop as a part of it."""
@@ -294,6 +296,13 @@ class Verification:
         if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
             decoded = self.decoded
             return f"{line}frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255{self._blamed()}"
+        unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
+        if self.verdict is Verdict.UNCLEAR and unclear:
+            unit = max(unclear, key=lambda unit: unit.ratio)
+            seen = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
+            between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
+            own = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
+            return f"{self.said} ({self._compared()}): {own}; {between}{self._harmless()}"
         worst = self.worst
         if worst is None:
             return f"{line}no network was compared; every value of the loop agrees"
@@ -321,5 +330,6 @@ class Verification:
     def _blamed(self) -> str:
         if self.causes:
             cause = self.causes[0]
-            return f"; patch {cause.patch} ({cause.place}), which promises: {cause.promise}"
+            prepared = "; or the family's `prepare`, which changes this module" if cause.prepared else ""
+            return f"; patch {cause.patch} ({cause.place}), which promises: {cause.promise}{prepared}"
         return f"; {self.clue}" if self.clue else ""
