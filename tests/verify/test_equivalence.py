@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from torchport.patch import Entry
 from torchport.task import Request
