@@ -46,7 +46,7 @@ def test_the_text_has_twelve_lines_at_most_and_the_verdict_first():
         "another picture: transformer.blocks.2 adds 900 times the rounding at step 0; patch a.patch"
     )
     assert lines[1] == "m c.yaml: float32 beside float64, tp on dp=2,tp=4, step 0, 3 of 8, against original"
-    assert lines[4] == "units: 2 blocks: 1 add at most 2 times the rounding, 1 are at fault (above 3 times)"
+    assert lines[4] == "units: 2 blocks: 1 with at most 2 times the rounding, 1 at fault (above 3 times)"
     assert lines[5] == (
         "first: transformer.blocks.2 adds 900 times the rounding, 1e+03 times with the errors before it; alone it "
         "moves the network's output by 70 times the rounding there; the rounding is 1e-06 of the largest value"
@@ -91,9 +91,8 @@ def test_stretches_of_a_forward_and_units_that_are_not_judged_are_counted():
     harmless, between = unit(3, 1e-4, effect=0.5), unit(4, 2.5e-6)
     lines = report.lines(verification(unit(0, 9e-4), stretch, behind, harmless, between))
     assert next(line for line in lines if line.startswith("units: ")) == (
-        "units: 4 blocks, 1 stretches of forward() between them: 1 add at most 2 times the rounding, 1 add more, which "
-        "the output does not show, 1 are unclear, 1 are at fault (above 3 times), 1 stand behind the first fault and "
-        "are not judged"
+        "units: 4 blocks, 1 stretches of forward() between them: 1 with at most 2 times the rounding, 1 with more, "
+        "which the output does not show, 1 unclear, 1 at fault (above 3 times), 1 behind the first fault and not judged"
     )
 
 

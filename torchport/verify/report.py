@@ -18,11 +18,11 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
 """What units are called where they are counted, in this order."""
 SAID = (
-    f"add at most {ROUNDING:g} times the rounding",
-    "add more, which the output does not show",
-    "are unclear",
-    f"are at fault (above {FAULT:g} times)",
-    "stand behind the first fault and are not judged",
+    f"with at most {ROUNDING:g} times the rounding",
+    "with more, which the output does not show",
+    "unclear",
+    f"at fault (above {FAULT:g} times)",
+    "behind the first fault and not judged",
 )
 """What is said of units where they are counted."""
 SHOWN = 100
