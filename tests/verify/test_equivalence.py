@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -210,3 +211,17 @@ def test_a_module_among_the_arguments_is_widened_and_gets_the_engines_weights(up
     leaves, structure = pytree.tree_flatten((case.args, case.kwargs))
     bound = equivalence._Bound(called, None, structure, leaves)
     assert [name for name, _ in bound.named_parameters()] == ["arguments.0.linear.weight", "arguments.0.linear.bias"]
+
+
+class Output(OrderedDict):
+    """As diffusers' outputs are: JAX does not look into them."""
+
+
+def test_what_a_class_of_upstream_holds_is_brought_to_the_host(upstream):
+    def output(x):
+        return Output(sample=x * 2, rest=(x,))
+
+    leaves, structure = pytree.tree_flatten(((torch.ones(2),), {}))
+    bound = equivalence._Bound(output, None, structure, [equivalence._TENSOR])
+    tree = bound(*leaves)
+    assert type(tree) is dict and type(tree["rest"]) is tuple and tree["sample"].tolist() == [2, 2]

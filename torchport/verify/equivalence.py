@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,16 @@ class _Bound(torch.nn.Module):
         values = iter(tensors)
         leaves = [next(values) if other is _TENSOR else other for other in self.others]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        return self.function(*([] if self.module is None else [self.module]), *args, **kwargs)
+        return _plain(self.function(*([] if self.module is None else [self.module]), *args, **kwargs))
+
+
+def _plain(tree: Any) -> Any:
+    """Returns a tree of dictionaries, lists and tuples alone: JAX does not know what upstream's classes hold."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(map(_plain, tree)) if isinstance(tree, tuple) else list(map(_plain, tree))
+    return tree
 
 
 _TENSOR = object()
