@@ -8,8 +8,18 @@ import tempfile
 from pathlib import Path
 
 import hypothesis
-import jax
 import pytest
+
+CACHE = tempfile.mkdtemp(prefix="torchport-tests-")
+# JAX reads these when it is imported, and child processes inherit them. All processes of a session share what they
+# compile: most of them would compile the same few programs again.
+os.environ.setdefault("TORCHPORT_TESTS_PROGRAMS", str(Path(CACHE) / "jax"))
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["TORCHPORT_TESTS_PROGRAMS"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import jax  # noqa: E402  after the variables that it reads
+from budget import Budget  # noqa: E402
 
 hypothesis.settings.register_profile("torchport", deadline=None, max_examples=60)
 hypothesis.settings.load_profile("torchport")
@@ -18,14 +28,12 @@ hypothesis.settings.load_profile("torchport")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
-CACHE = tempfile.mkdtemp(prefix="torchport-tests-")
 # The libraries read these when they are imported, so no fixture would be early enough; subprocesses inherit them.
 os.environ["XDG_CACHE_HOME"] = CACHE
 os.environ["HF_HOME"] = str(Path(CACHE) / "huggingface")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A program that another test has traced would hide what this one changes; the tests of caches name a folder.
 os.environ["TORCHPORT_CACHE"] = "off"
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ.pop("TORCHPORT_PATH", None)
 # OpenMP's threads wait for each other by spinning. Where other processes want the same cores, PyTorch's operators on
 # tiny tensors take twice the processor time with two threads that they take with one.
@@ -34,6 +42,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 gc.set_threshold(20_000, 20, 20)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser):
+    """Adds the flag of the budget."""
+    parser.addoption("--budget", action="store_true", help="print the tests' processor time, whatever is chosen")
+
+
+def pytest_configure(config):
+    """Registers the budget of processor time."""
+    config.pluginmanager.register(Budget(config), "budget-of-processor-time")
 
 
 def pytest_unconfigure():

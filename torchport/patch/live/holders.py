@@ -99,6 +99,8 @@ class Referrers:
     """
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
+        if gc.get_freeze_count():
+            gc.unfreeze()  # `get_referrers` does not see what is frozen
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
