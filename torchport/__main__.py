@@ -449,7 +449,7 @@ def _print_schema(kind: Any) -> None:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "sarif", "github", "junit", "markdown"]),
+    type=click.Choice(["text", "json", "sarif", "github", "junit"]),
     default="text",
     show_default=True,
     help="The format of the findings.",
@@ -460,7 +460,7 @@ def _print_schema(kind: Any) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write them to a file: .sarif, .xml (JUnit), .md, .json or .txt. Repeatable.",
+    help="Also write them to a file: .sarif, .xml (JUnit), .json or .txt. Repeatable.",
 )
 @path_option
 def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
