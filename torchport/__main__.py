@@ -449,7 +449,7 @@ def _print_schema(kind: Any) -> None:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "sarif", "github", "junit", "markdown"]),
+    type=click.Choice(["text", "json", "sarif", "github", "junit"]),
     default="text",
     show_default=True,
     help="The format of the findings.",
@@ -460,7 +460,7 @@ def _print_schema(kind: Any) -> None:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write them to a file: .sarif, .xml (JUnit), .md, .json or .txt. Repeatable.",
+    help="Also write them to a file: .sarif, .xml (JUnit), .json or .txt. Repeatable.",
 )
 @path_option
 def check(form: str, files: tuple[Path, ...], **options: Any) -> None:
@@ -543,7 +543,6 @@ def scan(
 @click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
 @click.option("--capture", type=click.Path(path_type=Path), metavar="DIR", help="Run the original alone, into DIR.")
 @click.option("--capture-limit", type=float, metavar="GIB", help="The most that --capture writes, in GiB [2].")
-@click.option("--patches", is_flag=True, help="Test every patch of the model alone, beside what it replaces.")
 @click.option("--prompt", metavar="TEXT", help="What the video shows [the card's own].")
 @click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
@@ -564,7 +563,6 @@ def verify(
     capture: Path | None,
     report: Path | None,
     capture_limit: float | None,
-    patches: bool,
     strategy: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -585,7 +583,7 @@ def verify(
     overrides += (f"strategy={strategy}",) if strategy is not None else ()
     request = Request(**options, overrides=overrides)
     with stopping.unwinding():
-        outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit, patches))
+        outcome = answer(request, Flags(steps, against, capture, decode, floor, report, capture_limit))
     terminal.say(json.dumps(outcome.data, indent=2) if as_json else "\n".join(outcome.lines))
     if report is not None:
         write_report(report, outcome)

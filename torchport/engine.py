@@ -107,7 +107,7 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
     before = dict(environment._ops)
     try:
         for target, function in replacements.items():
-            environment.override_op_definition(operator(target), function)
+            environment.override_op_definition(_operator(target), function)
         yield
     finally:
         # torchax offers no way to take one back, so the table is put back as it was.
@@ -115,7 +115,7 @@ def operators(replacements: Mapping[str, Any]) -> Iterator[None]:
         environment._ops.update(before)
 
 
-def operator(target: str) -> Any:
+def _operator(target: str) -> Any:
     """Returns a torch function or an ATen overload by its target; see `operators`."""
     name, _, path = target.partition(":")
     if name == "torch.ops.aten":

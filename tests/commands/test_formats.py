@@ -14,14 +14,14 @@ from torchport.commands.findings import Case, Finding, Report
 from torchport.errors import kinds
 
 
-def test_findings_are_written_in_six_formats():
+def test_findings_are_written_in_five_formats():
     found = Report([Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")])
     assert formats.text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 finding"
     assert formats.github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
     assert json.loads(formats.as_json(found))[0]["patch"] == "up.one"
     (result,) = json.loads(formats.sarif(found))["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
-    assert set(formats.FORMATS) == {"text", "json", "sarif", "github", "junit", "markdown"}
+    assert set(formats.FORMATS) == {"text", "json", "sarif", "github", "junit"}
 
 
 def test_what_github_would_take_for_a_command_of_its_own_is_escaped():
@@ -161,32 +161,6 @@ def test_several_findings_of_one_step_are_one_case_of_junit_and_odd_letters_are_
     assert suite.get("failures") == "1"
 
 
-def test_markdown_shows_the_change_the_patch_and_the_lines_of_the_lock(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "patches" / "up").mkdir(parents=True)
-    (tmp_path / "patches" / "up" / "p.yaml").write_text(
-        "# A\n\n- id: up.one\n  why: |\n    ``` x\n\n# B\n- id: up.two\n"
-    )
-    text = "a `b`\n@c ````<img>"
-    page = formats.markdown(Report([dataclasses.replace(DRIFT, text=text), ABSENT])).split("\n\n")
-    assert page == [
-        "# torchport check: 2 findings",
-        "## TP207 up.one",
-        "The source of the target differs from the source in the lock file, which was reviewed.",
-        "`````text\npatches/up/p.yaml:3: a `b` @c ````<img>\n`````",
-        "The patch:",
-        "````yaml\n- id: up.one\n  why: |\n    ``` x\n````",
-        "If it is still right, this changes in the lock file:",
-        "```diff\n--- a\n+++ b\n-x\n```",
-        "## TP201 up.two",
-        "The installed upstream does not have the target's module or attribute, or it cannot be imported.",
-        "```text\nup/m.py:12: Importing up.m fails.\n```",
-        "1 patch to review: up.one. `torchport patches lock` writes these lines of `lock.yaml`, for review with the "
-        "patch.\n",
-    ]
-    assert formats.markdown(Report()) == "# torchport check: clean\n"
-
-
 def test_a_report_is_written_in_the_format_of_each_ending(tmp_path):
     files = [tmp_path / f"check{ending}" for ending in formats.ENDINGS]
     formats.check_files(files)
@@ -201,11 +175,11 @@ def test_a_report_is_written_in_the_format_of_each_ending(tmp_path):
         (
             "check.html",
             "--report check.html: '.html' is the ending of no format. Known: .txt (text), .json (json), .sarif "
-            "(sarif), .xml (junit), .md (markdown).",
+            "(sarif), .xml (junit).",
         ),
         (
-            "no/check.md",
-            "--report no/check.md: It is no file, or lies in no folder. Name a file in a folder that is there.",
+            "no/check.txt",
+            "--report no/check.txt: It is no file, or lies in no folder. Name a file in a folder that is there.",
         ),
     ],
 )

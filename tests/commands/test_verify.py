@@ -53,7 +53,7 @@ def test_a_job_with_a_step_cache_is_refused(root):
     request = Request(
         "cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),), overrides=("cache={kind: deepcache}",)
     )
-    for flags in ({}, {"patches": True}, {"capture": Path("c")}):
+    for flags in ({}, {"capture": Path("c")}):
         with pytest.raises(BadValueError, match="A step cache makes other latents on purpose"):
             answer(request, Flags(**flags))
 
@@ -83,7 +83,6 @@ def test_a_captures_folder_is_made_before_the_original_runs(root, tmp_path):
             {"against": "run:d", "steps": "1"},
             "--steps: The capture says what is compared. Capture with --steps, and leave it out.",
         ),
-        ({"patches": True, "decode": True}, "--decode: --patches tests each patch alone. Leave one of the two out."),
         (
             {"report": Path("r.txt")},
             "--report r.txt: '.txt' is the ending of no format. Known: .html, .json, .sarif.",

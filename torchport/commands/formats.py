@@ -167,51 +167,14 @@ def _suite(file: str, tests: Mapping[tuple[str, str], Sequence[Case | Finding]])
     return suite
 
 
-def markdown(report: Report) -> str:
-    """Returns a page for whoever reviews: each finding with its patch, and what accepting a drift would lock."""
-    drifted = sorted({finding.patch for finding in report.findings if finding.review})
-    count = len(report.findings)
-    parts = [f"# torchport check: {count} finding{'s' * (count != 1)}" if count else "# torchport check: clean"]
-    for finding in report.findings:
-        kind = next(kind for kind in errors.kinds() if kind.id == finding.id)
-        what = (inspect.getdoc(kind) or "").partition("\n")[0]
-        parts += [f"## {finding.id} {finding.patch or finding.step}", what]
-        parts.append(_fenced(printable(f"{finding.place}: {finding.text}")))
-        if finding.review:
-            parts += ["The patch:", _fenced(_written(finding.place), "yaml")] if _written(finding.place) else []
-            parts += ["If it is still right, this changes in the lock file:", _fenced(finding.review, "diff")]
-    if drifted:
-        lock = "`torchport patches lock` writes these lines of `lock.yaml`, for review with the patch."
-        parts.append(f"{len(drifted)} patch{'es' * (len(drifted) != 1)} to review: {', '.join(drifted)}. {lock}")
-    return "\n\n".join(parts) + "\n"
-
-
-def _fenced(content: str, language: str = "text") -> str:
-    """Returns lines as a block that shows them as they are: they are somebody else's, and no Markdown of ours."""
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", content)), 3)
-    lines = "\n".join(printable(line) for line in content.split("\n"))
-    return f"{fence}{language}\n{lines}\n{fence}"
-
-
-def _written(place: str) -> str:
-    """Returns the entry at a place as it stands in its file; empty where there is no such file from here."""
-    file, line = _file_and_line(place)
-    if not line or not folder.has_file(Path(file)):
-        return ""
-    lines = folder.text(Path(file)).splitlines()[line - 1 :]
-    end = next((number for number, one in enumerate(lines) if number and one.startswith("- ")), len(lines))
-    return "\n".join(one for one in lines[:end] if not one.startswith("#")).rstrip()
-
-
 FORMATS: dict[str, Callable[[Report], str]] = {
     "text": text,
     "json": as_json,
     "sarif": sarif,
     "github": github,
     "junit": junit,
-    "markdown": markdown,
 }
-ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit", ".md": "markdown"}
+ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
 """The format of a file that `--report` names, by its ending."""
 
 

@@ -14,9 +14,9 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, OutputError, PatchError
 from torchport.files import atomic, folder
 from torchport.task import Request
-from torchport.verify import capture, equivalence, report
+from torchport.verify import capture, report
 from torchport.verify.facts import Cause, Verification
-from torchport.verify.verification import Options, captured, patches_alone, verify
+from torchport.verify.verification import Options, captured, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Flags:
     floor: str | None = None
     report: Path | None = None
     capture_limit: float | None = None
-    patches: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +57,6 @@ def answer(request: Request, flags: Flags) -> Answer:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
     steps = None if flags.steps is None else _steps(flags.steps)
     options = Options(steps, flags.decode, flags.floor, _reference(flags.against))
-    if flags.patches:
-        rows = patches_alone(request)
-        is_broken = any(row.verdict == equivalence.BROKEN for row in rows)
-        data = {"patches": [dataclasses.asdict(row) for row in rows]}
-        return Answer(data, equivalence.lines(rows), int(is_broken))
     if flags.capture is not None:
         _make_folder(flags.capture)
         limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
@@ -109,13 +103,9 @@ def _check(flags: Flags) -> None:
         BadValueError: They do not; or the ending of no format.
         OutputError: The report cannot be written.
     """
-    alone = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.report}
-    if flags.patches:
-        others = {"--steps": flags.steps, "--decode": flags.decode, "--capture": flags.capture, **alone}
-        for flag in (flag for flag, given in others.items() if given):
-            raise BadValueError(flag, "--patches tests each patch alone", "Leave one of the two out")
     if flags.capture is not None:
-        for flag in (flag for flag, given in alone.items() if given):
+        others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.report}
+        for flag in (flag for flag, given in others.items() if given):
             raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
         limit = flags.capture_limit
         if limit is not None and not 0 < limit < 2**20:

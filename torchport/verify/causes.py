@@ -153,7 +153,7 @@ def of_decoder(request: Request, file: Path, folder: Path, decoded: Decoded) -> 
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
         if ends and ends[0].verdict is Verdict.SAME:
             cause = Cause(
-                entry.id, entry.place, promise(entry), unit, decoded.added / LEVELS, tried[entry.id], "absence"
+                entry.id, entry.place, _promise(entry), unit, decoded.added / LEVELS, tried[entry.id], "absence"
             )
             return Search((cause,), tried)
     return Search((), tried)
@@ -188,7 +188,7 @@ def of_seam(request: Request, file: Path, folder: Path, seam: Seam, called: Coll
     if without > seam.allowed:
         return Search((), {entries[0].id: without})
     entry = entries[0]
-    cause = Cause(entry.id, entry.place, promise(entry), seam.name, seam.distance, without, "absence")
+    cause = Cause(entry.id, entry.place, _promise(entry), seam.name, seam.distance, without, "absence")
     return Search((cause,), {entry.id: without})
 
 
@@ -272,10 +272,10 @@ def _left(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | None]) 
 
 
 def _cause(entry: patch.Entry, unit: Unit, without: float | None) -> Cause:
-    return Cause(entry.id, entry.place, promise(entry), unit.name, unit.added, without, "absence", unit.rounding)
+    return Cause(entry.id, entry.place, _promise(entry), unit.name, unit.added, without, "absence", unit.rounding)
 
 
-def promise(entry: patch.Entry) -> str:
+def _promise(entry: patch.Entry) -> str:
     """Returns what a patch promises of its equivalence, in words."""
     written = entry.equivalence.written()
     if isinstance(written, str):

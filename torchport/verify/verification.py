@@ -27,7 +27,6 @@ from torchport.task import Request, Task, accept
 from torchport.verify import capture
 from torchport.verify.causes import Search
 from torchport.verify.comparing import Compared
-from torchport.verify.equivalence import Alone
 from torchport.verify.facts import Decoded, Drift, Unit, Verdict, Verification
 from torchport.verify.recording import Inside
 from torchport.verify.units import Measured
@@ -173,21 +172,6 @@ def captured(request: Request, options: Options, folder: Path, limit: int) -> st
     with _Clock().lap("the original"):
         words: str = _call("capture:record", original, options.steps, options.decodes, folder, limit)
     return words
-
-
-def patches_alone(request: Request) -> list[Alone]:
-    """Returns every patch of a model that changes numbers, tested alone.
-
-    Args:
-        request: Of the port.
-
-    Raises:
-        TorchportError: What a run of the port or of the original refuses.
-    """
-    _accepted(request)
-    with _Clock().lap("each patch alone"):
-        rows: list[Alone] = _call("equivalence:alone", request)
-    return rows
 
 
 def _call(function: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
