@@ -370,15 +370,13 @@ def new() -> None:
 @click.option(
     "--kind",
     required=True,
-    type=click.Choice(["replace", "wrap", "rewrite", "op", "stub", "instance", "value"]),
+    type=click.Choice(["replace", "wrap", "rewrite", "op", "stub", "value"]),
     help="What kind of patch: docs/patches.md. A value is refused, with the functions that read it.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The folder of your pack.")
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option("--file", metavar="NAME", help="Its files in patches/<package>/, without endings [the module's name].")
 @click.option("--line", type=click.IntRange(1), metavar="N", help="For rewrite: the statement's line in upstream.")
-@click.option("--component", metavar="NAME", help="For instance: the component in the card.")
-@click.option("--submodules", "path", metavar="REGEX", help="For instance: the names of its submodules.")
 @click.option("--importer", "importers", multiple=True, metavar="MODULE", help="For stub: who imports it. Repeatable.")
 @click.option("--why", metavar="TEXT", help="What fails without it.")
 def new_patch(out: Path, upstream_path: Path | None, why: str | None, **options: Any) -> None:

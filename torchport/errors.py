@@ -240,10 +240,7 @@ class PatchError(TorchportError):
 
 
 class TargetError(PatchError):
-    """The installed upstream does not have the target's module or attribute, or it cannot be imported.
-
-    Of an `instance` patch: the loaded component does not have the submodules that it names.
-    """
+    """The installed upstream does not have the target's module or attribute, or it cannot be imported."""
 
     id = "TP201"
 

@@ -78,21 +78,6 @@ def test_all_findings_are_gathered_and_the_lowest_code_is_given(world):
     assert exit_code([f for f in findings if f.id == "TP201"]) == 1
 
 
-def test_patches_of_instances_are_locked_listed_and_checked_against_their_targets_source(world):
-    world.write("up/m.py", "class C:\n    def f(self): return 1\n")
-    instance = "instance: {component: vae, path: last, put: p.py:new}"
-    world.yaml(f"id: up.one\n  target: up.m:C.f\n  {instance}\n- id: up.two\n  target: up.m:C\n  {instance}")
-    assert patches.lock(world.patches) == ["up.m:C: new", "up.m:C.f: new"]
-    assert _check(world) == []
-    assert [(row["kind"], row["locked"]) for row in patches.rows(world.patches)] == [("instance", True)] * 2
-    shown = patches.details(world.patches, "up.one")["instance"]
-    assert shown == {"component": "vae", "path": "last", "put": "p.py:new"}
-    world.write("up/m.py", "class C:\n    def f(self): return 2\n")
-    assert [(one.id, one.patch) for one in _check(world)] == [("TP207", "up.one"), ("TP207", "up.two")]
-    world.write("up/m.py", "class C:\n    def g(self): return 2\n")
-    assert ("TP201", "up.one", "targets") in [(one.id, one.patch, one.step) for one in _check(world)]
-
-
 def test_drift_is_found_and_the_patch_is_tried_all_the_same(world):
     _entries(world, "f")
     patches.lock(world.patches)

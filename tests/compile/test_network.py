@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import os
 import shutil
 
@@ -14,7 +13,7 @@ from torchport import load, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.program import Compiled
 from torchport.config.card import WeightRule
-from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError, TargetError
+from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError
 from torchport.plan import aot
 from torchport.run import run
 from torchport.task import Request, accept
@@ -116,107 +115,6 @@ def test_the_network_of_shapes_belongs_to_who_took_it(request_for):
     with patch.applied(task.patches(task.stages)):
         first, second = (network.as_shapes(task, task.stages[0])["vae"] for _ in range(2))
     assert first is not second
-
-
-EXCHANGES = """\
-- id: exchange.halved
-  target: torch.nn.modules.linear:Linear
-  instance: {component: transformer, path: proj_out, put: exchange.py:halved}
-  why: A test.
-  reported: "none: a test"
-  until: never
-  fits: {torch: "*"}
-  equivalence: {lossy: a test}
-  must_be_called: [denoise]
-- id: exchange.negated
-  target: diffusers.models.attention:FeedForward.forward
-  instance: {component: transformer, path: 'transformer_blocks\\.\\d+\\.ff', put: exchange.py:negated, times: any}
-  why: A test.
-  reported: "none: a test"
-  until: never
-  fits: {diffusers: "*"}
-  equivalence: {lossy: a test}
-  must_be_called: [denoise]
-"""
-FUNCTIONS = """\
-import torch
-
-class Halved(torch.nn.Linear):
-    def forward(self, input):
-        return super().forward(input) / 2
-
-def halved(original):
-    with torch.device("meta"):
-        new = Halved(original.in_features, original.out_features)
-    new.load_state_dict(original.state_dict(), assign=True)
-    return new
-
-def negated(original):
-    return lambda hidden_states, *args, **kwargs: -original(hidden_states, *args, **kwargs)
-"""
-
-
-@pytest.fixture
-def exchanging(root, tmp_path):
-    """A pack with the shipped card and two exchanges in its transformer, which change numbers."""
-    folder = tmp_path / "pack"
-    (folder / "patches" / "diffusers").mkdir(parents=True)
-    (folder / "configs" / "models").mkdir(parents=True)
-    (folder / "patches" / "diffusers" / "exchange.yaml").write_text(EXCHANGES)
-    (folder / "patches" / "diffusers" / "exchange.py").write_text(FUNCTIONS)
-    card = folder / "configs" / "models" / "hunyuan.yaml"
-    text = (root / "configs" / "models" / "hunyuan.yaml").read_text() + "overrides: true\n"
-    text = text.replace("diffusers/hunyuan_video15, ", "diffusers/hunyuan_video15, diffusers/exchange, ")
-    card.write_text(text)
-
-    def named_by_original():
-        card.write_text(f"{text}\noriginal: [diffusers/exchange]\n")
-
-    return folder, named_by_original
-
-
-def test_an_exchange_is_in_run_and_in_plan_and_in_the_original_that_names_it(exchanging, texts, tmp_path):
-    folder, named_by_original = exchanging
-    request = Request("hunyuan", "demo", prompt="A cat", paths=(str(folder),), overrides=SIZE, backend="original")
-
-    def latents(out, **fields):
-        asked = dataclasses.replace(request, stage="denoise", prompt=None, out=tmp_path / out, **fields)
-        asked = dataclasses.replace(asked, inputs=tmp_path / "encoded")
-        run(asked)
-        rows = json.loads((tmp_path / out / "denoise.json").read_text())["patches"]
-        return asked, load_file(tmp_path / out / "denoise.safetensors")["latents"], {row["id"]: row for row in rows}
-
-    run(dataclasses.replace(request, stage="encode", out=tmp_path / "encoded"))
-    _, upstreams, rows = latents("upstreams")
-    assert not [key for key in rows if key.startswith("exchange")]
-    named_by_original()
-    _, wanted, rows = latents("original")
-    assert (wanted - upstreams).abs().max() > 0.01 * upstreams.abs().max()
-    assert [rows[f"exchange.{key}"]["state"] for key in ("halved", "negated")] == ["used", "used"]
-    ported, result, rows = latents("port", backend="torchax")
-    assert (result - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert [rows[f"exchange.{key}"]["state"] for key in ("halved", "negated")] == ["used", "used"]
-    ran = dict(texts)
-    texts.clear()
-    task = accept(ported)
-    with aot.outlined(task, task.stages[0], jax.devices()) as outline:
-        for called in outline.called:
-            outline.program.lowered(outline.program.shapes(called.tensors), called.static)
-    assert texts == ran
-
-
-def test_an_exchange_of_a_part_that_the_stage_does_not_load_is_refused_before_anything_is_loaded(exchanging, tmp_path):
-    folder, _ = exchanging
-    file = folder / "patches" / "diffusers" / "exchange.yaml"
-    file.write_text(
-        EXCHANGES.replace("component: transformer, path: proj_out", "component: text_encoder, path: proj_out")
-    )
-    task = accept(
-        Request("hunyuan", "demo", prompt="A cat", paths=(str(folder),), overrides=SIZE, out=tmp_path / "out")
-    )
-    with patch.applied(task.patches(task.stages)), pytest.raises(TargetError) as caught:
-        preflight.check(task)
-    assert caught.value.fact == "'exchange.halved' is for the component 'text_encoder', which the stage does not load"
 
 
 def test_a_stage_says_what_its_network_returns(request_for, tiny_folder):

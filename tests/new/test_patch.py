@@ -110,27 +110,6 @@ def test_a_rewrite_takes_the_statement_of_a_line(world):
     assert world.checked() == []
 
 
-def test_an_exchange_is_tested_on_a_component(world):
-    world.patch("Net.forward", "instance", "--component", "net")
-    file = "tests/test_up_net_net_forward.py"
-    with pytest.raises(NotImplementedError, match="fill in a component"):
-        world.test_of("net_net_forward")
-    world.fill(
-        file,
-        ('raise NotImplementedError("fill in a component")', "from up.model import Net; return Net(4)"),
-        (
-            'raise NotImplementedError("fill in a call of the component")',
-            f"return component.forward({X}, torch.ones(1))",
-        ),
-    )
-    with pytest.raises(Exception, match="fill in net_forward"):
-        world.test_of("net_net_forward")
-    body = ('raise NotImplementedError("fill in net_forward")', "return lambda x, text: original(x, text)")
-    world.fill("patches/up/model.py", body)
-    world.test_of("net_net_forward")
-    assert world.checked() == []
-
-
 def test_a_stub_has_nothing_to_fill_in(world):
     world.write("checkout/up/model.py", "import flashy_attn\n\n\ndef f():\n    return flashy_attn.f()\n")
     arguments = ("flashy_attn:f", "--kind", "stub", "--importer", "up.model")
@@ -255,22 +234,8 @@ def test_a_target_that_drifted_from_the_lock_is_refused(world):
         ("Net.forward", "rewrite", (), "--kind rewrite has no --line N. Add --line N."),
         ("Net.forward", "rewrite", ("--line", 3), "--line 3: Line 3 is not in the body of a function Net.forward"),
         ("Net.forward", "wrap", ("--line", 3), "--line is for --kind rewrite. Leave it out."),
-        ("Net.forward", "instance", (), "--kind instance has no --component NAME. Add --component NAME."),
-        ("Net", "instance", ("--component", "net"), "Name its submodules with --submodules REGEX, or a method of it."),
-        (
-            "Net.size",
-            "instance",
-            ("--component", "net"),
-            "Net.size (up/model.py:39) is a property, which is not",
-        ),
         ("scaled", "stub", ("--importer", "up.x"), "The package up is installed, and a stub is for one that is not."),
         ("scaled", "op", (), "up.model:scaled is not torch's. Name torch.ops.aten:name.overload, or write --kind"),
-        (
-            "Net",
-            "instance",
-            ("--component", "net", "--submodules", "("),
-            "'instance.path' is '(', no regular expression: missing ), unterminated subpattern at position 0. Escape",
-        ),
         (
             "scaled.inner",
             "replace",

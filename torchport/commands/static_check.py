@@ -202,7 +202,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
     report.try_entry(entry, "targets")
     for draft in drafts.of_entry(entry, _tree(entry)):
         report.add(draft, "targets", entry.id)
-    if not entry.has_source:
+    if not entry.edits:
         return True
     try:
         state = _drift(entry, entries, report)

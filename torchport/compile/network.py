@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import torch
 
-from torchport import load, patch, shard
+from torchport import load, shard
 from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
 from torchport.compile.eager import Eager, How, plainly
@@ -62,7 +62,6 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
-        PatchError: An `instance` patch that cannot be applied to one of them.
     """
     with reading(CheckpointBrokenError, str(folder), "Upstream cannot load its encoders", checkpoint.WHOLE):
         parts = stage.load(folder, task.settings.shared()) if stage.load is not None else {}
@@ -79,7 +78,6 @@ def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
             parts[name] = _built(task, name, folder)
     if stage.network is not None:
         _prune(parts[stage.network], stage)
-    patch.exchange(parts, all_parts=True)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings.shared())
     return parts
@@ -98,11 +96,9 @@ def afresh(task: Task, stage: Stage, parts: Mapping[str, Any], folder: Path) -> 
 
     Raises:
         CheckpointError: Files that are missing, damaged or another model's.
-        PatchError: An `instance` patch that cannot be applied to one of them.
     """
     light = [name for name in stage.parts if task.card.components[name].dtype is None]
     new = {name: load.part(task.card.components[name].class_, task.component_folder(folder, name)) for name in light}
-    patch.exchange(new)
     return {**parts, **new}
 
 
@@ -200,9 +196,6 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
 
     The network is the caller's own: it may be changed. Encoders that only upstream's own code can load are not among
     the parts.
-
-    Raises:
-        PatchError: An `instance` patch that cannot be applied to one of them.
     """
     network = str(stage.network)
     if stage.without:
@@ -210,7 +203,6 @@ def as_shapes(task: Task, stage: Stage) -> dict[str, Any]:
     parts = outlines(task, stage)
     del task.shapes[network]
     _prune(parts[network], stage)
-    patch.exchange(parts, all_parts=stage.load is None)
     if stage.prepare is not None:
         stage.prepare(parts, task.settings.shared())
     return parts

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchport import load, patch, shard
+from torchport import load, shard
 from torchport.attention import dispatch, sdpa
 from torchport.compile import network
 from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
@@ -226,8 +226,7 @@ def rehearse(task: Task, stage: family.Stage) -> Rehearsal:
     """
     name, strategy = str(stage.network), task.card.strategies[task.job.strategy]
     mesh = shard.abstract_mesh(task.job.mesh, task.machine)
-    patches = patch.applied(task.patches([stage]), stage=stage.name)  # of all in force, this stage's exchange its parts
-    with patches, without_values(), jax.sharding.use_abstract_mesh(mesh):
+    with without_values(), jax.sharding.use_abstract_mesh(mesh):
         parts = network.as_shapes(task, stage)
         module = network.module_of(stage, parts)
         weights = network.weight_rules(task, stage, module)

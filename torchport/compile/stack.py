@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torchport import engine
 from torchport.config.card import Stack
 from torchport.errors import StackError, nearest
-from torchport.patch.live.exchange import PATCH
 from torchport.stages.constants import Constants, converted
 
 BLOCK = "block"
@@ -295,12 +294,12 @@ def _difference(first: torch.nn.Module, other: torch.nn.Module) -> str | None:
 
 
 def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes, and which methods it has in place of its class's: whose, if a patch's."""
+    """Returns a module's plain attributes, and the methods that it has in place of its class's."""
     plain = (bool, int, float, str, torch.dtype, tuple, type(None))
     attributes = vars(module)
     settings = {key: value for key, value in attributes.items() if isinstance(value, plain)}
     methods = {key: value for key, value in attributes.items() if callable(value) and hasattr(type(module), key)}
-    return settings | {key: getattr(method, PATCH, method) for key, method in methods.items()}
+    return settings | methods
 
 
 def _state(module: torch.nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torchport.new.trial import Trial
 from torchport.patch.source import proposal
 from torchport.patch.source.source import is_there, read_source
 
-KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance", "value")
+KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")
 WHY = "say here what fails, or is slow, without it"
 
 
@@ -31,8 +31,6 @@ class Wish:
         kind: One of `KINDS`.
         file: The name of its files in `patches/<package>/`, without their endings; by default its module's.
         line: Of a rewrite, the line of the statement in upstream's file.
-        component: Of an `instance`, the component in the card.
-        path: Of an `instance`, a regular expression over the names of the component's submodules.
         importers: Of a stub, the modules that import the package.
         why: What fails without it.
         in_full: Whether its id and its test have the file's name, too: two modules have functions of this name.
@@ -42,8 +40,6 @@ class Wish:
     kind: str
     file: str | None = None
     line: int | None = None
-    component: str | None = None
-    path: str | None = None
     importers: Sequence[str] = ()
     why: str = WHY
     in_full: bool = False
@@ -108,23 +104,18 @@ def draft(wish: Wish) -> Draft:
         "rewrite": _rewritten,
         "op": _lowered,
         "stub": _stubbed,
-        "instance": _exchanged,
     }
     return makers[wish.kind](wish)
 
 
 def _check(wish: Wish) -> None:
     check_name(wish.target, wish.place)
-    needed = {"instance": ("component",), "stub": ("importers",), "rewrite": ("line",)}
-    flags = {"component": "--component NAME", "importers": "--importer MODULE", "line": "--line N"}
-    of = {"component": "instance", "path": "instance", "importers": "stub", "line": "rewrite"}
-    for field in needed.get(wish.kind, ()):
-        if not getattr(wish, field):
-            raise BadValueError(wish.place, f"--kind {wish.kind} has no {flags[field]}", f"Add {flags[field]}")
-    for field, kind in of.items():
-        if getattr(wish, field) and wish.kind != kind:
-            flag = flags.get(field, "--submodules REGEX").partition(" ")[0]
-            raise BadValueError(wish.place, f"{flag} is for --kind {kind}", "Leave it out")
+    flags = {"stub": ("--importer MODULE", wish.importers), "rewrite": ("--line N", wish.line)}
+    for kind, (flag, value) in flags.items():
+        if wish.kind == kind and not value:
+            raise BadValueError(wish.place, f"--kind {kind} has no {flag}", f"Add {flag}")
+        if wish.kind != kind and value:
+            raise BadValueError(wish.place, f"{flag.partition(' ')[0]} is for --kind {kind}", "Leave it out")
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.files, re.ASCII):
         raise BadValueError(f"--file {wish.file}", "It is no name of a file of patches", "Write letters and digits")
 
@@ -302,25 +293,3 @@ def _stubbed(wish: Wish) -> Draft:
     }
     left = ["Nothing in Python: a stub raises when it is called", "In the entry: why"]
     return Draft(fields, "", trial.stub(one, wish.importers[0], package), one, left)
-
-
-def _exchanged(wish: Wish) -> Draft:
-    """Returns the draft of an `instance`."""
-    target = find(wish.target, wish.place)
-    component, path = str(wish.component), ".".join(target.path)
-    if target.kind not in ("class", "method") or (target.kind == "method" and path.rpartition(".")[2].startswith("__")):
-        fact = f"{path} ({target.place}) is a {target.kind}, which is not looked up in an object"
-        raise TargetError(wish.place, fact, "Name a class, or a method that is called by its name, such as forward")
-    if target.kind == "class" and wish.path is None:
-        fact = f"{path} is a class, and a component itself cannot be exchanged"
-        raise BadValueError(wish.place, fact, "Name its submodules with --submodules REGEX, or a method of it")
-    if re.fullmatch(r"[A-Za-z_]\w*", component, re.ASCII) is None:
-        raise BadValueError(f"--component {component}", "It is no name of a component", "Name one of the card's")
-    name = function.name_of(target.path)
-    one = _trial(wish, _key(wish, f"{component}-{path}"), f"{component}_{name}")
-    put: dict[str, Any] = {"component": component, "put": f"{wish.files}.py:{name}"}
-    put |= {"path": wish.path, "times": "any"} if wish.path is not None else {}
-    fields = {**_common(wish, path), "id": one.id, "instance": put}
-    what = f"a {path} of {component}" if target.kind == "class" else f"the bound method {path} of {component}"
-    left = _left(name, f"patches/{wish.names}.py", one.file)
-    return Draft(fields, function.exchange(name, what), trial.exchange(one, component), one, left)

@@ -81,17 +81,6 @@ def put(name: str, given: Sequence[str], gives: str, where: str) -> str:
     return f'def {name}({", ".join(given)}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
 
 
-def exchange(name: str, what: str) -> str:
-    """Returns the function of an `instance`.
-
-    Args:
-        name: Its name.
-        what: What it receives, in words.
-    """
-    doc = f'"""Fill in: receives {what}, and returns what takes its place: docs/patches.md#instances."""'
-    return f'def {name}(original):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
-
-
 def lowering(name: str, given: str, operator: str) -> str:
     """Returns the function of an `op`.
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchport.config import parse_document
-from torchport.errors import BadValueError, TakenNameError, WrongTypeError
+from torchport.errors import TakenNameError, WrongTypeError
 from torchport.files.folder import as_named
 from torchport.new import function
 from torchport.new.draft import Draft, Wish, draft
 from torchport.new.folder import Home, Piece
 from torchport.new.target import package_folder
 from torchport.patch import patch_set
-from torchport.patch.declared.entry import Entry, mistake
+from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
 
@@ -45,11 +45,10 @@ def write(wish: Wish, home: Home) -> Written:
 
     Raises:
         TakenNameError: The entry, its function or its test is there already.
-        BadValueError: A flag has a value that no entry can have.
+        BadValueError: A flag is missing, or does not go with the kind.
         PatchError: The target cannot be patched in this way, or drifted from the lock.
     """
     one = draft(wish)
-    _check_fields(wish, one)
     file = f"patches/{wish.names}.yaml"
     text = proposal.written(one.fields, wish.package) + "\n"
     entry = _checked(wish, one, home, file, text)
@@ -62,7 +61,7 @@ def write(wish: Wish, home: Home) -> Written:
     lock = drift.with_row(entry, entries(home, wish.package))
     pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
     lines = home.write(pieces)
-    locked = [] if lock or not entry.has_source else ["Its target has no row of its own in the lock: it was there"]
+    locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
     return Written(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
 
 
@@ -71,18 +70,6 @@ def entries(home: Home, package: str) -> list[Entry]:
     folder = home.root / "patches" / package
     files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
     return [entry for file in files for entry in read_file(file)]
-
-
-def _check_fields(wish: Wish, one: Draft) -> None:
-    """Refuses a flag whose value no entry can have, such as a regular expression that is none.
-
-    Raises:
-        BadValueError: There is one.
-    """
-    wrong = mistake(proposal.entry_of(one.fields, wish.package))
-    if wrong is not None:
-        _, fact, remedy = wrong
-        raise BadValueError(wish.place, fact, remedy)
 
 
 def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
@@ -109,7 +96,7 @@ def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
         raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
     entry._place = f"{as_named(path)}:{(before.rstrip().count(chr(10)) + 3) if before else 1}"
     entry._folder = path.parent
-    if entry.has_source:
+    if entry.edits:
         checks.check_source(entry, checks.UNKNOWN)
     return entry
 

@@ -84,29 +84,6 @@ def result():
 
 '''
 
-_EXCHANGE = '''
-def component():
-    """Fill in: returns a small component '{component}' with seeded weights."""
-    torch.manual_seed(0)
-    raise NotImplementedError("fill in a component")
-
-
-def result(component):
-    """Fill in: returns what the component computes of one input."""
-    raise NotImplementedError("fill in a call of the component")
-
-
-def test_{name}_computes_what_upstream_does():
-    one = entry()
-    with patch.applied([one]) as ledger:
-        part = component()
-        ledger.exchange({{"{component}": part}})
-        ours = result(part)
-    assert ledger.rows()[0]["calls"], "result() does not call the patch"
-    exact = {{"rtol": 0, "atol": 0}} if one.equivalence.bitwise else {{}}
-    torch.testing.assert_close(ours, result(component()), **exact)
-'''
-
 _LOWERING = '''
 def arguments():
     """Fill in: returns the arguments of one call, those by position and those by name."""
@@ -183,13 +160,6 @@ def _call(target: Target) -> str:
     if target.is_async:
         return f"asyncio.run({call})"
     return f"list({call})" if target.is_generator else call
-
-
-def exchange(trial: Trial, component: str) -> str:
-    """Returns the test of an `instance`."""
-    body = _EXCHANGE.format(name=trial.name, component=component)
-    title = f"The component '{component}' with the patch '{trial.id}' and without it."
-    return trial.text(title, _IMPORTS.removeprefix("import importlib\n"), body)
 
 
 def lowering(trial: Trial, operator: str) -> str:

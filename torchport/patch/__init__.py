@@ -26,15 +26,14 @@ if TYPE_CHECKING:
     from torchport.patch.ledger import Op as Op
     from torchport.patch.ledger import Trace as Trace
     from torchport.patch.patch_set import applied as applied
-    from torchport.patch.patch_set import exchange as exchange
 
 
 def __getattr__(name: str) -> Any:
     """Imports what applies patches when it is first asked for: whoever only lists entries does not wait for it."""
-    if name in ("applied", "exchange"):
-        from torchport.patch import patch_set
+    if name == "applied":
+        from torchport.patch.patch_set import applied
 
-        return getattr(patch_set, name)
+        return applied
     if name in ("Ledger", "Op", "Trace"):
         from torchport.patch import ledger
 

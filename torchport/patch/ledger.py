@@ -11,13 +11,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchport.errors import NotCalledError, StaleTraceError, TargetError, TorchportError, nearest
+from torchport.errors import NotCalledError, StaleTraceError, TorchportError
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.replacement import file_digest
 from torchport.patch.live import twins
 from torchport.patch.live.change import Change
 from torchport.patch.live.counted import Calls, counting
-from torchport.patch.live.exchange import Claim, Exchanged, check_apart, exchange
 from torchport.patch.live.registry import registry
 
 
@@ -136,7 +135,6 @@ class Ledger:
         self._before = {id(record): record.calls.count for record in self.records}
         self._ops: list[Op] | None = None
         self._traced: dict[str, int] = {}
-        self._exchanges: list[tuple[Any, Record, Exchanged]] = []  # with the component of each
 
     def of_run(self, loaded: Trace) -> Ledger:
         """Returns a ledger of the same patches for another run of a stage that stays loaded.
@@ -201,54 +199,6 @@ class Ledger:
             self._ops = [Op(r.entry.id, r.entry.target, counting(r.loaded, r.calls)[0], r.entry.place) for r in chosen]
         return self._ops
 
-    def exchange(self, parts: Mapping[str, Any], *, all_parts: bool = False) -> None:
-        """Makes the exchanges of the `instance` entries in components that are loaded; all of them, or none.
-
-        They last until the set of patches is left. A component in which they are made already stays as it is.
-
-        Args:
-            parts: By the component's name; those of which no entry speaks stay as they are.
-            all_parts: Whether these are all components of the stage: then an entry of another one is refused.
-
-        Raises:
-            TargetError: An entry's component is not there, or has nothing that matches.
-            PatchError: Any other reason for which an exchange cannot be made.
-        """
-        records: dict[str, list[Record]] = {}
-        for record in self.records:
-            if record.entry.instance is not None and record.outcome is None:
-                records.setdefault(record.entry.instance.component, []).append(record)
-        if all_parts:
-            for name in (name for name in records if name not in parts):
-                raise _no_component(records[name][0].entry, name, parts)
-        before = len(self._exchanges)
-        try:
-            for name in (name for name in records if name in parts):
-                if not any(parts[name] is component for component, _, _ in self._exchanges):
-                    self._exchange(parts[name], records[name])
-        except BaseException:
-            self._put_back(before)
-            raise
-
-    def _exchange(self, component: Any, records: Sequence[Record]) -> None:
-        claims = [Claim(record.entry, record.loaded, record.calls, component) for record in records]
-        check_apart(claims)
-        for record, claim in zip(records, claims, strict=True):
-            record.change = exchanged = exchange(claim, component)
-            self._exchanges.append((component, record, exchanged))
-
-    def put_back(self) -> None:
-        """Takes all exchanges back, the last one first."""
-        self._put_back(0)
-
-    def _put_back(self, count: int) -> None:
-        """Takes exchanges back until so many are left."""
-        while len(self._exchanges) > count:
-            _, record, exchanged = self._exchanges.pop()
-            exchanged.undo()
-            if record.change is exchanged:
-                record.change = None
-
     def keep(self, error: TorchportError) -> None:
         """Keeps an error that was raised inside somebody's import, where a `try` of theirs may swallow it."""
         self.pending.append(error)
@@ -284,8 +234,3 @@ class Ledger:
         fact = f"'{entry.id}' was not called in {stage} (it is {record.state()})"
         remedy = f"Find what is called instead of {entry.target}, or take it out of 'must_be_called'"
         return NotCalledError(entry.place, fact, remedy, patch=entry.id, target=entry.target)
-
-
-def _no_component(entry: Entry, name: str, parts: Mapping[str, Any]) -> TargetError:
-    fact = f"'{entry.id}' is for the component '{name}', which the stage does not load"
-    return TargetError(entry.place, fact, nearest(name, parts), patch=entry.id, target=entry.target)

@@ -8,7 +8,6 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
 
 from torchport.config.card import STAGES
 from torchport.errors import (
@@ -144,10 +143,6 @@ class _PatchSet:
 
     def leave(self) -> None:
         """Takes everything back, the last change first, and disarms what never came."""
-        for record in self.records:
-            if record.entry.instance is not None and record.change is not None:
-                record.outcome = record.state()
-        self.ledger.put_back()
         for disarm in reversed(self.disarm):
             disarm()
         for record in self.records:
@@ -283,7 +278,7 @@ def _load_and_check(records: Iterable[Record]) -> None:
 
 def _check_drift(records: Iterable[Record], accept_drift: bool) -> None:
     for record in records:
-        if record.outcome is None and record.entry.has_source:
+        if record.outcome is None and record.entry.edits:
             record.imported = is_imported(record.entry)
             record.drift = "accepted" if accept_drift else drift.check(record.entry)
 
@@ -309,35 +304,12 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
 
 
 def _meet(one: Entry, other: Entry) -> bool:
-    if one.instance is not None or other.instance is not None:
-        return one.instance is not None and other.instance is not None and _place(one) == _place(other)
     if one.module != other.module or one.edits != other.edits:
         return False
     if one.kind == other.kind == "rewrite" and one.path == other.path:
         return False
     shorter = min(len(one.path), len(other.path))
     return one.path[:shorter] == other.path[:shorter]
-
-
-def _place(entry: Entry) -> tuple[str, str | None, str]:
-    """Returns where an `instance` entry exchanges what. That two paths match one name is seen in the component."""
-    assert entry.instance is not None
-    return entry.instance.component, entry.instance.path, entry.target
-
-
-def exchange(parts: Mapping[str, Any], *, all_parts: bool = False) -> None:
-    """Makes the exchanges of the set that was entered last in components that are loaded; see `Ledger.exchange`.
-
-    Args:
-        parts: By the component's name.
-        all_parts: Whether these are all components of the stage.
-
-    Raises:
-        PatchError: An exchange cannot be made.
-    """
-    _check_thread()
-    if registry.sets:
-        registry.sets[-1].ledger.exchange(parts, all_parts=all_parts)
 
 
 def unreached() -> list[TorchportError]:

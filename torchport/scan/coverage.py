@@ -85,7 +85,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
     if entry.rewrite is not None and isinstance(known, Unit):
         for first, last in _lines(known, entry.rewrite.match):
             result.by_lines[known].append((first, last, entry.id))
-    elif entry.kind in ("replace", "instance") and known is not None:
+    elif entry.kind == "replace" and known is not None:
         units = (
             [known]
             if isinstance(known, Unit)

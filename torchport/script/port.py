@@ -13,7 +13,7 @@ import torch
 from jax.sharding import AxisType, Mesh
 from torch.utils import _pytree
 
-from torchport import load, patch, shard
+from torchport import load, shard
 from torchport.compile import network, rules
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Axis, Card, Implementation, Rule
@@ -75,8 +75,6 @@ def port(
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
     rules.check(written, config, sizes)
-    if written.of_card:
-        patch.exchange({written.name: module})
     return Ported(module, written, placed_on, session, attention or session.choice.attention)
 
 

@@ -206,7 +206,7 @@ def candidates(task: Task, stage: Stage, measured: Measured) -> list[patch.Entry
     # What a patch of an operator computes differs last: most often it is exact, and every module calls it.
     first.sort(key=lambda entry: entry.kind == "op")
     rest = [entry for entry in entries if entry not in first]
-    uncounted = {entry.id for entry in rest if entry.instance is not None or not entry.counted}
+    uncounted = {entry.id for entry in rest if not entry.counted}
     nearby = [entry for entry in rest if entry.id in measured.nearby | uncounted]
     return [*first, *nearby]
 

@@ -59,6 +59,7 @@ def test_an_entry_is_read_with_its_place(world):
         ('  fits: {up: "*"}\n', "", MissingKeyError, "'fits' is missing"),
         ("  equivalence: bitwise\n", "", MissingKeyError, "'equivalence' is missing"),
         ("until: never", "unitl: never", UnknownKeyError, "p.yaml:6: Unknown key 'unitl'. Did you mean 'until'?"),
+        ("replace: p.py:new", "instance: {component: vae, put: p.py:new}", UnknownKeyError, "Unknown key 'instance'"),
         ("why: A test.", "why: A test.\n  why: Again.", SyntaxYamlError, "'why' stands here and on line 4"),
         ("why: A test.", "why: ''", WrongTypeError, "p.yaml:4: 'why' is ''"),
         ("why: A test.", "why: 3", WrongTypeError, "p.yaml:4: 'why' is 3"),
@@ -320,7 +321,7 @@ def test_the_schema_is_a_closed_json_schema_of_what_is_read(world):
     entry = schema["$defs"]["Entry"]
     assert entry["additionalProperties"] is False
     assert set(entry["required"]) == {"id", "target", "why", "reported", "until", "fits", "equivalence"}
-    assert {"replace", "wrap", "rewrite", "op", "stub", "instance"} == {part["required"][0] for part in entry["oneOf"]}
+    assert {"replace", "wrap", "rewrite", "op", "stub"} == {part["required"][0] for part in entry["oneOf"]}
     (read,) = _read(world, GOOD)
     assert set(entry["properties"]) == set(type(read).model_fields)
     assert entry["properties"]["equivalence"] == {"$ref": "#/$defs/Equivalence"}

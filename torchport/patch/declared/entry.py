@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ import pydantic
 from torchport.config import Frozen
 from torchport.config.card import StageName
 
-KINDS = ("replace", "wrap", "rewrite", "op", "stub", "instance")
+KINDS = ("replace", "wrap", "rewrite", "op", "stub")
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _PATH = rf"{_NAME}(?:\.{_NAME})*"
@@ -128,35 +127,17 @@ class StandIn(Frozen):
     importers: list[Package] = pydantic.Field(min_length=1)
 
 
-class Instance(Frozen):
-    """An exchange in a component that is loaded: of submodules, or of one method of them.
-
-    Attributes:
-        component: The component's name in the card.
-        path: A regular expression over the names of its submodules; the component itself if it is left out.
-        put: Receives the submodule or the bound method, and returns what takes its place.
-        times: How many names match, exactly. `any`: at least one, for blocks of which another checkpoint has more.
-    """
-
-    component: Identifier
-    path: Text | None = None
-    put: Reference
-    times: Annotated[int, pydantic.Field(ge=1, le=10_000)] | Literal["any"] = 1
-
-
 class Entry(Frozen):
-    """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op`, `stub` and `instance` is given.
+    """One patch. Exactly one of `replace`, `wrap`, `rewrite`, `op` and `stub` is given.
 
     Attributes:
         id: A name of its own, such as `up.attention`, unique among all entries.
-        target: What is changed in upstream: `module:attribute.path`. Of an `instance` it is the class of
-            what is exchanged, or its method.
+        target: What is changed in upstream: `module:attribute.path`.
         replace: What takes the target's place: `file.py:name`.
         wrap: A function that receives the original as its first argument: `file.py:function`.
         rewrite: An edit of some statements of the target.
         op: A torchax lowering for the target, a torch function or ATen overload: `file.py:function`.
         stub: A stand-in for a package that is not installed. Calling it raises an error.
-        instance: An exchange of submodules of a loaded component, or of a method of them.
         why: What fails, or is slow, without the patch.
         reported: The upstream issue or pull request; or `none: ` and why there is none.
         until: When to delete the entry.
@@ -180,7 +161,6 @@ class Entry(Frozen):
     rewrite: Rewrite | None = None
     op: Reference | None = None
     stub: StandIn | None = None
-    instance: Instance | None = None
     why: Text
     reported: Text
     until: Text
@@ -221,13 +201,8 @@ class Entry(Frozen):
 
     @property
     def edits(self) -> bool:
-        """Whether it changes an object of upstream's modules, as they are imported."""
+        """Whether it changes an object of upstream's modules, as they are imported; such a target has drift."""
         return self.kind in ("replace", "wrap", "rewrite")
-
-    @property
-    def has_source(self) -> bool:
-        """Whether its target is an object of upstream, which then has a source and drift."""
-        return self.edits or self.kind == "instance"
 
     @property
     def is_shared(self) -> bool:
@@ -252,8 +227,7 @@ class Entry(Frozen):
     @property
     def reference(self) -> str | None:
         """`file.py:name` of what is loaded for it. None for a stub."""
-        with_function = self.rewrite or self.instance
-        return with_function.put if with_function else self.replace or self.wrap or self.op
+        return self.rewrite.put if self.rewrite else self.replace or self.wrap or self.op
 
 
 Mistake = tuple[tuple[str, ...], str, str]
@@ -267,23 +241,8 @@ def mistake(entry: Entry) -> Mistake | None:
         return (), f"'{entry.id}' has {len(kinds)} kinds ({listed})", f"Give exactly one of {', '.join(KINDS)}"
     if getattr(entry, kinds[0]) is None:
         return (kinds[0],), f"'{kinds[0]}' is empty", "Name a function as file.py:name"
-    checks = (_instance_mistake, _scope_mistake, _counting_mistake, _stub_mistake, _gives_mistake)
+    checks = (_scope_mistake, _counting_mistake, _stub_mistake, _gives_mistake)
     return next(filter(None, (check(entry) for check in checks)), None)
-
-
-def _instance_mistake(entry: Entry) -> Mistake | None:
-    if entry.instance is None:
-        return None
-    if entry.scope == "global":
-        return ("scope",), "'scope' is global, and an instance is nobody else's", "Remove it"
-    if entry.lifetime.while_importing:
-        return ("lifetime",), "'while_importing' does not go with 'instance'", "Use replace or wrap"
-    try:
-        re.compile(entry.instance.path or "")
-    except re.error as error:
-        fact = f"'instance.path' is {entry.instance.path!r}, no regular expression: {error}"
-        return ("instance", "path"), fact, "Escape its points and brackets with a backslash"
-    return None
 
 
 def _scope_mistake(entry: Entry) -> Mistake | None:
@@ -291,7 +250,7 @@ def _scope_mistake(entry: Entry) -> Mistake | None:
         return ("scope",), "'scope' is global without a reason", "Add 'scope_reason'"
     if entry.scope == "package" and entry.scope_reason is not None:
         return ("scope_reason",), "'scope_reason' is read only with scope: global", "Remove it"
-    outside = entry.is_shared and entry.kind not in ("op", "instance")
+    outside = entry.is_shared and entry.kind != "op"
     if outside and entry.scope != "global":
         return ("target",), f"'{entry.target}' is shared by everybody", "Add 'scope: global' and 'scope_reason'"
     if entry.lifetime.while_importing and entry.scope != "global":

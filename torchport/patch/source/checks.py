@@ -30,7 +30,7 @@ def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
     """
     texts: dict[str, str] = {}
     for entry in entries:
-        if entry.has_source:
+        if entry.edits:
             check_source(entry, loaded.get(entry.id), texts)
 
 
@@ -42,16 +42,13 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         loaded: What it names, or `UNKNOWN`.
         texts: What earlier rewrites have made of each file, by module.
     """
-    if entry.instance is not None and loaded is not UNKNOWN:
-        _check_put(entry, entry.instance.put, loaded)
     source = source_of(entry)
     if source is None:
         return
     binding = source.where(entry.path)
     if binding.node is None and not binding.open:
         raise _no_such_name(entry, source, binding)
-    if entry.edits:
-        _check_scope(entry, binding)
+    _check_scope(entry, binding)
     if binding.node is None or binding.depth < len(entry.path):
         return
     if not entry.rewrite:
@@ -60,7 +57,7 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         return
     if entry.rewrite:
         _check_rewrite(entry, source, binding.node, loaded, {} if texts is None else texts)
-    elif entry.edits:
+    else:
         _check_shape(entry, source, binding.node, loaded)
 
 
@@ -132,21 +129,6 @@ def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) 
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
     method = len(entry.path) > 1 and not static
     signature.check(entry, signature.written_signature(node), loaded, method)
-
-
-def _check_put(entry: Entry, reference: str, loaded: Any) -> None:
-    """Checks that the function of an `instance` takes the original alone."""
-    if not callable(loaded):
-        fact = f"'{reference}' of '{entry.id}' is no function"
-        raise SignatureError(entry.place, fact, "Write a function", patch=entry.id, target=entry.target)
-    takes = signature.live_signature(loaded)
-    try:
-        if takes is not None:
-            takes.bind(None)
-    except TypeError as error:
-        fact = f"'{reference}' of '{entry.id}' cannot be called with the original alone: {error}"
-        remedy = "Take the original as its one parameter"
-        raise SignatureError(entry.place, fact, remedy, patch=entry.id, target=entry.target) from error
 
 
 def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:

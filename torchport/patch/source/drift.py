@@ -91,7 +91,6 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     """Returns what an entry relies on, by `module:path`: the short hash, and in words where and why.
 
     What takes a target's place does its work: it relies on what the target uses, unless no tensor passes through it.
-    Of an instance's class in torch the class alone counts: what it uses is half of torch.
     """
     result = {}
     for target in sorted(entry.relies_on):
@@ -99,8 +98,7 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
         result[target] = (
             _hash_in_words(target, *place, "which it relies on") if place else (_GONE, ", which it relies on,")
         )
-    takes_its_place = entry.kind == "replace" or (entry.kind == "instance" and not entry.is_shared)
-    itself = [entry.target] if takes_its_place and not entry.plumbing else []
+    itself = [entry.target] if entry.kind == "replace" and not entry.plumbing else []
     for name, callee in callees([*itself, *sorted(entry.relies_on)]).items():
         result[name] = _hash_in_words(name, callee.source, callee.node, f"which {callee.through} uses")
     result.pop(entry.target, None)  # its tree has a hash of its own; what the names in that lead to has not
@@ -215,7 +213,7 @@ def lock(entries: Sequence[Entry], write: bool = True) -> list[str]:
             fact, remedy = f"'{entry.id}' relies on {target}, which is not in the source", "Name what it calls there"
             raise TargetError(entry.place, fact, remedy, patch=entry.id, target=target)
     for folder in dict.fromkeys(entry.folder for entry in entries):
-        chosen = [entry for entry in entries if entry.folder == folder and entry.has_source]
+        chosen = [entry for entry in entries if entry.folder == folder and entry.edits]
         after, lines = _new_lock(read_lock(folder), chosen)
         changed += lines
         if write and lines:
@@ -231,7 +229,7 @@ def review(entry: Entry, entries: Iterable[Entry]) -> str:
         entries: All entries; those of the same target share its rows.
     """
     before = read_lock(entry.folder)
-    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.has_source]
+    same = [one for one in entries if one.target == entry.target and one.folder == entry.folder and one.edits]
     after, _ = _new_lock({key: rows for key, rows in before.items() if key == entry.target}, same)
     others = {key: rows for key, rows in before.items() if key != entry.target}
     name = Path(entry.place.rpartition(":")[0]).with_name(LOCK).as_posix()
@@ -252,10 +250,10 @@ def with_row(entry: Entry, entries: Iterable[Entry]) -> str | None:
     Raises:
         DriftError: The lock has the target, with another source.
     """
-    if not entry.has_source or check(entry) != "unlocked":
+    if not entry.edits or check(entry) != "unlocked":
         return None
     before = read_lock(entry.folder)
-    same = [one for one in (*entries, entry) if one.target == entry.target and one.has_source]
+    same = [one for one in (*entries, entry) if one.target == entry.target and one.edits]
     after, _ = _new_lock({}, same)
     return _yaml((before | after).values())
 

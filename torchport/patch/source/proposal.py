@@ -309,7 +309,7 @@ def slug(text: str) -> str:
 def _whole(fields: Mapping[str, Any], package: str) -> dict[str, Any]:
     """Returns all fields of an entry, in their usual order."""
     fixed = {"reported": "none: correct on a GPU", "until": "never", "fits": fields.get("fits") or fits(package)}
-    order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "instance", "why", *fixed, "equivalence")
+    order = ("id", "target", "replace", "wrap", "rewrite", "op", "stub", "why", *fixed, "equivalence")
     every = {**fixed, **fields}
     return {key: every[key] for key in (*order, *(key for key in every if key not in order)) if key in every}
 
