@@ -15,11 +15,11 @@ from pathlib import Path
 import drawing
 import torch
 import yaml
+from scenes.scene import Frames
 
 from torchport.compare import similarity
 from torchport.config.card import Job
 from torchport.config.document import Document, validated
-from torchport.scenes.scene import Frames
 
 CURVE = "curve: [1.0, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95]"
 CACHES = [

@@ -11,8 +11,7 @@ import dataclasses
 from pathlib import Path
 
 import drawing
-
-from torchport.scenes.scene import DIRECTIONS, scenes
+from scenes.scene import DIRECTIONS, scenes
 
 KINDS = [f"{backend}-{dtype}" for backend in ("original", "torchax") for dtype in ("float32", "bfloat16")]
 

@@ -23,10 +23,10 @@ import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler as Scheduler
 from diffusers import HunyuanVideo15Pipeline
 from diffusers.models.transformers import transformer_hunyuan_video15 as network
+from scenes.scene import Frames, Scene
 
 from torchport.config.pack import find_pack
 from torchport.load import tiny
-from torchport.scenes.scene import Frames, Scene
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 TRANSFORMER = network.HunyuanVideo15Transformer3DModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from PIL import Image
 from torchport import series
 from torchport.compare import folder
 from torchport.config.prompts import read_prompts
-from torchport.scenes.judge import judged
-from torchport.scenes.scene import Frames, Scene, is_held_out, scenes
 from torchport.task import Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))  # also for those that import this module
+from scenes.judge import judged
+from scenes.scene import Frames, Scene, is_held_out, scenes
 
 DEMOS = {
     "hunyuan": Request("hunyuan", "configs/demo.yaml", None),

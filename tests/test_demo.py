@@ -5,12 +5,12 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from scenes.judge import judged
+from scenes.scene import Scene, is_held_out, scenes
 
 from torchport.compare import folder
 from torchport.config.pack import find_pack
 from torchport.run import run
-from torchport.scenes.judge import judged
-from torchport.scenes.scene import Scene, is_held_out, scenes
 from torchport.task import Request
 
 CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}

@@ -27,10 +27,8 @@ from typing import Any
 
 import numpy
 import torch
-from tqdm import tqdm
-
-from torchport.scenes.judge import judged
-from torchport.scenes.scene import (
+from scenes.judge import judged
+from scenes.scene import (
     BACKGROUNDS,
     COLOURS,
     DIRECTIONS,
@@ -42,7 +40,8 @@ from torchport.scenes.scene import (
     is_held_out,
     scenes,
 )
-from torchport.scenes.wording import NOTHING, Wording, partial, quoted, titled, whole
+from scenes.wording import NOTHING, Wording, partial, quoted, titled, whole
+from tqdm import tqdm
 
 log = logging.getLogger("train_tiny")
 SEED = 20251120

@@ -202,13 +202,11 @@ def explain(id: str | None, everything: bool) -> None:
 
 
 @cli.command()
-@click.option("--model", metavar="NAME", help="The model card.")
-@click.option("--config", metavar="FILE", help="The job: sizes, machine.")
+@click.option("--model", required=True, metavar="NAME", help="The model card.")
+@click.option("--config", required=True, metavar="FILE", help="The job: sizes, machine.")
 @click.option("--topology", metavar="SLICE", help="A TPU slice, such as v6e:2x4 [the config's machine].")
 @click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
 @click.option("--sweep", is_flag=True, help="Compare all strategies and meshes of the slice in one table.")
-@click.option("--calibrate", is_flag=True, help="Compare plans with published step times; fit one factor.")
-@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Write the factor to this file.")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [by processors and memory].")
 @click.option("--upstream-path", type=click.Path(path_type=Path), metavar="DIR", help="A checkout of upstream.")
 @click.option("--set", "overrides", multiple=True, metavar="FIELD=VALUE", help="Overrides a config field.")

@@ -10,7 +10,7 @@ from torchport.__main__ import cli
 from torchport.commands import plan as command
 from torchport.commands.plan import Flags
 from torchport.errors import BadValueError
-from torchport.plan import calibrate, plan, report, sweep
+from torchport.plan import plan, report, sweep
 
 JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
 
@@ -18,33 +18,20 @@ JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "torchport plan: --model is missing. Add --model, or --calibrate."),
-        ({"model": "hunyuan"}, "torchport plan: --config is missing. Add --config, or --calibrate."),
         (
-            {**JOB, "sweep": True, "strategy": "tp"},
+            {"sweep": True, "strategy": "tp"},
             "--strategy tp: A sweep takes every strategy. Leave out one of the two.",
         ),
         (
-            {**JOB, "sweep": True, "stage": "all"},
+            {"sweep": True, "stage": "all"},
             "torchport plan --sweep: --stage is given, and a sweep is a table of denoising steps. Leave it out.",
         ),
-        ({**JOB, "jobs": 2}, "--jobs 2: There is one plan to make. Add --sweep, or leave it out."),
-        ({**JOB, "write": Path("a.yaml")}, "--write a.yaml: There is no factor to write. Add --calibrate."),
-        (
-            {"calibrate": True, "overrides": ("steps=1",)},
-            "torchport plan --calibrate: --set is given, and the published steps say themselves what is planned. "
-            "Leave it out.",
-        ),
-        (
-            {"calibrate": True, "sweep": True},
-            "torchport plan --calibrate: --sweep is given, and the published steps say themselves what is planned. "
-            "Leave it out.",
-        ),
+        ({"jobs": 2}, "--jobs 2: There is one plan to make. Add --sweep, or leave it out."),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(given, said):
     with pytest.raises(BadValueError) as caught:
-        command.answer(Flags(**given), "torchport plan")
+        command.answer(Flags(**JOB, **given), "torchport plan")
     assert str(caught.value) == said
 
 
@@ -58,12 +45,11 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
 
         return call
 
-    for module, function in ((plan, "plan"), (sweep, "sweep"), (calibrate, "calibrate"), (calibrate, "write")):
+    for module, function in ((plan, "plan"), (sweep, "sweep")):
         monkeypatch.setattr(module, function, stand_in(function))
-    for module in (report, sweep, calibrate):
+    for module in (report, sweep):
         monkeypatch.setattr(module, "lines", lambda found: [found.what])
-    for module in (sweep, calibrate):
-        monkeypatch.setattr(module, "data", lambda found: found.model_dump("json"))
+    monkeypatch.setattr(sweep, "data", lambda found: found.model_dump("json"))
 
     def run(*arguments):
         calls.clear()
@@ -82,10 +68,4 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
     assert (topology, keep, bounded, jobs) == (None, Path("kept"), True, 3)
     run(*job, "--xla-flags", "less-memory")
     assert calls[0][1][0].execution.xla_flags == "less-memory"
-    assert run("--calibrate", "--json", "--write", "a.yaml") == '{\n  "what": "calibrate"\n}'
-    [first, (second, (file, outcome))] = calls
-    assert first == ("calibrate", ((), None)) and (second, file, outcome.what) == (
-        "write",
-        Path("a.yaml"),
-        "calibrate",
-    )
+    assert run(*job, "--sweep", "--json") == '{\n  "what": "sweep"\n}'

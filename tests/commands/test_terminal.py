@@ -89,7 +89,6 @@ TOO_LONG = "The system refuses this path: File name too long. Name another."
         (("plan", *RUN[1:5], "--keep", "loop"), f"error[TP107] --keep loop: {LOOP}"),
         (("doctor", "--path", "loop"), f"error[TP107] --path loop: {LOOP}"),
         (("plan", *RUN[1:5], "--report", "pipe.yaml"), "error[TP604] --report pipe.yaml: It is no file, or lies in no"),
-        (("plan", "--calibrate", "--write", "pipe.yaml"), "error[TP604] --write pipe.yaml: It is no file, or lies in"),
         (("check", "--upstream-path", "nowhere"), "error[TP109] --upstream-path nowhere: There is no such folder."),
         (("patches", "lock", "--upstream-path", "no"), "error[TP109] --upstream-path no: There is no such folder."),
         ((*RUN, "--set", "checkpoint=~nobody-of-that-name/x"), "error[TP301] --checkpoint ~nobody-of-that-name/x: "),

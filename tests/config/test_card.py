@@ -469,13 +469,6 @@ def test_a_card_that_overrides_nothing_is_refused(copied):
     )
 
 
-def test_a_file_that_no_pack_has_is_refused(copied):
-    assert copied.file("configs/demo.yaml") == copied.root / "configs" / "demo.yaml"
-    assert refused(DataFolderError, lambda: copied.file("configs/none.yaml")) == (
-        ".: There is no configs/none.yaml. Name a folder that has it with --path."
-    )
-
-
 def test_one_bad_card_does_not_hide_the_others(copied):
     edit(copied, "models/hunyuan", "title: ", "titel: ")
     cards = dict(find_pack(["."]).cards())

@@ -1,4 +1,4 @@
-"""`torchport plan`: one job's plan, a sweep over strategies and meshes, or the calibration, as the flags say."""
+"""`torchport plan`: one job's plan, or a sweep over strategies and meshes, as the flags say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torchport.errors import BadValueError
 from torchport.files import folder
-from torchport.plan import calibrate, plan, report, sweep
+from torchport.plan import plan, report, sweep
 from torchport.task import Execution, Request
 
 
@@ -16,13 +16,11 @@ from torchport.task import Execution, Request
 class Flags:
     """The flags of the command; None, False and () are those that were not given."""
 
-    model: str | None = None
-    config: str | None = None
+    model: str
+    config: str
     topology: str | None = None
     strategy: str | None = None
     sweep: bool = False
-    calibrate: bool = False
-    write: Path | None = None
     jobs: int | None = None
     upstream_path: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -32,11 +30,6 @@ class Flags:
     xla_flags: str | None = None
     keep: Path | None = None
     paths: tuple[str, ...] = ()
-
-
-NAMES = {"overrides": "set", "upstream_path": "upstream-path", "xla_flags": "xla-flags"}
-"""What flags are called where their fields are called otherwise."""
-OF_CALIBRATION = ("calibrate", "write", "jobs", "paths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +49,13 @@ def answer(flags: Flags, command: str) -> Answer:
         command: The command line itself, which the page names.
 
     Raises:
-        BadValueError: Flags that do not go together, or are missing.
+        BadValueError: Flags that do not go together.
         OutputError: A file that cannot be written.
         TorchportError: Whatever the job is refused for.
     """
     if flags.report is not None:
         folder.check_writable("--report", flags.report)
     _check(flags)
-    if flags.calibrate:
-        if flags.write is not None:
-            folder.check_writable("--write", flags.write)
-        outcome = calibrate.calibrate(flags.paths, flags.jobs)
-        if flags.write is not None:
-            calibrate.write(flags.write, outcome)
-        return Answer(calibrate.data(outcome), calibrate.lines(outcome))
-    assert flags.model is not None and flags.config is not None
     overrides = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
     place = None if flags.upstream_path is None else str(flags.upstream_path)
     how = Execution(xla_flags=flags.xla_flags)
@@ -88,28 +73,12 @@ def answer(flags: Flags, command: str) -> Answer:
 
 
 def _check(flags: Flags) -> None:
-    """Refuses flags that nothing would read, and those that are missing."""
-    names = [field.name for field in dataclasses.fields(flags) if getattr(flags, field.name) not in (None, False, ())]
-    if flags.calibrate:
-        unread = [name for name in names if name not in OF_CALIBRATION]
-        if unread:
-            fact = f"{_flag(unread[0])} is given, and the published steps say themselves what is planned"
-            raise BadValueError("torchport plan --calibrate", fact, "Leave it out")
-        return
-    if flags.write is not None:
-        raise BadValueError(f"--write {flags.write}", "There is no factor to write", "Add --calibrate")
+    """Refuses flags that nothing would read."""
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
     for name in ("stage", "report"):
-        if flags.sweep and name in names:
-            fact = f"{_flag(name)} is given, and a sweep is a table of denoising steps"
+        if flags.sweep and getattr(flags, name) is not None:
+            fact = f"--{name} is given, and a sweep is a table of denoising steps"
             raise BadValueError("torchport plan --sweep", fact, "Leave it out")
     if flags.jobs is not None and not flags.sweep:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")
-    missing = [name for name in ("model", "config") if name not in names]
-    if missing:
-        raise BadValueError("torchport plan", f"--{missing[0]} is missing", f"Add --{missing[0]}, or --calibrate")
-
-
-def _flag(name: str) -> str:
-    return f"--{NAMES.get(name, name)}"

@@ -116,18 +116,6 @@ class Pack:
             fact, remedy = f"It overrides nothing: no pack under it has {name}", "Remove 'overrides'"
             raise BadValueError(document.place(["overrides"]), fact, remedy)
 
-    def file(self, name: str) -> Path:
-        """Returns a file of the highest pack that has it.
-
-        Raises:
-            DataFolderError: No pack has it.
-        """
-        for pack in self.layers():
-            if has_file(pack.root / name):
-                return inside(pack.root, pack.root / name)
-        folders = ", ".join(as_named(pack.root) for pack in self.layers())
-        raise DataFolderError(folders, f"There is no {name}", "Name a folder that has it with --path")
-
     def card(self, name: str) -> tuple[Card, Document]:
         """Returns a model card and the document it was read from.
 

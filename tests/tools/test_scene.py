@@ -2,8 +2,7 @@
 
 import numpy
 import pytest
-
-from torchport.scenes.scene import FRAMES, HEIGHT, SHAPES, WIDTH, Scene, clip, coverage, is_held_out, scenes
+from scenes.scene import FRAMES, HEIGHT, SHAPES, WIDTH, Scene, clip, coverage, is_held_out, scenes
 
 
 def test_there_are_96_scenes_and_twelve_of_them_are_held_out():

@@ -2,9 +2,8 @@
 
 import numpy
 import pytest
-
-from torchport.scenes import wording
-from torchport.scenes.scene import COLOURS, Scene, scenes
+from scenes import wording
+from scenes.scene import COLOURS, Scene, scenes
 
 SCENE = Scene("square", "green", "left", "white")
 

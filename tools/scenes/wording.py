@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy
 
-from torchport.scenes.scene import COLOURS, Background, Colour, Scene
+from scenes.scene import COLOURS, Background, Colour, Scene
 
 _NOUNS = {
     "disc": ["disc", "disc", "disk", "circle", "ball"],

@@ -2,9 +2,8 @@
 
 import numpy
 import pytest
-
-from torchport.scenes.judge import judged
-from torchport.scenes.scene import FRAMES, HEIGHT, WIDTH, Scene, clip, scenes
+from scenes.judge import judged
+from scenes.scene import FRAMES, HEIGHT, WIDTH, Scene, clip, scenes
 
 
 def test_every_scene_is_what_it_is():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from torchport.scenes.scene import BACKGROUNDS, COLOURS, DIRECTIONS, SHAPES, Floats, Frames, Scene, coverage
+from scenes.scene import BACKGROUNDS, COLOURS, DIRECTIONS, SHAPES, Floats, Frames, Scene, coverage
 
 _SATURATED = 70
 """A pixel is coloured when its largest channel is that much above its smallest, in steps of 8 bits."""

@@ -1,4 +1,7 @@
-"""`torchport plan --calibrate`: published step times against this package's model of them, and the one factor between.
+"""Published step times against a plan's model of them, and the one factor between, which every plan divides by.
+
+    python benchmarks/calibrate.py [--jobs N]    # the table
+    python benchmarks/calibrate.py --write       # and writes the factor into torchport/plan/calibration.yaml
 
 Every modelled time is a model's. The factor is fitted to all of them together, never to one model, machine, mesh or
 kernel; how far each is off, and which pairs come out in the wrong order, is printed.
@@ -6,37 +9,138 @@ kernel; how far each is off, and which pairs come out in the wrong order, is pri
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from torchport.config.pack import find_pack
+import pydantic
+
+from torchport.attention import tiles
+from torchport.config import Document, Frozen, read_document, validated
+from torchport.config.card import Axis
 from torchport.errors import BadValueError, TorchportError
-from torchport.files.folder import as_named
 from torchport.plan import calibration
 from torchport.plan.calibration import Calibration
 from torchport.plan.figures import KernelAttention, Parts
 from torchport.plan.plan import plan
-from torchport.plan.published import (
-    MeasuredKernel,
-    PublishedStep,
-    PublishedSteps,
-    chip_name,
-    read,
-)
 from torchport.processes import workers
 from torchport.progress import size_text
 from torchport.save.manifest import versions
 from torchport.task import Request
 
+STEPS = Path(__file__).with_name("published.yaml")
 APART = 1.15
 """Measured times that differ by more than this have to come out in their order."""
 DECIDING = ("torchport", "jax", "libtpu", "torchax", "diffusers")
 """Packages that modelled seconds depend on."""
+HEADER = """\
+# Written by `python benchmarks/calibrate.py --write`, read by torchport/plan/calibration.py.
+# factor: a plan's step takes attention + (other + communication) / factor; least squares of log(model / measured).
+# spread_percent: the root mean square of these logarithms, as percent.
+"""
+RANGE = (0.05, 20.0)
+"""Between which the factor is searched."""
+POINTS = 400
+"""Of one search; the next ones are between the neighbours of the best of them."""
+SEARCHES = 5
+"""After which the neighbours are less than 1e-9 apart, in logarithms."""
+
+Seconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Percent = Annotated[float, pydantic.Field(gt=0, le=100)]
+
+
+class MeasuredKernel(Frozen):
+    """An attention kernel that somebody ran, and what stands for it in a program."""
+
+    title: str
+    implementation: tiles.KernelName | None = None
+    """Whose call is traced in its place; none: no such kernel is modelled."""
+    bounded: bool = False
+    """Whether its softmax needs no maximum."""
+    steady_percent: dict[str, Percent] = {}
+    """Its share of peak by its instruction schedule, by chip; without it, that of the implementation is taken."""
+    source: str | None = None
+
+
+class CardReference(Frozen):
+    """A step that a model card's plan models."""
+
+    model: str
+    config: str
+    strategy: str
+
+
+class PublishedStep(Frozen):
+    """A published step time."""
+
+    name: str
+    model: str
+    height: pydantic.PositiveInt
+    width: pydantic.PositiveInt
+    frames: pydantic.PositiveInt
+    batch: pydantic.PositiveInt
+    """Conditions of guidance in one step."""
+    machine: str
+    kernel: str
+    mesh: dict[Axis, pydantic.PositiveInt] = {}
+    strategy: str
+    """In the words of the source."""
+    step_s: Seconds
+    source: str
+    date: str | None = None
+    trusted: bool = True
+    differs: str | None = None
+    """What its program does that the modelled one does not."""
+    card: CardReference | None = None
+    left_out: str | None = None
+    """Why it is not modelled."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_way(self) -> PublishedStep:
+        ways = [way for way in ("card", "left_out") if getattr(self, way) is not None]
+        if len(ways) != 1:
+            raise ValueError(f"It must have one of card and left_out, and has {', '.join(ways) or 'none'}")
+        if not self.trusted and self.left_out is None:
+            raise ValueError("What is not trusted is not modelled: it must have left_out, with the reason")
+        return self
+
+
+class PublishedSteps(Frozen):
+    """`published.yaml`."""
+
+    kernels: dict[str, MeasuredKernel]
+    steps: Annotated[list[PublishedStep], pydantic.Field(min_length=1)]
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> PublishedSteps:
+        for number, step in enumerate(self.steps):
+            if step.kernel not in self.kernels:
+                raise ValueError(f"There is no kernel '{step.kernel}', which '{step.name}' names")
+            if step.name in [other.name for other in self.steps[:number]]:
+                raise ValueError(f"Two steps are called '{step.name}'")
+            kernel, chip = self.kernels[step.kernel], chip_name(step)
+            if step.left_out is None and kernel.implementation is None:
+                raise ValueError(f"'{step.kernel}' has no implementation: '{step.name}' must have left_out")
+            if step.left_out is None and kernel.steady_percent and chip not in kernel.steady_percent:
+                raise ValueError(f"'{step.kernel}' has no steady_percent for {chip}, the chip of '{step.name}'")
+        return self
+
+
+def chip_name(step: PublishedStep) -> str:
+    """Returns the name of the chip that a step was measured on."""
+    return step.machine.partition(":")[0]
+
+
+def read(file: Path) -> tuple[PublishedSteps, Document]:
+    """Returns the published step times, and the document they were read from; a mistake in it is a ConfigError."""
+    document = read_document(file, file.name)
+    return validated(PublishedSteps, document), document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,23 +195,18 @@ class Outcome:
     calibration: Calibration | None
 
 
-def calibrate(paths: tuple[str, ...], count: int | None = None) -> Outcome:
+def calibrate(file: Path, count: int | None = None) -> Outcome:
     """Returns models of the published step times, and the factor that fits them.
 
     Args:
-        paths: The packs, in which `configs/published/steps.yaml` lies; by default torchport's own.
+        file: The published step times.
         count: How many compilations at once; by default as many as there is room for.
-
-    Raises:
-        DataFolderError: No pack has published step times.
-        ConfigError: A mistake in them.
     """
-    file = find_pack(paths).file("configs/published/steps.yaml")
-    published, document = read(file, as_named(file))
+    published, document = read(file)
 
     def work(number: int) -> StepParts:
         step = published.steps[number]
-        return parts(step, published.kernels[step.kernel], paths, document.place(["steps", number]))
+        return parts(step, published.kernels[step.kernel], document.place(["steps", number]))
 
     numbers = [number for number, step in enumerate(published.steps) if step.left_out is None]
     programs = {number: _program(published, number) for number in numbers}
@@ -136,18 +235,47 @@ def _program(published: PublishedSteps, number: int) -> tuple[Any, ...]:
     return step.card, step.machine, tuple(step.mesh.items()), size, kernel.implementation, kernel.bounded
 
 
+def fitted(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Returns the factor and its spread in percent: least squares of log(model / measured).
+
+    The sum of squares may have more than one minimum, so the whole range is searched, ever finer. A step that was
+    measured shorter than its attention alone pulls the factor up, to the end of the range if all are. Of factors that
+    fit equally well, the one next to 1 is taken.
+
+    Args:
+        steps: At least one; seconds of attention, of everything else with communication, and measured.
+
+    Returns:
+        The factor, and 100 * (exp(r) - 1), r being the root mean square of log(model / measured) with it.
+    """
+
+    def off(factor: float) -> float:
+        """Returns the sum of squares."""
+        return math.fsum(math.log((kernel + rest / factor) / measured) ** 2 for kernel, rest, measured in steps)
+
+    first, last = low, high = math.log(RANGE[0]), math.log(RANGE[1])
+    best = 0.0
+    for _ in range(SEARCHES):
+        width = (high - low) / POINTS
+        tried = [low + number * width for number in range(POINTS + 1)]
+        best = min(tried, key=lambda at: (off(math.exp(at)), abs(at)))
+        low, high = max(best - width, first), min(best + width, last)
+    factor = math.exp(best)
+    return factor, 100 * (math.exp(math.sqrt(off(factor) / len(steps))) - 1)
+
+
 def fit(models: Sequence[StepModel]) -> Calibration | None:
     """Returns the factor that fits the models, if there are any."""
     if not models:
         return None
     steps = [(one.parts.attention_s, one.parts.other_s + one.parts.communication_s, one.step.step_s) for one in models]
-    factor, spread = calibration.fitted(steps)
+    factor, spread = fitted(steps)
     deciding = {name: version for name, version in versions().items() if name in DECIDING}
     today = datetime.date.today().isoformat()
     return Calibration(factor=factor, spread_percent=spread, steps=len(models), versions=deciding, date=today)
 
 
-def request_of(step: PublishedStep, kernel: MeasuredKernel, paths: tuple[str, ...]) -> Request:
+def request_of(step: PublishedStep, kernel: MeasuredKernel) -> Request:
     """Returns the job of a step that has a card, as `parts` plans it."""
     card = step.card
     assert card is not None
@@ -162,22 +290,21 @@ def request_of(step: PublishedStep, kernel: MeasuredKernel, paths: tuple[str, ..
         "attention": kernel.implementation,
     } | ({"guidance_scale": 1.0} if step.batch == 1 else {})
     overrides = tuple(f"{name}={value}" for name, value in fields.items())
-    return Request(card.model, card.config, paths=paths, overrides=overrides)
+    return Request(card.model, card.config, overrides=overrides)
 
 
-def parts(step: PublishedStep, kernel: MeasuredKernel, paths: tuple[str, ...], place: str) -> StepParts:
+def parts(step: PublishedStep, kernel: MeasuredKernel, place: str) -> StepParts:
     """Returns the parts of a step's model: its program is compiled for its slice.
 
     Args:
         step: One with a card.
         kernel: Its kernel.
-        paths: The packs.
         place: Where the step is written.
 
     Raises:
         TorchportError: Whatever the plan is refused for; a job that does not fit.
     """
-    request = request_of(step, kernel, paths)
+    request = request_of(step, kernel)
     stage = plan(request, None, bounded=kernel.bounded, stages=("denoise",)).stage("denoise")
     time, attention = stage.step.known, stage.attention
     if not stage.fits or time is None:
@@ -214,50 +341,11 @@ def pairs(models: Sequence[StepModel], by: Calibration | None) -> list[Pair]:
     return apart
 
 
-def write(file: Path, outcome: Outcome) -> None:
-    """Writes the factor.
-
-    Raises:
-        BadValueError: A step could not be modelled, or none was: a factor of a part would not be the one that is said.
-    """
-    if outcome.failed or outcome.calibration is None:
-        names = ", ".join(step.name for step, _ in outcome.failed) or "any step"
-        raise BadValueError(
-            f"--write {file}", f"There is no model of {names}", "Mend it, or leave it out with a reason"
-        )
-    calibration.write(file, outcome.calibration)
-
-
-def data(outcome: Outcome) -> dict[str, Any]:
-    """Returns a calibration as `--json` prints it."""
-    by = outcome.calibration
-    return {
-        "factor": None if by is None else by.factor,
-        "spread_percent": None if by is None else by.spread_percent,
-        "versions": versions(),
-        "steps": [
-            {
-                "name": one.step.name,
-                "measured_s": one.step.step_s,
-                **one.parts.model_dump(),
-                "uncalibrated_s": one.seconds,
-                "ratio": one.seconds / one.step.step_s,
-                "model_s": one.model_s(by),
-                "model_ratio": one.model_s(by) / one.step.step_s,
-                "differs": one.step.differs,
-            }
-            for one in outcome.models
-        ],
-        "failed": [{"name": step.name, "error": str(error), "id": error.id} for step, error in outcome.failed],
-        "left_out": [
-            {"name": step.name, "measured_s": step.step_s, "trusted": step.trusted, "why": step.left_out}
-            for step in outcome.left_out
-        ],
-        "pairs": [
-            {"faster": pair.faster.step.name, "slower": pair.slower.step.name, "right": pair.right}
-            for pair in pairs(outcome.models, by)
-        ],
-    }
+def write(file: Path, by: Calibration) -> None:
+    """Writes the factor."""
+    named = ", ".join(f'{name}: "{version}"' for name, version in by.versions.items())
+    fields = f"factor: {by.factor:.4f}\nspread_percent: {by.spread_percent:.1f}\nsteps: {by.steps}\n"
+    file.write_text(f'{HEADER}{fields}versions: {{{named}}}\ndate: "{by.date}"\n', encoding="utf-8")
 
 
 def lines(outcome: Outcome) -> list[str]:
@@ -288,7 +376,7 @@ def lines(outcome: Outcome) -> list[str]:
 def _summary(by: Calibration, models: Sequence[StepModel]) -> str:
     ratios: Mapping[str, float] = {one.step.name: one.model_s(by) / one.step.step_s for one in models}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
-    at_end = any(math.isclose(end, by.factor, rel_tol=1e-6) for end in calibration.RANGE)
+    at_end = any(math.isclose(end, by.factor, rel_tol=1e-6) for end in RANGE)
     return (
         f"factor {by.factor:.3f}{', the end of the range searched,' * at_end} for everything but attention (least "
         f"squares of {by.steps}), spread ±{by.spread_percent:.0f} %; the worst is {worst}, "
@@ -298,3 +386,21 @@ def _summary(by: Calibration, models: Sequence[StepModel]) -> str:
 
 def _times(one: StepModel, by: Calibration | None) -> str:
     return f"{one.step.name} (measured {one.step.step_s:g} s, model {one.model_s(by):.2f} s)"
+
+
+def main() -> None:
+    """Prints the table, and writes the factor if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilations at once [by processors and memory]")
+    parser.add_argument("--write", action="store_true", help=f"write the factor into {calibration.TABLE.name}")
+    arguments = parser.parse_args()
+    outcome = calibrate(STEPS, arguments.jobs)
+    print("\n".join(lines(outcome)))
+    if arguments.write:
+        if outcome.failed or outcome.calibration is None:  # a factor of a part would not be the one that is said
+            sys.exit("No factor is written: mend the steps that are not modelled, or leave them out with a reason.")
+        write(calibration.TABLE, outcome.calibration)
+
+
+if __name__ == "__main__":
+    main()
