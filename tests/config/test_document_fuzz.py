@@ -61,7 +61,7 @@ def read(pack, file):
     elif file.name == "lock.yaml":
         read_lock(file.parent)
     elif file.is_relative_to(pack.patches):
-        read_file(pack.patches, file)
+        read_file(file)
     else:
         job, document = pack.job(f"configs/{file.name}")
         check_job(job, pack.card("hunyuan")[0], document)

@@ -89,7 +89,9 @@ def test_loops_of_links_are_reported_and_a_linked_folder_is_read_once(codebase, 
     assert sum(one.rule == "PS402" for one in scan.scan(folder).findings) == 2
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(
+    os.geteuid() == 0, reason="root may read everything: run `pytest tests/scan/test_files.py` as another user"
+)
 def test_what_may_not_be_read_is_reported(codebase):
     folder = codebase({"good.py": GOOD, "secret.py": GOOD, "closed/a.py": GOOD})
     (folder / "secret.py").chmod(0)
