@@ -117,6 +117,22 @@ def test_a_late_patch_reaches_every_holder_and_leaves_each_as_it_was(world):
     assert kept == {name: names[name] for name in kept}
 
 
+def test_a_holder_that_the_collector_has_frozen_is_reached_too(world):
+    """A run freezes what is there before a stage, and a stage's own imports are patched later."""
+    import gc
+
+    world.write("up/user.py", "from up.m import f\nLIST = [f]\n")
+    import up.user
+
+    gc.freeze()
+    try:
+        with patch.applied(world.one("replace: p.py:new", "up.m:f")):
+            assert up.user.LIST[0](1) == "new"
+        assert up.user.LIST[0](1) == "old"
+    finally:
+        gc.unfreeze()
+
+
 def test_two_patches_of_functions_in_one_tuple_reach_both(world):
     world.write("up/m.py", "def f(a):\n    return 'old'\ndef g(a):\n    return 'old'\nBOTH = (f, g)\n")
     entries = world.yaml(
