@@ -65,7 +65,7 @@ def request_of(root, encoded):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A folder of kept programs: all guiders have the same ones."""
+    """A folder of JAX's cache: all guiders have the same programs."""
     with pytest.MonkeyPatch.context() as context:
         context.setenv("TORCHPORT_CACHE", str(tmp_path_factory.mktemp("programs")))
         yield

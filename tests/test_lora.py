@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from torchport import patch
 from torchport.compile import network
-from torchport.compile.kept import key
 from torchport.config.checkout import hushed
 from torchport.errors import ArtefactForeignError, CheckpointForeignError, StoppedError
 from torchport.load import tiny
@@ -296,9 +295,3 @@ def test_a_lora_of_another_model_is_refused_before_any_stage(request_of, loras_o
     with pytest.raises(CheckpointForeignError, match=r"lora_unet_.* is no layer of 'transformer'. The nearest are "):
         run(request)
     assert not (tmp_path / "out").exists()
-
-
-def test_compiled_programs_are_the_same_with_and_without_a_lora(request_of, loras_of, folder_of, tmp_path):
-    plain, merged = (accept(request_of("hunyuan", *sets, out=tmp_path)) for sets in ((), (loras_of("hunyuan")[0],)))
-    [stage] = plain.denoising
-    assert key.of_stage(plain, stage, folder_of("hunyuan"), {}) == key.of_stage(merged, stage, folder_of("hunyuan"), {})

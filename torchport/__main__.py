@@ -79,7 +79,7 @@ def cli(verbose: bool) -> None:
     "--profile", callback=terminal.count("steps"), metavar="steps=N", help="Trace N steps after the first two."
 )
 @click.option("--memory", is_flag=True, help="Print the devices' memory after each stage.")
-@click.option("--cache/--no-cache", default=True, help="Keep compiled programs on disk, and load them again [yes].")
+@click.option("--cache/--no-cache", default=True, help="Let JAX keep compiled programs on disk [yes].")
 @path_option
 @click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
 @click.option("--coordinator", metavar="HOST:PORT", help="On several hosts: the address of process 0.")
@@ -547,7 +547,7 @@ def scan(
 @click.option("--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install.")
 @click.option("--strategy", metavar="NAME", help="The set of sharding rules [the config's].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable.")
-@click.option("--cache/--no-cache", default=True, help="Load kept programs, as `run` does, and keep new ones [yes].")
+@click.option("--cache/--no-cache", default=True, help="Let JAX keep compiled programs on disk [yes].")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Also write .html, .json or .sarif.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @path_option

@@ -16,7 +16,7 @@ import torch
 from torchport import compile, engine, load, patch, shard
 from torchport.bookkeeping.journey import LOSSY_INT8, Journey, log_patches
 from torchport.bookkeeping.output import output_folder
-from torchport.compile import failure, kept, network, preflight
+from torchport.compile import failure, jax_cache, network, preflight
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING
@@ -156,17 +156,15 @@ class Shared:
         task: One of them.
         weights: The checkpoint.
         upstream: The upstream, if it is a checkout.
-        programs: The kept programs.
     """
 
     task: Task
     weights: checkpoint.Checkpoint
     upstream: checkout.Upstream | None
-    programs: kept.Programs
 
     def journey(self, task: Task, stopping: Stopping) -> Journey:
         """Returns one of the tasks on its way."""
-        return Journey(task, self.weights, self.upstream, stopping, self.programs)
+        return Journey(task, self.weights, self.upstream, stopping)
 
 
 @contextlib.contextmanager
@@ -183,10 +181,10 @@ def shared(task: Task) -> Iterator[Shared]:
         patch.applied(task.patches(task.stages)),
         checkout.hushed(hush),
         load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
-        kept.Programs.of_task(task) as programs,
+        jax_cache.of_task(task),
     ):
         preflight.check(task)
-        common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream), programs)
+        common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))
         loras = task.loras if task.takes_steps else []
         hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
         preflight.check_checkpoint(task, common.weights.folder)
@@ -301,7 +299,7 @@ class StageAtHand:
         if self._loaded is None:
             self._call = self._placed(parts, ledger)
             self._loaded = ledger.trace()
-        elif isinstance(self._call, compile.Compiled):
+        if isinstance(self._call, compile.Compiled):
             self._call.begin(ledger)
         return self._call
 
@@ -314,9 +312,7 @@ class StageAtHand:
             return network.eager(task, stage, parts, folder)
         module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
         weights = network.placed(task, stage, parts, mesh, folder)  # shard
-        programs_of = functools.partial(common.programs.of, stage, folder, mesh, ledger)
-        trace = ledger.trace()
-        return network.compiled(task, stage, module, weights, mesh, trace=trace, programs_of=programs_of)  # compile
+        return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
 
 
 def _checkpoint(task: Task) -> checkpoint.Checkpoint:

@@ -30,7 +30,7 @@ def test_a_second_networks_first_step_is_among_the_computed_ones_also_after_a_st
     job = SimpleNamespace(cache=Schedule(kind="schedule", full=[0, 4]), steps=6)
     task = SimpleNamespace(job=job, noise=lambda stage: {}, original=False)
     stage = SimpleNamespace(name="denoise")
-    one = journey.Journey(task, None, None, None, None)
+    one = journey.Journey(task, None, None, None)
     tensors = {"state/done": torch.tensor(2), "state/latents": torch.zeros(1), "text": torch.zeros(1)}
     monkeypatch.setattr(one, "_read", lambda stage: ({"shas": {}, "settings": {}}, dict(tensors)))
     assert set(one.read(stage)) == {"text"}

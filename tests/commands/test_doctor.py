@@ -135,14 +135,15 @@ def test_things_to_mend_are_counted(root):
 
 def test_it_tells_whether_compiled_programs_may_be_loaded(monkeypatch, tmp_path):
     def told():
-        (finding,) = doctor._programs()
+        (finding,) = doctor._jax_cache()
         return finding.state, finding.fact
 
     assert told() == ("note", "not kept: TORCHPORT_CACHE is off")
     monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
-    assert told() == ("ok", f"{tmp_path}/programs: none yet")
-    folder = cache.make(tmp_path / "programs")
-    assert told() == ("ok", f"{folder}: 0")
+    assert told() == ("ok", f"{cache.jax_folder()}: none yet")
+    folder = cache.make(cache.jax_folder())
+    (folder / "program").write_bytes(bytes(2048))
+    assert told() == ("ok", f"{folder}: 2.0 KiB")
     folder.chmod(0o777)
     state, fact = told()
     assert state == "bad" and fact.startswith(f"{folder}: Others can write to it (mode 0777)")

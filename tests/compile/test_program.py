@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from torchport import compile, engine, patch, shard
 from torchport.config.card import Rule, Stack, WeightRule
-from torchport.errors import DeadRuleError, MeshError, StaleTraceError, UnmatchedError
+from torchport.errors import DeadRuleError, MeshError, NotCalledError, StaleTraceError, UnmatchedError
+from torchport.patch.ledger import Record
 from torchport.plan import aot
 from torchport.task import Request, accept
 
@@ -94,6 +95,31 @@ def test_weights_are_arguments_of_the_program_and_none_a_constant(program):
     program.weights["shift"] = program.weights["shift"] + 1
     torch.testing.assert_close(program(x=x), before + 1, rtol=1e-5, atol=1e-5)
     assert len(program.programs) == 1
+
+
+def test_a_later_run_counts_the_calls_of_the_programs_that_it_takes_over(program, pack):
+    entry = next(entry for entry in patch.read(pack.patches, ["torchax"]) if entry.counted)
+    record = Record(entry.model_copy(update={"must_be_called": ["denoise"]}))
+
+    def how(module, **inputs):
+        record.calls.count += 1
+        return module(**inputs)
+
+    ledger, x, program.bound.how = patch.Ledger([record], "denoise"), torch.ones(2, 8), how
+    loaded = ledger.trace()
+    program.begin(ledger)
+    for scale in (1.0, 2.0, 2.0):
+        program(x=x, scale=scale)
+    assert [row["calls"] for row in ledger.rows()] == [2]
+    assert program.rows() == [{"jax_cache": False}] * 2
+    later = ledger.of_run(loaded)
+    program.begin(later)
+    with pytest.raises(NotCalledError):
+        later.check_called()
+    for scale in (1.0, 1.0, 3.0):  # one program of the earlier run, and one that is traced now
+        program(x=x, scale=scale)
+    later.check_called()
+    assert [row["calls"] for row in later.rows()] == [2] and len(program.rows()) == 2
 
 
 def test_an_input_that_no_rule_matches_is_refused(module, mesh8):

@@ -57,7 +57,7 @@ def same_frames(ours, reference):
 def video_of(request, inputs):
     """Returns the video that a request's stage `decode` makes of a folder's latents, as numbers and not yet bytes.
 
-    It is computed by the stage itself, compiled or eager, of the tiny checkpoint. No kept program is used or made.
+    It is computed by the stage itself, compiled or eager, of the tiny checkpoint.
     """
     later = {"prompt": None, "negative_prompt": None, "seed": None, "noise": None, "image": None}
     task = accept(dataclasses.replace(request, stage="decode", **later))

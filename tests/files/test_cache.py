@@ -1,13 +1,10 @@
-"""The cache folder: where it is, for whom it is made, and whose is refused; and JAX's own cache inside it."""
+"""The cache folder: where it is, for whom it is made, and whose is refused."""
 
 import os
 import types
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from torchport.compile.kept.jax_cache import jax_cache
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
 
@@ -23,7 +20,7 @@ def umask():
 @pytest.fixture
 def folder(tmp_path):
     """A folder of the cache that is as it should be."""
-    return cache.make(tmp_path / "cache" / "programs")
+    return cache.make(tmp_path / "cache" / "jax")
 
 
 def test_the_cache_is_the_folder_that_is_named_or_where_the_system_keeps_caches(monkeypatch, tmp_path):
@@ -105,17 +102,17 @@ def test_a_link_on_the_way_is_followed_to_what_can_be_written(folder, tmp_path, 
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "link").symlink_to(folder.parent)
     (tmp_path / "link").symlink_to(tmp_path / "open" / "link")
-    cache.check_trusted(tmp_path / "link" / "programs")
+    cache.check_trusted(tmp_path / "link" / "jax")
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(BadValueError, match=f"{tmp_path}/open: Others can write to it"):
-        cache.check_trusted(tmp_path / "link" / "programs")
+        cache.check_trusted(tmp_path / "link" / "jax")
 
 
 def test_what_somebody_else_owns_is_refused(folder, monkeypatch):
     owner = folder.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
     with pytest.raises(BadValueError) as caught:
-        cache.check_owner(folder, folder.stat())
+        cache._check_owner(folder, folder.stat())
     assert str(caught.value) == (
         f"{folder}: User {owner} owns it, and what is loaded from the cache is run as user {owner + 1}. "
         "Remove it, name another folder with TORCHPORT_CACHE, or run with --no-cache."
@@ -127,39 +124,6 @@ def test_what_somebody_else_owns_is_refused(folder, monkeypatch):
         f"{folder}: User {owner + 2} owns it, who could put another cache there; what is loaded from it is run. "
         "Name another folder with TORCHPORT_CACHE, or run with --no-cache."
     )
-
-
-def test_jax_keeps_programs_in_the_folder_for_the_length_of_a_with(tmp_path):
-    def square(x):
-        return x * x + 3
-
-    with jax_cache(tmp_path):
-        inside = tmp_path / "jax" / cache.host()
-        assert jax.config.jax_compilation_cache_dir == str(inside)
-        jax.jit(square)(2.0)
-        kept = {file.name for file in inside.iterdir()}
-        assert any("square" in name for name in kept)
-    assert not jax.config.jax_compilation_cache_dir
-    jax.jit(lambda x: square(x) + 1)(2.0)
-    assert {file.name for file in inside.iterdir()} == kept
-
-
-def test_a_folder_that_the_user_has_named_to_jax_stays(tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-    try:
-        with jax_cache(tmp_path / "ours"):
-            assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
-        assert not (tmp_path / "ours").exists()
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()
-
-
-def test_jaxs_programs_are_not_loaded_from_a_folder_that_others_can_write(tmp_path):
-    cache.make(tmp_path / "jax" / cache.host()).chmod(0o777)
-    with pytest.raises(BadValueError, match="Others can write to it"), jax_cache(tmp_path):
-        pass
-    assert not jax.config.jax_compilation_cache_dir
 
 
 def test_another_kind_of_cpu_has_another_name(monkeypatch, tmp_path):

@@ -249,7 +249,7 @@ def test_a_stage_has_the_patches_of_the_implementation_that_the_config_names(roo
     for name, task_ in (("default", default), ("flax", flax)):
         ids[name] = {entry.id for entry in task_.patches([decode])}
     assert "diffusers.cogvideox.vae-flax" in ids["flax"] - ids["default"]
-    assert default.code(decode) != flax.code(decode), "the manifest, a resumed run and a kept program know which it was"
+    assert default.code(decode) != flax.code(decode), "the manifest and a resumed run know which it was"
     [denoise] = default.denoising
     assert default.code(denoise) == flax.code(denoise)
 

@@ -18,7 +18,6 @@ from torchport import compile, patch, save
 from torchport.bookkeeping import resume, video
 from torchport.bookkeeping.profile import Profile
 from torchport.compile import memory, network
-from torchport.compile.kept import Programs
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
@@ -53,7 +52,6 @@ class Journey:
         weights: The checkpoint.
         upstream: The upstream, if it is a checkout; see `checkout.upstream`.
         stopping: Whether a stop is requested.
-        programs: The kept programs.
         run: The run's name, which its artefacts carry.
         unfinished: Its unfinished latents.
         seconds: By stage and verb: `denoise compile`, `denoise run`.
@@ -67,17 +65,16 @@ class Journey:
         weights: checkpoint.Checkpoint,
         upstream: checkout.Upstream | None,
         stopping: Stopping,
-        programs: Programs,
     ) -> None:
         self.task = task
         self.weights = weights
         self.upstream = upstream
         self.stopping = stopping
-        self.programs = programs
         self.run = ""
         self.unfinished = resume.Unfinished(task, self.upstream)
         self.seconds: dict[str, float] = {}
         self.steps = self.begins = 0
+        self._programs: dict[str, list[dict[str, Any]]] = {}  # a manifest's rows of them, by stage
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
@@ -210,12 +207,13 @@ class Journey:
         return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
 
     def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
-        """Notes the seconds that a stage ran, and those of them in which its programs were compiled.
+        """Notes a stage's programs, the seconds that it ran, and those of them in which its programs were compiled.
 
         Programs are compiled when they are first called, inside the verb.
         """
         lap("run")
         compiled = call.compiled if isinstance(call, StepCached) else call
+        self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
         for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
             log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
@@ -263,7 +261,7 @@ class Journey:
             "code": task.code(stage),
             "shared_code": task.shared_code(stage),
             "upstream": None if self.upstream is None else self.upstream.row(),
-            "programs": self.programs.rows.get(stage.name, []),
+            "programs": self._programs.get(stage.name, []),
             "versions": versions(),
             "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
         }

@@ -52,7 +52,7 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
         *_versions(),
         *_devices(),
         *_disk(),
-        *_programs(),
+        *_jax_cache(),
         *_checkpoints(pack),
         *bad_combinations(os.environ, list(_tpu_kinds())),
     ]
@@ -114,9 +114,9 @@ def _disk() -> list[Diagnosis]:
     return findings
 
 
-def _programs() -> list[Diagnosis]:
-    """Returns whether compiled programs are kept, and may be loaded."""
-    folder = cache.folder() / "programs"
+def _jax_cache() -> list[Diagnosis]:
+    """Returns whether JAX keeps compiled programs in torchport's cache, and may load them."""
+    folder = cache.jax_folder()
     if cache.is_off():
         return [Diagnosis("note", "compiled programs", f"not kept: {cache.VARIABLE} is {cache.OFF}")]
     if not folder.is_dir():
@@ -125,7 +125,8 @@ def _programs() -> list[Diagnosis]:
         cache.check_trusted(folder)
     except BadValueError as error:
         return [Diagnosis("bad", "compiled programs", str(error))]
-    return [Diagnosis("ok", "compiled programs", f"{folder}: {len(list(folder.iterdir()))}")]
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return [Diagnosis("ok", "compiled programs", f"{folder}: {size_text(size)}")]
 
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:

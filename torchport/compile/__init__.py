@@ -1,6 +1,6 @@
 """A stage's network becomes programs on a mesh.
 
-`network` builds them, and `preflight` refuses beforehand what cannot run. `kept` loads them instead of compiling.
+`network` builds them, and `preflight` refuses beforehand what cannot run.
 """
 
 from torchport.compile.eager import Eager, plainly

@@ -44,9 +44,6 @@ from torchport.stages.family import Stage
 from torchport.task import Task
 from torchport.task.family import builder
 
-ProgramsOf = Callable[[torch.nn.Module, Mapping[str, float]], program.ProgramSource]
-"""Returns where a network's programs come from, by its module and the bounds of its attention scores."""
-
 
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:
     """Returns a stage's parts as a checkpoint has them; patches must be in place.
@@ -397,7 +394,6 @@ def compiled(
     *,
     trace: program.TraceGuard | None = None,
     record: Callable[[Any], None] | None = None,
-    programs_of: ProgramsOf | None = None,
 ) -> program.Compiled:
     """Returns a stage's network as programs on a mesh; nothing is traced yet.
 
@@ -409,7 +405,6 @@ def compiled(
         mesh: The devices.
         trace: The patches under which alone it may be traced.
         record: Is given each call of attention while it is traced; see `dispatch.Context`.
-        programs_of: Returns where its programs come from.
 
     Raises:
         ShardError: Rules that do not fit.
@@ -442,8 +437,7 @@ def compiled(
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
-    programs = programs_of(module, bounds) if programs_of is not None and jit else None
-    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, source=programs, jit=jit)
+    return program.Compiled(network, weights, mesh, trace=trace, attention=attention, jit=jit)
 
 
 def step_cache_of(task: Task, stage: Stage) -> StepCache | None:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
 from torchport.attention import dispatch
-from torchport.compile import scopes, stack
+from torchport.compile import jax_cache, scopes, stack
 from torchport.compile.eager import How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
@@ -38,23 +38,6 @@ class TraceGuard(Protocol):
 
     def check(self) -> None:
         """Raises StaleTraceError if it is about to be traced without that set."""
-
-
-class ProgramSource(Protocol):
-    """Where programs come from, if not from the compiler alone."""
-
-    def program(self, arguments: Arguments, static: Static, lower: Callable[[], Any]) -> tuple[Any, bool]:
-        """Returns the program of these arguments, and whether it was loaded; `lower` traces it."""
-
-    def begin(self, ledger: patch.Ledger) -> None:
-        """Begins another run, whose ledger this is, with the same network."""
-
-    def again(self, program: Any) -> None:
-        """Notes that this run takes a program which an earlier run of the same network got from here."""
-
-
-Arguments = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
-"""Of a program: the weights, the inputs, and the inputs whose memory it may use for its outputs, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +79,14 @@ class Network:
     spare: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """How a program was made: the patches' calls while it was traced, and whether JAX's cache delivered it."""
+
+    trace: patch.Trace | None  # None where no ledger counts them
+    jax_cache: bool
+
+
 class _Bound(torch.nn.Module):
     """A module together with how it is called, as one module that `functional_call` can give weights."""
 
@@ -117,7 +108,6 @@ class Compiled:
         mesh: The devices.
         trace: The patches under which alone it may be traced.
         attention: What the config and the weights say of attention.
-        source: Where programs come from, if not from the compiler alone.
         jit: Whether it is compiled. Otherwise PyTorch's operators are called one by one, each on all devices, and NaN
             is looked for in what each module returns; the network must have no stacks.
 
@@ -140,7 +130,6 @@ class Compiled:
         *,
         trace: TraceGuard | None = None,
         attention: dispatch.Context = dispatch.NONE,
-        source: ProgramSource | None = None,
         jit: bool = True,
     ) -> None:
         module, stacks = network.module, network.stacks
@@ -160,24 +149,28 @@ class Compiled:
         self.precision = network.precision
         self.trace = trace
         self.attention = attention
-        self.source = source
+        self.ledger: patch.Ledger | None = None
         self.jit = jit
         self.first = None if jit else FirstNotFinite(module, network.name)
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
-        self._taken: set[Any] = set()  # the keys of those that this run has called
+        self._origins: dict[Any, Origin] = {}
+        self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
     def begin(self, ledger: patch.Ledger) -> None:
-        """Begins another run with the same weights and programs.
+        """Begins a run, the first one or another one with the same weights and programs.
 
         Args:
-            ledger: The run's. It is credited with the traces of the programs that the run takes.
+            ledger: The run's. It is credited with the calls of programs that an earlier run has traced.
         """
         self.seconds = 0.0
-        self._taken.clear()
-        if self.source is not None:
-            self.source.begin(ledger)
+        self.ledger = ledger
+        self._used.clear()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a manifest's row of each program that this run has called."""
+        return [{"jax_cache": origin.jax_cache} for origin in self._used.values()]
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
@@ -314,7 +307,8 @@ class Compiled:
         constrained: jax.Array = jax.lax.with_sharding_constraint(array, self._sharding(path, array))
         return constrained
 
-    def _arguments(self, arrays: Mapping[str, Any]) -> Arguments:
+    def _arguments(self, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+        """Returns a program's weights, its inputs, and the inputs whose memory it may use for its outputs, by name."""
         caches = {name: value for name, value in arrays.items() if name in self.network.keeps}
         return self.weights, {name: value for name, value in arrays.items() if name not in caches}, caches
 
@@ -334,21 +328,23 @@ class Compiled:
             text = ", ".join(f"{path} {list(array.shape)}" for path, array in leaves(arrays).items() if array.size > 1)
             log.debug("%s takes %s", self.network.name, text)
             start = time.perf_counter()
-            self.programs[key], loaded = self._load_or_compile(arrays, static)
+            self.programs[key], self._origins[key] = self._compiled(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            log.info("%s %s: %.1f s", "load" if loaded else "compile", self.network.name, spent)
-        elif key not in self._taken and self.source is not None:
-            self.source.again(self.programs[key])
-        self._taken.add(key)
+            log.info("compile %s: %.1f s", self.network.name, spent)
+        elif key not in self._used and self.ledger is not None and (trace := self._origins[key].trace) is not None:
+            self.ledger.credit(trace)
+        self._used[key] = self._origins[key]
         return self.programs[key]
 
-    def _load_or_compile(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, bool]:
-        lower = functools.partial(self.lowered, arrays, static)
-        if self.source is None:
-            with waiting(f"compile {self.network.name}"):
-                return lower().compile(), False
-        return self.source.program(self._arguments(arrays), static, lower)
+    def _compiled(self, arrays: Mapping[str, Any], static: Static) -> tuple[Any, Origin]:
+        """Returns the program of these inputs, traced and compiled now."""
+        before = None if self.ledger is None else self.ledger.trace()
+        with waiting(f"compile {self.network.name}"):
+            lowered = self.lowered(arrays, static)
+            trace = None if self.ledger is None else self.ledger.trace(before)
+            with jax_cache.deliveries() as delivered:
+                return lowered.compile(), Origin(trace, bool(delivered))
 
     def _placed(self, name: str, value: Any) -> Any:
         """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.

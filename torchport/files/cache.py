@@ -1,6 +1,6 @@
 """The cache folder, which holds what torchport can make again and JAX's own cache, and the check that it is safe.
 
-A compiled program is code, and torchport and JAX load it from the cache. Whoever can write to the folder can run code
+A compiled program is code, and JAX loads it from the cache. Whoever can write to the folder can run code
 as its reader. So we make the folder for its owner alone, and refuse one that others can write.
 """
 
@@ -21,7 +21,7 @@ from torchport.files.folder import expand_home
 
 VARIABLE = "TORCHPORT_CACHE"
 OFF = "off"
-"""Value of the variable that switches the cache of programs off; other caches then lie in their usual place."""
+"""Value of the variable that switches JAX's cache off; other caches then lie in their usual place."""
 
 INSTEAD = f"name another folder with {VARIABLE}, or run with --no-cache"
 ABANDONED = 24 * 3600
@@ -37,8 +37,13 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchport"
 
 
+def jax_folder() -> Path:
+    """Returns the folder of JAX's own cache for this host's kind of CPU."""
+    return folder() / "jax" / host()
+
+
 def is_off() -> bool:
-    """Returns whether the environment switches the cache of programs off."""
+    """Returns whether the environment switches JAX's cache off."""
     return os.environ.get(VARIABLE) == OFF
 
 
@@ -86,15 +91,15 @@ def check_trusted(path: Path) -> None:
     """
     for part in {**dict.fromkeys(_ancestors(path)), **dict.fromkeys(_ancestors(path.resolve()))}:
         _check_above(part, part.lstat())
-    check_owner(path, path.stat())
+    _check_owner(path, path.stat())
     with os.scandir(path) as entries:
         for entry in entries:
             # Another run of ours may have renamed or removed it by now.
             with contextlib.suppress(FileNotFoundError):
-                check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
+                _check_owner(Path(entry.path), entry.stat(follow_symlinks=False))
 
 
-def check_owner(path: Path, status: os.stat_result) -> None:
+def _check_owner(path: Path, status: os.stat_result) -> None:
     """Refuses a file or folder of the cache that is not this user's, or that others can write.
 
     Raises:

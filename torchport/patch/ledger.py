@@ -85,15 +85,15 @@ def digest(entry: Entry) -> str:
 class Trace:
     """The patches that a program was traced under, and how often each had been called by then.
 
-    Keep it with the compiled program, in memory or, through `as_json`, beside an executable on disk.
+    Keep it with the compiled program.
 
     Attributes:
         digests: The hash of every patch, by id.
-        rows: The ledger's rows when the program had been traced.
+        calls: The number of calls of each, by id.
     """
 
     digests: Mapping[str, str]
-    rows: Sequence[Mapping[str, Any]]
+    calls: Mapping[str, int]
 
     def check(self) -> None:
         """Refuses to trace the program again under other patches.
@@ -109,15 +109,6 @@ class Trace:
                 fact = f"A program is traced again, and '{key}' {what}"
                 remedy = "Trace it inside the same 'with patch.applied(...)', or compile it anew"
                 raise StaleTraceError("trace", fact, remedy, patch=key)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the trace as plain data."""
-        return {"digests": dict(self.digests), "rows": [dict(row) for row in self.rows]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """Returns what `as_json` made."""
-        return cls(dict(data["digests"]), [dict(row) for row in data["rows"]])
 
 
 class Ledger:
@@ -151,20 +142,25 @@ class Ledger:
         """Returns how often a patch was called since this ledger was opened."""
         return record.calls.count - self._before[id(record)] + self._traced.get(record.entry.id, 0)
 
-    def trace(self) -> Trace:
-        """Returns what a program that has just been traced keeps: the patches in force and their calls."""
-        return Trace(dict(registry.digests), self.rows())
+    def trace(self, before: Trace | None = None) -> Trace:
+        """Returns what a program that has just been traced keeps: the patches in force and their calls.
+
+        Args:
+            before: What this returned before the program was traced: earlier calls do not count.
+        """
+        earlier = {} if before is None else before.calls
+        calls = {record.entry.id: self.calls(record) for record in self.records}
+        return Trace(dict(registry.digests), {key: count - earlier.get(key, 0) for key, count in calls.items()})
 
     def credit(self, trace: Trace) -> None:
-        """Counts the calls of a trace that this run uses without tracing it again.
+        """Counts the calls of a program that an earlier run of the same loaded stage has traced, and this run uses.
 
         Raises:
             StaleTraceError: It was traced under other patches.
         """
         trace.check()
-        for row in trace.rows:
-            if row["calls"]:
-                self._traced[row["id"]] = self._traced.get(row["id"], 0) + int(row["calls"])
+        for key, calls in trace.calls.items():
+            self._traced[key] = self._traced.get(key, 0) + calls
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns one plain dict per patch, fit for JSON."""

@@ -12,7 +12,7 @@ import pydantic
 
 from torchport.config.card import StageName
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the manifest's schema; a reader refuses any other."""
 
 
@@ -55,12 +55,9 @@ class UpstreamRow(Written):
 
 
 class ProgramRow(Written):
-    """A program as a manifest lists it; see `torchport.compile.kept.store`."""
+    """A program as a manifest lists it: whether JAX's cache delivered its executable."""
 
-    program: str
-    traced: str | None
-    jax_cache: bool | None
-    key: str | None
+    jax_cache: bool
 
 
 class CacheRow(Written):
@@ -94,9 +91,7 @@ class Manifest(Written):
             in it.
         cache: The step cache, and which steps computed all blocks.
         upstream: The upstream, if it is a checkout and no installed package.
-        programs: One row for each program of the stage, and when it was traced. It is "compiled"; or "traced" in this
-            run with the executable of an earlier one; or "cached", and not traced either; or "held" by the process,
-            which made another video with it.
+        programs: One row for each program of the stage.
         done: Of unfinished latents, and of those that are kept after a step: how many steps they have gone through.
         sha256: Of the tensors: names, dtypes, shapes and values.
     """

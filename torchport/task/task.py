@@ -53,7 +53,7 @@ class Request:
         noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
         image: A file with the first frame, for image-to-video.
         upstream_path: The checkout of an upstream that is no installed package.
-        cache: Whether compiled programs are kept, and loaded instead of traced.
+        cache: Whether JAX keeps compiled programs on disk, and loads them again.
         execution: How it is executed, and what is shown of that.
     """
 

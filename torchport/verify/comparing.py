@@ -13,8 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport import engine, patch, shard
-from torchport.compile import network, preflight
-from torchport.compile.kept import Programs
+from torchport.compile import jax_cache, network, preflight
 from torchport.config.card import DENOISING
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
@@ -69,7 +68,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         parent: The process that began this one.
     """
     task, compared = accept(request), Compared()
-    with under(task, task.family.STAGES) as ledger, Programs.of_task(task) as kept:
+    with under(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
         planned = {stage.name: _planned(task, stage) for stage in task.denoising}
         handover.wait(file, parent)  # until here the original runs beside this
@@ -83,7 +82,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
             if any(call.stage == stage.name for call in recording.calls):
                 with patch.applied(task.patches([stage]), stage=stage.name) as own:
                     with engine.operators({op.target: op.function for op in own.ops()}):
-                        comparison = _Comparison(task, stage, folder, own, recording, compared, kept)
+                        comparison = _Comparison(task, stage, folder, own, recording, compared)
                         shown = functools.partial(effects.of_original, original, file) if original else None
                         comparison.run(ends, planned[stage.name], shown)
         if recording.decoded is not None:
@@ -103,14 +102,14 @@ def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
         steps: How many steps are taken.
     """
     task, compared, recording = accept(request), Compared(), read(file)
-    with under(task, task.family.STAGES), Programs.of_task(task) as programs:
+    with under(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
         folder, ends = weights_of(task), dict[str, dict[str, torch.Tensor]]()
         for stage in task.denoising:
             if len(compared.drift) < steps:
                 with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
                     with engine.operators({op.target: op.function for op in ledger.ops()}):
-                        _Comparison(task, stage, folder, ledger, recording, compared, programs).run_freely(ends, steps)
+                        _Comparison(task, stage, folder, ledger, recording, compared).run_freely(ends, steps)
     return compared.drift
 
 
@@ -156,7 +155,6 @@ class _Comparison:
         ledger: Of the stage's patches, in force.
         recording: The original's.
         compared: Is added to.
-        programs: The kept programs.
     """
 
     def __init__(
@@ -167,10 +165,9 @@ class _Comparison:
         ledger: patch.Ledger,
         recording: Recording,
         compared: Compared,
-        programs: Programs,
     ) -> None:
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
-        self.recording, self.compared, self.programs = recording, compared, programs
+        self.recording, self.compared = recording, compared
         self.calls = [call for call in recording.calls if call.stage == stage.name]
 
     def run(
@@ -218,8 +215,7 @@ class _Comparison:
         parts = network.loaded(task, stage, self.folder)
         module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
         weights = network.placed(task, stage, parts, mesh, self.folder)
-        programs_of = functools.partial(self.programs.of, stage, self.folder, mesh, self.ledger)
-        return network.compiled(task, stage, module, weights, mesh, programs_of=programs_of), parts
+        return network.compiled(task, stage, module, weights, mesh), parts
 
     def _compare_programs(
         self, ends: dict[str, dict[str, torch.Tensor]], planned: list[programs.Program] | None
