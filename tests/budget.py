@@ -76,7 +76,11 @@ class Budget:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items):
-        """Marks the tests of `slow.txt`, and takes whole models first: the last file of a run has no neighbour."""
+        """Marks the tests of `slow.txt`, and puts the files of tests in the order in which they take least.
+
+        Those of the patch engine walk over all objects of their process, so they come before any model is loaded.
+        Whole models come next: a long file at the end would run alone.
+        """
         patterns = dict.fromkeys(slow_patterns(), 0)
         for item in items:
             for pattern in patterns:
@@ -89,7 +93,8 @@ class Budget:
         dead = [p for p, count in patterns.items() if not count and p.split("::")[0] in files]
         if dead and not single:
             raise pytest.UsageError(f"{SLOW}: these patterns match no test: {', '.join(dead)}")
-        items.sort(key=lambda item: item.nodeid.count("/") > 1)
+        first = ("tests/patch/", "tests/test_")
+        items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in first])
 
     def pytest_collection_finish(self):
         """Notes what the imports and the collection took."""

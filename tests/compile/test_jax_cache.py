@@ -17,6 +17,17 @@ from torchport.run import run
 from torchport.task import accept
 
 
+@pytest.fixture(autouse=True)
+def unnamed():
+    """JAX as a user has it who has named no folder: the tests' own session names one."""
+    named = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", named)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder that JAX is to use, which nobody has made yet."""
