@@ -21,7 +21,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax  # noqa: E402  after the variables that it reads
 from budget import Budget  # noqa: E402
 
-hypothesis.settings.register_profile("torchport", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("torchport", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=250)
 hypothesis.settings.load_profile("torchport")
 
 # JAX fixes both when its backend starts, which is the first thing that any test of a mesh does.
@@ -57,6 +58,31 @@ def pytest_configure(config):
 def pytest_unconfigure():
     """Removes the session's cache folder, with the tiny checkpoint in it."""
     shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_between_files():
+    """Freezes what is alive after a file of tests, as pytest does after the collection: patches have thawed it.
+
+    A pass of the collector over the million objects of torch, JAX and diffusers costs every later test.
+    """
+    yield
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture
+def own_jax_cache():
+    """JAX as a user has it who has named no folder of programs: the tests' own session names one."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    named = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", named)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,7 @@ def test_a_stage_is_loaded_and_a_program_compiled_once_for_several(port, torchpo
     assert said.index(ready[0]) < said.index("0002: decode"), "a video is written as soon as it is ready"
 
 
+@pytest.mark.usefixtures("own_jax_cache")
 def test_the_manifest_of_each_video_has_its_own_calls_and_programs(port, torchport, capsys):
     write(*EIGHT[:2])
     assert torchport(*flags(), capsys=capsys)[0] == 0

@@ -16,16 +16,7 @@ from torchport.files import cache
 from torchport.run import run
 from torchport.task import accept
 
-
-@pytest.fixture(autouse=True)
-def unnamed():
-    """JAX as a user has it who has named no folder: the tests' own session names one."""
-    named = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", named)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("own_jax_cache")
 
 
 @pytest.fixture

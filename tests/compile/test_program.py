@@ -97,6 +97,7 @@ def test_weights_are_arguments_of_the_program_and_none_a_constant(program):
     assert len(program.programs) == 1
 
 
+@pytest.mark.usefixtures("own_jax_cache")
 def test_a_later_run_counts_the_calls_of_the_programs_that_it_takes_over(program, pack):
     entry = next(entry for entry in patch.read(pack.patches, ["torchax"]) if entry.counted)
     record = Record(entry.model_copy(update={"must_be_called": ["denoise"]}))

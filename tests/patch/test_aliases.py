@@ -117,7 +117,7 @@ def test_a_late_patch_reaches_every_holder_and_leaves_each_as_it_was(world):
     assert kept == {name: names[name] for name in kept}
 
 
-def test_a_holder_that_the_collector_has_frozen_is_reached_too(world):
+def test_a_holder_that_the_collector_has_frozen_is_reached_too(world, thawed):
     """A run freezes what is there before a stage, and a stage's own imports are patched later."""
     import gc
 

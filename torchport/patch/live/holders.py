@@ -90,6 +90,12 @@ def weak_references(thing: Any) -> list[Holder]:
     return [Holder("an unknown holder", None, None, None, reference) for reference in references]
 
 
+def thaw() -> None:
+    """Lets the collector see all objects: `gc.get_referrers` passes over what somebody has frozen."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+
+
 class Referrers:
     """What the garbage collector knows about the holders of objects.
 
@@ -99,8 +105,7 @@ class Referrers:
     """
 
     def __init__(self, objects: list[Any], is_own: Callable[[Any], bool]) -> None:
-        if gc.get_freeze_count():
-            gc.unfreeze()  # `get_referrers` does not see what is frozen
+        thaw()
         self._subjects = {id(thing) for thing in objects}
         self._is_own = is_own
         modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
