@@ -35,7 +35,7 @@ def attend(q, k, v, lengths_B=None, **options):
     return ATTENTION(q, k, v, **{**usual, **SMALL, **options})
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(cases(largest=300), st.sampled_from(["feature", "segments"]), st.booleans())
 def test_any_case_agrees_with_float64(case, padding, smooth_keys):
     o = ATTENTION(*case.tokens(), **case.options(), **SMALL, padding=padding, smooth_keys=smooth_keys)

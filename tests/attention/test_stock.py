@@ -35,7 +35,7 @@ def refusal(size=64, dtype="bfloat16", **options):
     return str(caught.value)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(cases())
 def test_any_case_agrees_with_float64(case):
     # XLA's CPU backend has no bfloat16 product of single rows (INVALID_ARGUMENT: ALG_DOT_BF16_BF16_F32).

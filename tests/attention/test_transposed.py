@@ -97,7 +97,7 @@ def calls(draw):
 
 
 # To shrink a failure takes minutes: every try is a program to compile.
-@settings(max_examples=10, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=settings.default.max_examples // 5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(calls(), st.integers(0, 99))
 def test_any_call_agrees_with_float64(drawn, seed):
     q, k, v = tokens(seed, *drawn.sizes, drawn.dtype, norm=drawn.norm, common=drawn.common)

@@ -194,7 +194,9 @@ def _carried_out(entries, steps):
 
 
 @given(plans())
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@settings(
+    max_examples=settings.default.max_examples, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
 def test_whatever_was_applied_the_namespaces_are_those_of_an_unpatched_import(tmp_path_factory, plan):
     texts, wanted, steps = plan
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.ExitStack() as stack:
