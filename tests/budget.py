@@ -29,7 +29,7 @@ def processor_seconds():
 
 
 def calibration_seconds():
-    """Returns the processor seconds of a fixed computation in this thread, some 10 ms on the reference machine."""
+    """Returns the processor seconds of a fixed computation in this thread: some milliseconds."""
     start = time.thread_time()
     words = {}
     for number in range(30_000):

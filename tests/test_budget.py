@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 
 import budget
 import pytest
@@ -93,3 +94,11 @@ def test_a_pattern_that_names_no_test_is_an_error(pytest_of):
 def test_brackets_in_a_pattern_are_those_of_parameters():
     assert budget.matches("tests/a.py::test_b[x-[1]]", "tests/a.py::test_b[x-*")
     assert not budget.matches("tests/a.py::test_bx", "tests/a.py::test_b[x]")
+
+
+def test_the_exceptions_are_at_most_ten_and_each_names_a_test(root):
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["torchport"]["tests"]
+    assert len(settings["exceptions"]) <= 10
+    for identifier in settings["exceptions"]:
+        file, _, name = identifier.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (root / file).read_text(), identifier
