@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchport import compile, engine, load, patch, shard
+from torchport import compile, patch, shard
 from torchport.bookkeeping.journey import LOSSY_INT8, Journey, log_patches
 from torchport.bookkeeping.output import output_folder
-from torchport.compile import failure, jax_cache, network, preflight
+from torchport.compile import jax_cache, network, preflight
+from torchport.compile.in_force import in_force, stage_in_force
 from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING
@@ -174,15 +174,7 @@ def shared(task: Task) -> Iterator[Shared]:
     Raises:
         TorchportError: The task is refused.
     """
-    hush = not log.isEnabledFor(logging.DEBUG)
-    with (
-        failure.explained(task),
-        checkout.on_path(task.upstream),
-        patch.applied(task.patches(task.stages)),
-        checkout.hushed(hush),
-        load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
-        jax_cache.of_task(task),
-    ):
+    with in_force(task, task.stages), jax_cache.of_task(task):
         preflight.check(task)
         common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))
         loras = task.loras if task.takes_steps else []
@@ -194,7 +186,7 @@ def shared(task: Task) -> Iterator[Shared]:
 @contextlib.contextmanager
 def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
     """Gives a stage under its patches, which is loaded once for all runs that it carries."""
-    with patch.applied(common.task.patches([stage]), stage=stage.name) as ledger:  # patch
+    with stage_in_force(common.task, stage) as ledger:  # patch
         stage_at_hand = StageAtHand(common, stage, ledger)
         # What is there already is no garbage of this stage: a collection need not walk through a million objects.
         gc.freeze()
@@ -251,19 +243,18 @@ class StageAtHand:
             parts = self._parts_of_run()  # load
         family.check_inputs(stage, parts, task.settings, inputs)
         lap("load")
-        with engine.operators({op.target: op.function for op in self.ledger.ops()}):
-            with self._loading():
-                call = self._network(parts, ledger)  # shard, compile
-            lap("shard")
-            with network.explained(call):
-                if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
-                    log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
-                call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
-                outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
-                if isinstance(call, StepCached) and stage.name == DENOISING[0]:
-                    outputs |= call.measured()  # the second network's curve goes on from it
-            family.check_outputs(stage, outputs)
-            journey.note_run(stage, call, lap)
+        with self._loading():
+            call = self._network(parts, ledger)  # shard, compile
+        lap("shard")
+        with network.explained(call):
+            if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
+                log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
+            call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
+            outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
+            if isinstance(call, StepCached) and stage.name == DENOISING[0]:
+                outputs |= call.measured()  # the second network's curve goes on from it
+        family.check_outputs(stage, outputs)
+        journey.note_run(stage, call, lap)
         if not journey.is_idle(stage, outputs):
             ledger.check_called()
         log_patches(ledger, "" if task.original or stage.network is None else " while tracing")

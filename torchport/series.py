@@ -242,7 +242,7 @@ class _Series:
     def _attempt(self, one: _Taken, work: Callable[[], None], at_hand: run.StageAtHand | None = None) -> None:
         """Does a part of the work on a video. What only this video has, ends only this video."""
         try:
-            with failure.explained(one.video.task):
+            with failure.explained(failure.Owners.of_task(one.video.task)):
                 work()
         except OF_ONE_VIDEO as error:
             is_loading = at_hand is not None and at_hand.is_loading

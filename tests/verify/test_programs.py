@@ -8,10 +8,11 @@ import pytest
 
 from torchport import engine, patch, shard
 from torchport.compile import network
+from torchport.compile.in_force import in_force
 from torchport.stages.family import Steps
 from torchport.task import Request, accept
 from torchport.task.devices import devices
-from torchport.verify import programs, seams
+from torchport.verify import programs
 
 SIZES = ("height=64", "width=96", "frames=9", "steps=2")
 
@@ -23,7 +24,7 @@ def compared(root):
 
     def made(of_plan=(), of_run=()):
         run, plan = (accept(dataclasses.replace(request, overrides=(*SIZES, *sets))) for sets in (of_run, of_plan))
-        with seams.side(run):
+        with in_force(run, run.stages):
             folder, stage = network.write_tiny(run), run.denoising[0]
             return stage, of_a_run(run, stage, folder), programs.of_plan(plan, stage, devices(plan.machine))
 

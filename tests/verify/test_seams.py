@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from torchport.compile.in_force import in_force
 from torchport.load import tiny
 from torchport.stages.module import file_of
 from torchport.task import Request, accept
@@ -32,7 +33,7 @@ def world(root, pack, model, **fields):
     request = request_of(root, model, **fields)
     port, original = accept(request), accept(dataclasses.replace(request, backend="original"))
     folder = tiny.write(port.card, file_of(pack, port.card, ""))
-    with seams.side(port):
+    with in_force(port, port.stages):
         likes = {str(stage.network): seams.like(port, stage) for stage in port.denoising}
     return types.SimpleNamespace(
         port=port, folder=folder, likes=likes, reference=seams.record(original, folder, {0, 1, 2}, likes)

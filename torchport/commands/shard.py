@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchport import patch, shard
-from torchport.compile import failure, network, preflight
-from torchport.config import checkout
+from torchport import shard
+from torchport.compile import network, preflight
+from torchport.compile.in_force import in_force
 from torchport.config.card import Rule, Spec, dims_of
 from torchport.config.pack import find_pack
 from torchport.progress import size_text
@@ -66,12 +66,7 @@ def rule_rows(request: Request) -> list[RuleRow]:
         ConfigError: The model or the config.
     """
     task = accept(dataclasses.replace(request, stage="all"), dry=True)
-    with (
-        failure.explained(task),
-        checkout.on_path(task.upstream),
-        patch.applied(task.patches(task.stages)),
-        checkout.hushed(True),
-    ):
+    with in_force(task, task.stages):
         network.check_classes(task)
         network.check_heads(task)
         return [row for stage in task.stages if stage.network for row in _rows(task, stage, stage.network)]

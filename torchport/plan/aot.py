@@ -18,10 +18,11 @@ from typing import Any
 
 import jax
 
-from torchport import compile, engine, patch, shard
+from torchport import compile, shard
 from torchport.attention import dispatch
-from torchport.compile import failure, network, preflight, step_cache
-from torchport.config import checkout, xla_flags
+from torchport.compile import network, preflight, step_cache
+from torchport.compile.in_force import in_force, lowerings
+from torchport.config import xla_flags
 from torchport.config.machine import Machine
 from torchport.config.step_cache import StepCache
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
@@ -69,19 +70,14 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
-    with (
-        failure.explained(task),
-        checkout.on_path(task.upstream),
-        patch.applied(task.patches([stage]), stage=stage.name) as ledger,
-    ):
-        with engine.operators({op.target: op.function for op in ledger.ops()}), checkout.hushed(True):
-            network.check_classes(task)
-            network.check_heads(task)
-            loras.check(task, stage)
-            outline = _outline(task, stage, devices)
-            if not bounded:
-                outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
-            yield outline
+    with in_force(task, [stage]) as ledger, lowerings(ledger):
+        network.check_classes(task)
+        network.check_heads(task)
+        loras.check(task, stage)
+        outline = _outline(task, stage, devices)
+        if not bounded:
+            outline.program.attention = dataclasses.replace(outline.program.attention, bounds={})
+        yield outline
 
 
 def _outline(task: Task, stage: family.Stage, devices: Any) -> StageNetwork:

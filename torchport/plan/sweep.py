@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport import patch
 from torchport.compile import network
-from torchport.config import checkout
+from torchport.compile.in_force import in_force
 from torchport.config.card import Axis, Card, Rule, Strategy
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
@@ -167,7 +166,7 @@ def _task(request: Request, choice: Choice) -> Task:
     """
     task = accept(dataclasses.replace(request, overrides=(*request.overrides, *choice.overrides)), dry=True)
     # Heads are counted by the network's configuration, which its class has.
-    with checkout.on_path(task.upstream), patch.applied(task.patches(task.stages)), checkout.hushed(True):
+    with in_force(task, task.stages):
         network.check_heads(task)
     return task
 

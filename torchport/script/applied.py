@@ -61,6 +61,7 @@ class Session:
     """A set of patches that is in force around somebody's code.
 
     Attributes:
+        pack: Where patches and cards are read.
         ledger: What became of each patch.
         card: The model card; None where only patches were named.
         document: Its lines, for errors.
@@ -68,6 +69,7 @@ class Session:
         choice: What `port` takes by default.
     """
 
+    pack: Pack
     ledger: Ledger
     card: Card | None
     document: Document | None
@@ -148,7 +150,7 @@ def applied(
     entries = entries_of(pack, card, patches, backend)
     with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):
         with patch.applied(entries) as ledger:
-            session = Session(ledger, card, document, backend, choice or Choice())
+            session = Session(pack, ledger, card, document, backend, choice or Choice())
             sessions.append(session)
             try:
                 yield session

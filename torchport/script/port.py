@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from torch.utils import _pytree
 
 from torchport import load, shard
-from torchport.compile import network, rules
+from torchport.compile import failure, network, rules
 from torchport.config import Document, Frozen, validated
 from torchport.config.card import Axis, Card, Implementation, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
@@ -225,7 +225,7 @@ class Ported(torch.nn.Module):
             BadValueError: An argument that is neither tensors nor a constant.
         """
         call, tensors = self._sorted(args, kwargs)
-        with self.session.operators():
+        with failure.explained(self._owners()), self.session.operators():
             (tensors_out,) = self.compiled(**tensors, **{CALL: call})
         # A rule for inputs must match one in the first call; a later call may lack what is optional.
         self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
@@ -249,6 +249,17 @@ class Ported(torch.nn.Module):
                 fixed.append(self._constant(name, leaf))
         regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
         return _Call(tree, tuple(fixed), tuple(tensors), tuple(regions)), tensors
+
+    def _owners(self) -> failure.Owners:
+        """Returns whose code the module runs. Its own package is upstream also where no card names it."""
+        session, package = self.session, type(self.original).__module__.partition(".")[0]
+        return failure.Owners(
+            session.pack,
+            session.card,
+            session.document,
+            lambda: [record.entry for record in session.ledger.records],
+            others=frozenset({package} - {"__main__"}),  # a script can be edited, and no patch can name it
+        )
 
     def _constant(self, name: str, value: Any) -> Any:
         try:

@@ -9,9 +9,8 @@ from typing import Any
 
 from torchport.compile.failure.cure import CURES, Failure
 from torchport.compile.failure.explained import MOST_FRAMES
-from torchport.compile.failure.frames import OURS, Frame, culprit, frames, live
+from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live
 from torchport.errors import HostTensorError, TorchportError
-from torchport.task import Task
 
 OWN = "torchport.trace"
 
@@ -70,15 +69,15 @@ class Notes:
     """Collects stoppers and constants, each place once.
 
     Args:
-        task: What is traced: it says whose code is whose.
+        owners: Say whose code is whose.
 
     Attributes:
         stage: The stage at hand.
         lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
     """
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
         self.stage = ""
         self.lowers = False
         self._met_lowered: dict[tuple[str, str], bool] = {}
@@ -91,12 +90,12 @@ class Notes:
         Raises:
             BaseException: The exception itself, where no foreign code is at fault.
         """
-        every = [one for one in live(self.task) if not one.module.startswith(OWN)]
-        every += [one for one in frames([error], self.task) if not one.module.startswith(OWN)]
+        every = [one for one in live(self.owners) if not one.module.startswith(OWN)]
+        every += [one for one in frames([error], self.owners) if not one.module.startswith(OWN)]
         frame = culprit(error, [one for one in every if one.owner != "torchport"])
         if frame is None:
             raise error
-        failure = Failure(self.task, error, frame, every)
+        failure = Failure(self.owners, error, frame, every)
         kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
         key = kind.id, frame.place
         if key in self.stoppers:
@@ -146,7 +145,7 @@ class Notes:
 
     def here(self) -> Frame | None:
         """Returns the innermost frame of upstream, of the family or of a patch."""
-        return next((one for one in reversed(live(self.task)) if one.owner in OURS), None)
+        return next((one for one in reversed(live(self.owners)) if one.owner in OURS), None)
 
 
 def _listed(every: Sequence[Frame], frame: Frame) -> list[str]:

@@ -88,7 +88,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Does nothing: there is no code."""
 
     def _is_needed(self, name: str) -> bool:
-        every = [one for one in live(self.notes.task) if not one.module.startswith((OWN, "torchport.patch.live"))]
+        every = [one for one in live(self.notes.owners) if not one.module.startswith((OWN, "torchport.patch.live"))]
         # An import that torch makes is torch's own to do without.
         plain = (one for one in reversed(every) if not one.file.startswith("<") and "importlib" not in one.module)
         importer = next(plain, None)

@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchport import engine, patch, shard
+from torchport import shard
 from torchport.compile import network, preflight
 from torchport.compile.eager import plainly
-from torchport.config import checkout
+from torchport.compile.failure import Owners
+from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TopologyError, TorchportError
 from torchport.processes import child
 from torchport.stages import recorder
@@ -77,12 +78,11 @@ def called(request: Request) -> Calls:
     result: dict[str, list[recorder.NetworkCall]] = {}
     for stage in task.stages:
         if stage.network is not None and stage.like is not None:
-            with checkout.on_path(task.upstream), patch.applied(task.patches([stage]), stage=stage.name):
-                with checkout.hushed(True):
-                    parts = network.as_shapes(task, stage)
-                    module, how = network.module_of(stage, parts), network.how(stage, task)
-                    found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
-                    result[stage.name] = [_without_output(one) for one in found]
+            with in_force(task, [stage]):
+                parts = network.as_shapes(task, stage)
+                module, how = network.module_of(stage, parts), network.how(stage, task)
+                found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
+                result[stage.name] = [_without_output(one) for one in found]
     return result
 
 
@@ -100,7 +100,7 @@ def traced(request: Request, calls: Calls | None) -> Report:
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
-    notes = Notes(task)
+    notes = Notes(Owners.of_task(task))
     report = Report([], [], [], [], {})
     for stage in task.stages:
         if stage.network is None or stage.like is None:
@@ -132,20 +132,19 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> li
     going = functools.partial(_going_on, notes, stage.call or _plain, False)
     lowering = functools.partial(_going_on, notes, stage.call or _plain, True)
     quiet, loud = (dataclasses.replace(stage, call=one, prepare=_guarded(stage, notes)) for one in (going, lowering))
-    with checkout.on_path(task.upstream), assumed(notes), modules_go_on(notes):
-        with patch.applied(entries, stage=stage.name) as ledger, checkout.hushed(True):
-            with engine.operators({op.target: op.function for op in ledger.ops()}):
-                network.check_classes(task)
-                found = calls[stage.name] if calls is not None else _calls(task, quiet)
-                mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
-                parts = network.as_shapes(task, loud)
-                module = network.module_of(loud, parts)
-                compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
-                for one in found:
-                    compiled.lowered(compiled.shapes(one.inputs), one.static)
+    with assumed(notes), modules_go_on(notes):
+        with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
+            network.check_classes(task)
+            found = calls[stage.name] if calls is not None else _calls(task, quiet)
+            mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
+            parts = network.as_shapes(task, loud)
+            module = network.module_of(loud, parts)
+            compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
+            for one in found:
+                compiled.lowered(compiled.shapes(one.inputs), one.static)
         if calls is not None:
             return []
-        with patch.applied(entries, stage=stage.name), checkout.hushed(True):
+        with in_force(task, [stage], entries=entries, explained=False):
             return programs(task, quiet, found, _calls, notes)
 
 

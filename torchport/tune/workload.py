@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchport import load, patch
+from torchport import load
 from torchport.attention import transposed
 from torchport.compile import network as networks
-from torchport.config import checkout
+from torchport.compile.in_force import in_force
 from torchport.config.card import Axis
 from torchport.config.machine import TPU_CHIPS, Chip, Machine, parse_machine
 from torchport.errors import BadValueError
@@ -124,7 +124,7 @@ def _configurations(task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the published configuration of the network that denoises, and of the VAE (empty where there is none)."""
     [stage] = task.stages
     names = [str(stage.network), "vae"]
-    with checkout.on_path(task.upstream), patch.applied(task.patches([stage])), checkout.hushed(True):
+    with in_force(task, [stage]):
         known = {name: task.card.components[name] for name in names if name in task.card.components}
         makers = {name: networks.maker(task, name) for name in known}
         read = {name: load.configuration(load.published(makers[name], c.published, name)) for name, c in known.items()}

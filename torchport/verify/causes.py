@@ -12,6 +12,7 @@ import torch
 
 from torchport import engine, patch
 from torchport.compile import network
+from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TorchportError
 from torchport.foreign import brief, refusals
 from torchport.progress import log
@@ -21,7 +22,7 @@ from torchport.verify import decoder, seams
 from torchport.verify.facts import FAULT, LEVELS, Cause, Decoded, Seam, Unit, Verdict
 from torchport.verify.original import given
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, by_call, read, under
+from torchport.verify.recording import Call, by_call, read
 from torchport.verify.units import Measured, Units
 from torchport.verify.yardstick import distance
 
@@ -89,7 +90,7 @@ def search(request: Request, file: Path, folder: Path, measured: Measured) -> Se
 def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
     """Returns whether a family's `prepare` gives a module tensors that upstream's has not, or takes some away."""
     names = []
-    with under(task, [stage]):
+    with in_force(task, [stage]):
         for one in (stage, dataclasses.replace(stage, prepare=None)):
             module = network.module_of(one, network.as_shapes(task, one)).get_submodule(path)
             names.append({name for name, _ in (*module.named_parameters(), *module.named_buffers())})
@@ -147,7 +148,7 @@ def of_decoder(request: Request, file: Path, folder: Path, decoded: Decoded) -> 
     unit = f"frame {decoded.frame} of {stage.name}"
     for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
         rest, ends = leaving_out(task, [entry.id]), list[Decoded]()
-        with _what_refuses(entry), under(rest, [stage]):
+        with _what_refuses(entry), in_force(rest, [stage]):
             ends.append(decoder.compared(rest, folder, recording.decoded))
         tried[entry.id] = ends[0].added / LEVELS if ends else None
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
@@ -223,8 +224,8 @@ def _without(
         entry: The patch; None: all are in force.
         added: Measures the error.
     """
-    with _what_refuses(entry), under(leaving_out(task, [entry.id] if entry else []), [stage]) as ledger:
-        with engine.operators({op.target: op.function for op in ledger.ops()}):
+    with _what_refuses(entry), in_force(leaving_out(task, [entry.id] if entry else []), [stage]) as ledger:
+        with lowerings(ledger):
             return added(Port(task, stage, folder, ledger))
     return None
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport import engine, patch, shard
+from torchport import patch, shard
 from torchport.compile import jax_cache, network, preflight
+from torchport.compile.in_force import in_force, lowerings, stage_in_force
 from torchport.config.card import DENOISING
 from torchport.stages.family import Stage, Steps
 from torchport.stages.replay import latents_of
@@ -22,7 +23,7 @@ from torchport.task.devices import devices, prepare
 from torchport.verify import decoder, effects, handover, programs, seams
 from torchport.verify.facts import Decoded, Drift, Unit, Verdict
 from torchport.verify.port import Port, to_host
-from torchport.verify.recording import Call, Enough, Inside, Recording, by_call, read, start_of, under, weights_of
+from torchport.verify.recording import Call, Enough, Inside, Recording, by_call, read, start_of, weights_of
 from torchport.verify.units import Measured, Units, looked_into, with_effects
 from torchport.verify.yardstick import distance, floor
 
@@ -68,7 +69,7 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         parent: The process that began this one.
     """
     task, compared = accept(request), Compared()
-    with under(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
+    with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
         planned = {stage.name: _planned(task, stage) for stage in task.denoising}
         handover.wait(file, parent)  # until here the original runs beside this
@@ -80,11 +81,10 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
             if any(call.stage == stage.name for call in recording.calls):
-                with patch.applied(task.patches([stage]), stage=stage.name) as own:
-                    with engine.operators({op.target: op.function for op in own.ops()}):
-                        comparison = _Comparison(task, stage, folder, own, recording, compared)
-                        shown = functools.partial(effects.of_original, original, file) if original else None
-                        comparison.run(ends, planned[stage.name], shown)
+                with stage_in_force(task, stage) as own:
+                    comparison = _Comparison(task, stage, folder, own, recording, compared)
+                    shown = functools.partial(effects.of_original, original, file) if original else None
+                    comparison.run(ends, planned[stage.name], shown)
         if recording.decoded is not None:
             compared.decoded = decoder.compared(task, folder, recording.decoded)
         before = _counts(ledger)
@@ -102,14 +102,13 @@ def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
         steps: How many steps are taken.
     """
     task, compared, recording = accept(request), Compared(), read(file)
-    with under(task, task.family.STAGES), jax_cache.of_task(task):
+    with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
         folder, ends = weights_of(task), dict[str, dict[str, torch.Tensor]]()
         for stage in task.denoising:
             if len(compared.drift) < steps:
-                with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-                    with engine.operators({op.target: op.function for op in ledger.ops()}):
-                        _Comparison(task, stage, folder, ledger, recording, compared).run_freely(ends, steps)
+                with stage_in_force(task, stage) as ledger:
+                    _Comparison(task, stage, folder, ledger, recording, compared).run_freely(ends, steps)
     return compared.drift
 
 
@@ -125,7 +124,7 @@ def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -
     task, call = accept(request), inside.call_of(read(file))
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
-    with under(task, [stage]) as ledger, engine.operators({op.target: op.function for op in ledger.ops()}):
+    with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
         units = Units(Port(task, stage, folder, ledger), call, effects.of_original(original, file, call))
         units.outer()
@@ -136,9 +135,8 @@ def _planned(task: Task, stage: Stage) -> list[programs.Program] | None:
     """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
     if stage.like is None:
         return None
-    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-        with engine.operators({op.target: op.function for op in ledger.ops()}):
-            return programs.of_plan(task, stage, devices(task.machine))
+    with stage_in_force(task, stage):
+        return programs.of_plan(task, stage, devices(task.machine))
 
 
 def _counts(ledger: patch.Ledger) -> dict[str, int]:

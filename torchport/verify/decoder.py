@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from torchport import engine, patch, shard
+from torchport import shard
 from torchport.compile import network
 from torchport.compile.eager import Eager
+from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Steps
 from torchport.task import Task
 from torchport.task.devices import devices
@@ -59,15 +60,14 @@ class _Widened:
 def compared(task: Task, folder: Path, recording: Mapping[str, Any]) -> Decoded:
     """Returns how far the port's frames are from the original's, given the same latents."""
     stage = task.family.STAGES[-1]
-    with patch.applied(task.patches([stage]), stage=stage.name) as ledger:
-        with engine.operators({op.target: op.function for op in ledger.ops()}):
-            parts = network.loaded(task, stage, folder)
-            call = None
-            if stage.network is not None:
-                mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
-                weights = network.placed(task, stage, parts, mesh, folder)
-                call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
-            frames = stage.run(parts, call, task.settings, Steps(), **recording["latents"])["frames"]
+    with stage_in_force(task, stage):
+        parts = network.loaded(task, stage, folder)
+        call = None
+        if stage.network is not None:
+            mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
+            weights = network.placed(task, stage, parts, mesh, folder)
+            call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
+        frames = stage.run(parts, call, task.settings, Steps(), **recording["latents"])["frames"]
     yardstick = recording["yardstick"].float()
     own = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
     original = (recording["original"].float() - yardstick).abs()

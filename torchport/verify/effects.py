@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from torchport.compile import network
+from torchport.compile.in_force import in_force
 from torchport.errors import MachineError
 from torchport.processes import child
 from torchport.task import Request, accept
 from torchport.verify.borders import Values
 from torchport.verify.original import Original
 from torchport.verify.port import Port
-from torchport.verify.recording import Call, Inside, read, under, weights_of
+from torchport.verify.recording import Call, Inside, read, weights_of
 
 Outputs = Callable[[Sequence[Values]], list[Any]]
 """Returns what a network returns in one of its calls, for each of some sets of values at borders."""
@@ -66,7 +67,7 @@ def outputs_of(request: Request, file: Path, key: Inside, changes: Sequence[Valu
     """
     task, call = accept(request), key.call_of(read(file))
     stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
-    with under(task, [stage]):
+    with in_force(task, [stage]):
         folder = weights_of(task)
         eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
         original = Original(eager, task.settings.dtypes[call.network])

@@ -10,18 +10,16 @@ guidance's other calls in the same step, what the network returns.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchport import load, patch
-from torchport.compile import failure, network, preflight
+from torchport.compile import network, preflight
 from torchport.compile.eager import Eager
-from torchport.config import checkout
+from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.load import checkpoint
 from torchport.plan.verification import LIMIT
@@ -125,24 +123,6 @@ class Enough(BaseException):
     """Leaves a loop after the last step that is looked at."""
 
 
-@contextlib.contextmanager
-def under(task: Task, stages: Collection[Stage]) -> Iterator[patch.Ledger]:
-    """Puts the patches of some stages in force, as a run does, and gives their ledger.
-
-    Args:
-        task: The task.
-        stages: The stages.
-    """
-    with (
-        failure.explained(task),
-        checkout.on_path(task.upstream),
-        patch.applied(task.patches(list(stages))) as ledger,
-        checkout.hushed(True),
-        load.default_dtype(torch.float32),
-    ):
-        yield ledger
-
-
 def weights_of(task: Task) -> Path:
     """Returns the folder of a task's checkpoint; the tiny one is written if it is not there."""
     if task.is_tiny:
@@ -186,7 +166,7 @@ def record(
 
 def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
     """Returns what the original does; see `record`."""
-    with under(task, task.family.STAGES):
+    with in_force(task, task.family.STAGES):
         preflight.check(task)
         folder = weights_of(task)
         recording = Recording(encoded(task, folder))
@@ -363,7 +343,7 @@ def record_inside(request: Request, inside: Inside, file: Path) -> None:
     task, recording = accept(request), read(file)
     call = inside.call_of(recording)
     stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
-    with under(task, [stage]):
+    with in_force(task, [stage]):
         folder = weights_of(task)
         eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
         original = Original(eager, task.settings.dtypes[inside.network])

@@ -6,16 +6,15 @@ that differs is where the loop went wrong.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 
-from torchport import load, patch
+from torchport import patch
 from torchport.compile import network, preflight
-from torchport.config import checkout
+from torchport.compile.in_force import in_force, stage_in_force
 from torchport.foreign import brief, refusals
 from torchport.stages.family import Stage, Steps
 from torchport.task import Task
@@ -49,7 +48,7 @@ def seams(port: Task, original: Task, folder: Path, chosen: Collection[int]) -> 
         folder: Of the checkpoint.
         chosen: Steps, from 0, whose large tensors are compared.
     """
-    with side(port):
+    with in_force(port, port.stages):
         likes = {str(stage.network): like(port, stage) for stage in port.denoising}
     reference = record(original, folder, chosen, likes)
     return against(port, folder, chosen, reference, likes)
@@ -109,18 +108,6 @@ class Recorded:
         return {**{name: x for values in self.encoded.values() for name, x in values.items()}, **self.moments}
 
 
-@contextlib.contextmanager
-def side(task: Task) -> Iterator[None]:
-    """Puts a task's patches in force, and its upstream on the path."""
-    with (
-        checkout.on_path(task.upstream),
-        patch.applied(task.patches(task.stages)),
-        checkout.hushed(True),
-        load.default_dtype(torch.float32),
-    ):
-        yield
-
-
 def like(task: Task, stage: Stage) -> torch.Tensor:
     """Returns what the stage's network returns, without values."""
     output = preflight.rehearse(task, stage).calls[0].output
@@ -153,7 +140,7 @@ def record(
             wrong is told once.
         encoded: What the stages before the loop return, where that is known.
     """
-    with side(task):
+    with in_force(task, task.stages):
         own = Recorded({}, {} if reference is None else reference.moments, Trace(chosen))
         for stage in _encoding(task):
             if stage.network is not None and reference is not None:
@@ -176,7 +163,7 @@ def record(
 
 def _encoded(task: Task, stage: Stage, folder: Path) -> dict[str, torch.Tensor]:
     """Returns what a stage before the loop returns, computed in PyTorch."""
-    with patch.applied(task.patches([stage]), stage=stage.name):
+    with stage_in_force(task, stage):
         parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
         call = None if stage.network is None else network.eager(task, stage, parts, folder)
         return stage.run(parts, call, task.settings, Steps())
@@ -196,7 +183,7 @@ def _denoise(
         return
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
-        with patch.applied(task.patches([stage]), stage=stage.name):
+        with stage_in_force(task, stage):
             parts = network.loaded(task, _bare(stage) if task.original else stage, folder)
             done = stage.run(parts, calls[str(stage.network)], task.settings, Steps(resume=_resume(done)), **given)
             given = dict(inputs)

@@ -8,3 +8,4 @@ torchport, and stays a traceback. Upstream is what the card names, and what its 
 """
 
 from torchport.compile.failure.explained import explained as explained
+from torchport.compile.failure.frames import Owners as Owners

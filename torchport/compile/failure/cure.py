@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchport import engine, patch
-from torchport.compile.failure.frames import Frame
+from torchport.compile.failure.frames import Frame, Owners
 from torchport.errors import (
     AbsentPackageError,
     CudaError,
@@ -26,7 +26,6 @@ from torchport.errors import (
 from torchport.foreign import is_absence, is_cuda
 from torchport.patch.source import proposal
 from torchport.patch.source.proposal import Proposal
-from torchport.task import Task
 
 Cure = tuple[str, str, Proposal | None]
 """Fact, remedy, and an entry to paste."""
@@ -42,7 +41,7 @@ def reason(error: BaseException) -> str:
 class Failure:
     """An exception, the frame whose code is at fault, and all frames."""
 
-    task: Task
+    owners: Owners
     error: BaseException
     frame: Frame
     every: Sequence[Frame]
@@ -51,11 +50,6 @@ class Failure:
     def reason(self) -> str:
         """The exception's own message: its first line."""
         return reason(self.error)
-
-    @property
-    def listed(self) -> str:
-        """Where the card lists its patches."""
-        return f"'patches' in {self.task.card_document.place(['patches'])}"
 
     @property
     def home(self) -> str:
@@ -84,7 +78,7 @@ class Failure:
     def remedy(self, cure: str, entry: Proposal | None) -> str:
         """Returns the remedy: the entry to paste, or whose code is to be mended."""
         if entry is not None:
-            return f"{cure}: {_small(entry.remedy(self.listed))}" if cure else entry.remedy(self.listed)
+            return f"{cure}: {_small(entry.remedy(self.owners.listed))}" if cure else entry.remedy(self.owners.listed)
         whose = {"family": "It is the family's code: mend it there", "patch": "It is a patch's function: mend it there"}
         place = whose.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
         return f"{place}. {cure}" if cure else place
@@ -118,17 +112,17 @@ def _no_lowering(failure: Failure) -> Cure:
         entry = failure.rewritten("Calls an operator that torchax cannot lower.")
         return fact, failure.remedy("Compute it with other operators", entry), entry
     entry = proposal.operator(target, failure.home, "torchax has no lowering for it.")
-    return fact, entry.remedy(failure.listed), entry
+    return fact, entry.remedy(failure.owners.listed), entry
 
 
 def _cuda(failure: Failure) -> Cure:
-    task, target = failure.task, _torch_cuda(failure)
+    owners, target = failure.owners, _torch_cuda(failure)
     fact = f"{failure.frame.caller} asks for CUDA, and this machine has none"
     why = "Asks for CUDA, also where there is none."
     if target is not None:
-        names = _shipped(task, target)
-        if names is not None and target not in {entry.target for entry in task.patches(task.stages)}:
-            return fact, f"List {names} under {failure.listed}, for the stage that needs it", None
+        names = _shipped(owners, target)
+        if names is not None and target not in {entry.target for entry in owners.patches()}:
+            return fact, f"List {names} under {owners.listed}, for the stage that needs it", None
         entry: Proposal | None = proposal.function(target, failure.home, why, _parameters(target))
     else:
         entry = failure.rewritten(why)
@@ -168,10 +162,11 @@ def _parameters(target: str) -> str:
         return "(...)"
 
 
-def _shipped(task: Task, target: str) -> str | None:
+def _shipped(owners: Owners, target: str) -> str | None:
     """Returns the patch file that answers for a target of torch, as a card lists it."""
-    folders, home = task.pack.folders, task.pack.home(task.card.model).patches
-    if "torch" not in patch.upstreams(folders[folders.index(home) :]):
+    folders = owners.pack.folders
+    home = None if owners.card is None else owners.pack.home(owners.card.model).patches
+    if "torch" not in patch.upstreams(folders if home is None else folders[folders.index(home) :]):
         return None
     for entry in patch.read(folders, ["torch"], home):
         if entry.target == target:
@@ -187,7 +182,7 @@ def _absent_package(failure: Failure) -> Cure:
         fact = f"{failure.frame.caller} takes a name from {package} that it does not have"
         return fact, f"Install a version of {package} that has it; here is {version}", None
     fact = f"{failure.frame.caller} needs the package {package}, and it is not installed"
-    stubs = (entry for entry in failure.task.patches(failure.task.stages) if entry.stub is not None)
+    stubs = (entry for entry in failure.owners.patches() if entry.stub is not None)
     stub = next((entry for entry in stubs if entry.package == package), None)
     if stub is not None:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
@@ -199,7 +194,8 @@ def _absent_package(failure: Failure) -> Cure:
     entry = failure.rewritten(why) if imported is None else proposal.stub(module, imported, package, why)
     if entry is None:
         return fact, "Install it", None
-    return fact, f"Install it. If nothing of it is called in your job: {_small(entry.remedy(failure.listed))}", entry
+    cure = "Install it. If nothing of it is called in your job"
+    return fact, f"{cure}: {_small(entry.remedy(failure.owners.listed))}", entry
 
 
 def _versions(package: str) -> dict[str, str]:

@@ -6,36 +6,35 @@ import functools
 import traceback
 
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, culprit, frames, of_syntax
+from torchport.compile.failure.frames import OURS, Owners, culprit, frames, of_syntax
 from torchport.errors import ForeignError
 from torchport.patch.declared.replacement import Explained
-from torchport.task import Task
 
 MOST_FRAMES = 2
 """Frames that are listed, the innermost ones."""
 
 
-def explained(task: Task) -> Explained:
+def explained(owners: Owners) -> Explained:
     """Returns a context that turns exceptions of foreign code into errors, each with its line and its cure.
 
     Raises:
-        ForeignError: An exception that leaves code of an upstream, of the task's family, or of a patch.
+        ForeignError: An exception that leaves code of an upstream, of a family, or of a patch.
     """
-    return Explained(functools.partial(error_of, task))
+    return Explained(functools.partial(error_of, owners))
 
 
-def error_of(task: Task, exception: BaseException) -> ForeignError | None:
+def error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     """Returns the error of an exception of foreign code. None for one of torchport's own."""
     causes = _causes(exception)
     if isinstance(causes[-1], MemoryError):  # no line of code is at fault
         return None
-    every = frames(causes, task)
+    every = frames(causes, owners)
     unparsed = of_syntax(causes[-1])
     every += [unparsed] if unparsed is not None else []
     frame = unparsed or culprit(causes[-1], every)
     if frame is None:
         return None
-    failure = Failure(task, causes[-1], frame, every)
+    failure = Failure(owners, causes[-1], frame, every)
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import linecache
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal
 
+from torchport.config import Document
+from torchport.config.card import Card
+from torchport.config.pack import Pack
 from torchport.foreign import is_absence
+from torchport.patch import Entry
 from torchport.task import Task
 
 ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
@@ -21,6 +26,53 @@ HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly", "call_jax", "
 Owner = Literal["upstream", "family", "patch", "torchport", "library", "engine"]
 OURS: tuple[Owner, ...] = ("upstream", "family", "patch")
 """Whose code a port can change: by a patch, or by an editor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """Says whose code a module is.
+
+    Attributes:
+        pack: Where patches and cards are read.
+        card: The model card; None where only patches were named.
+        document: Its lines.
+        patches: Returns the patches in force. They are read only if there is an exception.
+        family: The name of the family's module; empty without a family.
+        others: Packages of upstream beside those that the card and the patches name.
+    """
+
+    pack: Pack
+    card: Card | None
+    document: Document | None
+    patches: Callable[[], Sequence[Entry]]
+    family: str = ""
+    others: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_task(cls, task: Task) -> Owners:
+        """Returns the owners of the code that a task runs."""
+        return cls(
+            task.pack, task.card, task.card_document, lambda: task.patches(task.stages), family=task.family.__name__
+        )
+
+    @property
+    def listed(self) -> str:
+        """Where an entry is listed: in the card, or by the caller."""
+        if self.document is None:
+            return "'patches' of torchport.applied(...)"
+        return f"'patches' in {self.document.place(['patches'])}"
+
+    @functools.cached_property
+    def packages(self) -> set[str]:
+        """The packages of upstream: those that the card names, and those that its patches change."""
+        names = set(self.others)
+        if self.card is not None:
+            paths = [component.class_ for component in self.card.components.values()]
+            paths += [self.card.pipeline] if self.card.pipeline else []
+            names |= {name.replace("-", "_") for name in self.card.upstream}
+            names |= {re.split(r"[.:]", path)[0] for path in paths}
+            names |= {self.card.checkout.package} if self.card.checkout else set()
+        return (names | {entry.package for entry in self.patches()}) - ENGINE - sys.stdlib_module_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +112,14 @@ class Frame:
         return f"  {self.place} in {where}: {self.statement[:100]}"
 
 
-def frames(causes: Sequence[BaseException], task: Task) -> list[Frame]:
+def frames(causes: Sequence[BaseException], owners: Owners) -> list[Frame]:
     """Returns the frames of an exception's causes, the innermost last.
 
     Args:
         causes: The exception, and what it was raised from.
-        task: What was run: its card and its family say whose code is whose.
+        owners: Say whose code is whose.
     """
-    packages = _upstream_packages(task)
-    return [frame for cause in causes for frame in _frames_of(cause.__traceback__, task, packages)]
+    return [frame for cause in causes for frame in _frames_of(cause.__traceback__, owners)]
 
 
 def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
@@ -91,44 +142,32 @@ def of_syntax(error: BaseException) -> Frame | None:
     return Frame("upstream", Path(error.filename).stem, error.filename, error.lineno, "<module>", text)
 
 
-def _upstream_packages(task: Task) -> set[str]:
-    """Returns the packages that the card names, and those that its patches change."""
-    card = task.card
-    classes = [
-        *(component.class_ for component in card.components.values()),
-        *([card.pipeline] if card.pipeline else []),
-    ]
-    names = {name.replace("-", "_") for name in card.upstream} | {re.split(r"[.:]", path)[0] for path in classes}
-    names |= {card.checkout.package} if card.checkout else set()
-    return (names | {entry.package for entry in task.patches(task.stages)}) - ENGINE - sys.stdlib_module_names
-
-
-def live(task: Task) -> list[Frame]:
+def live(owners: Owners) -> list[Frame]:
     """Returns the frames of whoever calls, the innermost last; see `frames`."""
-    packages, frames = _upstream_packages(task), []
+    frames = []
     frame = sys._getframe(1)
     while frame is not None:
-        frames.append(_frame(frame, frame.f_lineno, task, packages))
+        frames.append(_frame(frame, frame.f_lineno, owners))
         frame = frame.f_back  # type: ignore[assignment]
     return frames[::-1]
 
 
-def _frames_of(trace: TracebackType | None, task: Task, packages: set[str]) -> list[Frame]:
+def _frames_of(trace: TracebackType | None, owners: Owners) -> list[Frame]:
     frames = []
     while trace is not None:
-        frames.append(_frame(trace.tb_frame, trace.tb_lineno, task, packages))
+        frames.append(_frame(trace.tb_frame, trace.tb_lineno, owners))
         trace = trace.tb_next
     return frames
 
 
-def _frame(frame: FrameType, line: int, task: Task, packages: set[str]) -> Frame:
+def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
     linecache.checkcache(code.co_filename)  # a porter edits all day
     statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     file = code.co_filename
     if file.startswith("<torchport: "):  # rewritten code has upstream's lines
         file = file.rpartition(" in ")[2].removesuffix(">")
-    name, owner = _name(code.co_qualname), _owner(module, file, task, packages)
+    name, owner = _name(code.co_qualname), _owner(module, file, owners)
     owner = "engine" if owner == "patch" and _is_passage(module, name, statement) else owner
     return Frame(owner, module, file, line, name, statement)
 
@@ -147,11 +186,11 @@ def _name(qualified: str) -> str:
     return re.sub(r"(\.<locals>)?\.<\w+>.*", "", qualified)
 
 
-def _owner(module: str, file: str, task: Task, packages: set[str]) -> Owner:
+def _owner(module: str, file: str, owners: Owners) -> Owner:
     package = module.partition(".")[0]
     if package == "torchport_patches":
-        return "family" if module == task.family.__name__ else "patch"
-    if package in packages:
+        return "family" if module == owners.family else "patch"
+    if package in owners.packages:
         return "upstream"
     if package == "torchport":
         return "torchport"

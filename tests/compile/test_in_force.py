@@ -1,0 +1,110 @@
+"""What upstream raises reads alike, whatever runs it: one error id, upstream's file and line."""
+
+import dataclasses
+
+import pytest
+import torch
+from fakes.plain_pack import PlainPack
+
+import torchport
+from torchport.commands import shard
+from torchport.compile.in_force import in_force
+from torchport.config.machine import parse_machine
+from torchport.errors import ForeignError, TracedValueError
+from torchport.plan import aot, sweep
+from torchport.run import run
+from torchport.task import Request, accept
+from torchport.task.devices import devices
+from torchport.trace import trace
+from torchport.tune import workload
+from torchport.verify import recording
+
+RAISES = 'raise ValueError("the config has no heads")'
+FORWARD = "        y = self.into(x)"
+IMPORT = "\nimport torch\n"
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pack = PlainPack(tmp_path, monkeypatch)
+    yield pack
+    pack.close()
+
+
+def planned(request):
+    task = accept(dataclasses.replace(request, stage="denoise"), dry=True)
+    with aot.outlined(task, task.stages[0], devices(task.machine)):
+        pass
+
+
+def ported(request):
+    with torchport.applied(request.model, paths=request.paths):
+        from up.model import Net
+
+        module = Net(16, 2).eval()
+        module.config = {"dim": 16}
+        torchport.port(module)(torch.zeros(1, 8, 4), torch.zeros(1, 1, 16))
+
+
+def verified(request):
+    recording.recorded(accept(dataclasses.replace(request, backend="original")), None, False)
+
+
+IN_FORWARD = {
+    "run": run,
+    "plan": planned,
+    "trace without patches": trace.called,
+    "verify": verified,
+    "port": ported,
+}
+IN_IMPORT = {
+    "sweep": lambda request: sweep.sweep(request, "v6e:2x4"),
+    "tune": lambda request: workload.of_model(request, parse_machine("v6e:2x4", "--topology")),
+    "shard": shard.rule_rows,
+}
+"""These call no network: they build it, and read its configuration."""
+
+
+@pytest.mark.parametrize("command", [*IN_FORWARD, *IN_IMPORT, "trace"])
+def test_an_exception_of_upstream_is_the_same_error_with_its_line_everywhere(plain, command):
+    if command in IN_IMPORT:
+        plain.change(IMPORT, f"{IMPORT}{RAISES}\n", "../site/up/model.py")
+        what, where = "The import of up.model", "import of up.model"
+    else:
+        plain.change(FORWARD, f"        {RAISES}\n{FORWARD}", "../site/up/model.py")
+        what = where = "Net.forward"
+    lines = [line.strip() for line in (plain.root / "../site/up/model.py").read_text().splitlines()]
+    place = f"site/up/model.py:{lines.index(RAISES) + 1}"
+    request = Request("plain", "configs/small.yaml", prompt="A cat", out=plain.root / "out", paths=(str(plain.root),))
+    fact = f"{what} raises ValueError: the config has no heads"
+    if command == "trace":  # it goes on, and says at the end what would stop a run
+        stopper = trace.traced(request, None).stoppers[0]
+        assert (stopper.id, stopper.place, stopper.fact) == (ForeignError.id, place, fact)
+        return
+    with pytest.raises(ForeignError) as caught:
+        {**IN_FORWARD, **IN_IMPORT}[command](request)
+    assert (type(caught.value), caught.value.place, caught.value.fact) == (ForeignError, place, fact)
+    assert f"  {place} in {where}: {RAISES}" in str(caught.value).splitlines()
+
+
+def test_a_module_of_a_package_that_no_card_names_is_upstream_for_port(plain):
+    plain.change(FORWARD, f"        if (x > 0).any():\n            x = x + 1\n{FORWARD}", "../site/up/model.py")
+    with torchport.applied():
+        from up.model import Net
+
+        rules = [{"match": ".*", "spec": "replicate"}]
+        module = torchport.port(Net(16, 2).eval(), strategy={"weights": rules, "inputs": rules})
+        with pytest.raises(TracedValueError, match=r"list up/tracing under 'patches' of torchport\.applied\("):
+            module(torch.zeros(1, 8, 4), torch.zeros(1, 1, 16))
+
+
+def test_a_task_runs_in_float32_whatever_its_caller_has_set(plain):
+    task = accept(Request("plain", "configs/small.yaml", prompt="A cat", paths=(str(plain.root),)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with in_force(task, task.stages):
+            assert torch.zeros(1).dtype == torch.float32
+        assert torch.zeros(1).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

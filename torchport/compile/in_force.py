@@ -1,0 +1,61 @@
+"""What is in force while code of an upstream runs: the same for `run`, `plan`, `tune`, `shard`, `trace`, `verify`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from torchport import engine, load, patch
+from torchport.compile import failure
+from torchport.config import checkout
+from torchport.progress import log
+from torchport.stages.family import Stage
+from torchport.task import Task
+
+
+@contextlib.contextmanager
+def in_force(
+    task: Task, stages: Sequence[Stage], *, entries: Sequence[patch.Entry] | None = None, explained: bool = True
+) -> Iterator[patch.Ledger]:
+    """Puts all in force that upstream's code needs: its checkout, the patches of some stages, silence, float32.
+
+    Args:
+        task: The task.
+        stages: Those whose patches are applied.
+        entries: Patches in place of the stages' own. A trace shows what stops upstream without them.
+        explained: Whether an exception of upstream becomes an error with its line. A trace notes the exception itself.
+
+    Yields:
+        The ledger of the patches.
+
+    Raises:
+        ForeignError: An exception that leaves code of an upstream, of the family, or of a patch.
+        PatchError: A patch cannot be applied as declared.
+    """
+    with (
+        failure.explained(failure.Owners.of_task(task)) if explained else contextlib.nullcontext(),
+        checkout.on_path(task.upstream),
+        patch.applied(task.patches(stages) if entries is None else entries) as ledger,
+        checkout.hushed(not log.isEnabledFor(logging.DEBUG)),
+        load.default_dtype(torch.float32),  # upstream's schedules count on it, and a caller may have set another
+    ):
+        yield ledger
+
+
+@contextlib.contextmanager
+def stage_in_force(task: Task, stage: Stage) -> Iterator[patch.Ledger]:
+    """Puts one stage's patches in force and registers its lowerings, inside `in_force`; gives the stage's own ledger.
+
+    Raises:
+        PatchError: A patch cannot be applied as declared.
+    """
+    with patch.applied(task.patches([stage]), stage=stage.name) as ledger, lowerings(ledger):
+        yield ledger
+
+
+def lowerings(ledger: patch.Ledger) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that registers the lowerings among some patches, while a program may be traced."""
+    return engine.operators({op.target: op.function for op in ledger.ops()})
