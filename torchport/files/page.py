@@ -31,7 +31,8 @@ class BarChart(NamedTuple):
 
     title: str
     parts: Sequence[BarPart]
-    total: float  #: The amount that is as wide as the picture, unless what is below is more.
+    #: The amount that is as wide as the picture, unless what is below is more.
+    total: float
     below: BarPart | None = None
 
 
@@ -48,8 +49,10 @@ class LineChart(NamedTuple):
 
     title: str
     curves: list[Curve]
-    ticks: list[tuple[float, str]]  #: Of the vertical axis: where, from 0 to 1, and the text.
-    ends: tuple[str, str]  #: What lies at the left and at the right end of the horizontal axis.
+    #: Of the vertical axis: where, from 0 to 1, and the text.
+    ticks: list[tuple[float, str]]
+    #: What lies at the left and at the right end of the horizontal axis.
+    ends: tuple[str, str]
 
 
 def table(caption: str, heads: str, rows: Sequence[Sequence[object]], bad: int = 0) -> PageTable:

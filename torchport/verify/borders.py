@@ -79,8 +79,10 @@ class WatchedCall:
         self.counts = counts
         self.whole = whole
         self.observed: Values = {}  #: The values before they are replaced.
-        self.patches: dict[Border, frozenset[str]] = {}  #: Those that were called since the border before.
-        self.autocasts = False  #: Whether a region of CUDA autocast was entered around a module.
+        #: Those that were called since the border before.
+        self.patches: dict[Border, frozenset[str]] = {}
+        #: Whether a region of CUDA autocast was entered around a module.
+        self.autocasts = False
         self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
         self._call_counts = dict.fromkeys(self.modules, 0)
         self._patch_counts: Mapping[str, int] = {}

@@ -48,15 +48,20 @@ class Measurements:
 
     #: Units that are whole networks, in the order of their calls.
     networks: list[Unit] = dataclasses.field(default_factory=list)
-    measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)  #: The other units.
+    #: The other units.
+    measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
     seams: Any = None  #: What its stages and its loop pass on, beside the original's.
-    unlike: list[str] = dataclasses.field(default_factory=list)  #: What was not compared, a line each.
-    drift: list[Drift] = dataclasses.field(default_factory=list)  #: Of the free-running port.
-    decoded: Decoded | None = None  #: The decoder's frames; None where they were not compared.
+    #: What was not compared, a line each.
+    unlike: list[str] = dataclasses.field(default_factory=list)
+    #: Of the free-running port.
+    drift: list[Drift] = dataclasses.field(default_factory=list)
+    #: The decoder's frames; None where they were not compared.
+    decoded: Decoded | None = None
     #: What differs from the programs that a plan has, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
     folder: Path = Path()  #: The checkpoint's.
-    yardstick: dict[str, str] = dataclasses.field(default_factory=dict)  #: Its dtype, by component.
+    #: Its dtype, by component.
+    yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
     #: The patches that were called where no network ran: in encoders and loops.
     loop_patches: frozenset[str] = frozenset()
     #: What the port's networks were called with in a step in which one is at fault, by network and step.
@@ -287,11 +292,13 @@ class _WatchedProgram:
 class LoweredProgram:
     """A program before it is compiled, as far as two are compared."""
 
-    arguments: dict[str, str]  #: Dtype, shape and sharding of each weight and input, by path.
+    #: Dtype, shape and sharding of each weight and input, by path.
+    arguments: dict[str, str]
     static: dict[str, str]  #: Its static arguments.
     outputs: list[str]  #: Dtype and shape of its outputs.
     modules: dict[str, str]  #: The classes of its modules, by path.
-    constants: dict[str, int]  #: How many it has of each shape and dtype; scalars are left out.
+    #: How many it has of each shape and dtype; scalars are left out.
+    constants: dict[str, int]
     text: str  #: The program.
 
     @property

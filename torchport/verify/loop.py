@@ -41,8 +41,10 @@ class ConditionCall:
 
     network: str  #: The component.
     condition: str  #: "" for the prompt, `negative_` for the negative prompt.
-    number: int  #: How often the network was called with this condition in this step before.
-    tensors: dict[str, torch.Tensor]  #: Its inputs by path, the condition's row of each.
+    #: How often the network was called with this condition in this step before.
+    number: int
+    #: Its inputs by path, the condition's row of each.
+    tensors: dict[str, torch.Tensor]
     values: dict[str, Any]  #: Its inputs that are numbers, texts, true or false.
 
 

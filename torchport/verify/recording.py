@@ -84,7 +84,8 @@ def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]
 class Recording:
     """What the original did."""
 
-    encoded: dict[str, dict[str, torch.Tensor]]  #: What the stages before denoising returned, by stage.
+    #: What the stages before denoising returned, by stage.
+    encoded: dict[str, dict[str, torch.Tensor]]
     #: Of its networks in the chosen steps, in order.
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
     #: After each step, by its number from 1.

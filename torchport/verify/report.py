@@ -59,23 +59,29 @@ class Unit:
     """One unit of a network in one of its calls. Distances are max|a - b| / max|b|, b being the yardstick."""
 
     step: int  #: The denoising step, from 0.
-    call: int  #: The call of the network in this step, from 0: guidance may call it twice.
+    #: The call of the network in this step, from 0: guidance may call it twice.
+    call: int
     network: str  #: The component.
-    path: str  #: The module's path in it; empty for the network. Of a forward: its module's.
+    #: The module's path in it; empty for the network. Of a forward: its module's.
+    path: str
     depth: int  #: The order in which units begin, from 0.
     #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
     kind: Kind
     name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
-    rounding: float  #: The distance of the original, in the job's dtypes, from the yardstick.
-    added: float  #: That of the port, whose unit gets the original's inputs: the unit's own error.
+    #: The distance of the original, in the job's dtypes, from the yardstick.
+    rounding: float
+    #: That of the port, whose unit gets the original's inputs: the unit's own error.
+    added: float
     #: That of the port, whose network gets the original's inputs: with the errors of all units before. None where it
     #: was not measured.
     inherited: float | None = None
     #: What its own error alone does to the network's output, in units of the rounding there. None where it was not
     #: measured.
     effect: float | None = None
-    number: int = 0  #: Which of the calls of its module this is, from 0: a module may be called more than once.
-    is_behind: bool = False  #: Whether it stands behind the first fault: effects are not measured there.
+    #: Which of the calls of its module this is, from 0: a module may be called more than once.
+    number: int = 0
+    #: Whether it stands behind the first fault: effects are not measured there.
+    is_behind: bool = False
 
     @property
     def ratio(self) -> float:
@@ -103,12 +109,14 @@ class Unit:
 class Seam:
     """A value that the loop passes to a network or from one, or between stages, compared by name."""
 
-    name: str  #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
+    #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
+    name: str
     stage: str  #: The stage that makes or takes it.
     step: int | None  #: The denoising step, from 0; None for what is before the loop.
     original: str  #: The original's, in words.
     port: str  #: The port's, in words.
-    distance: float  #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
+    #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
+    distance: float
     allowed: float  #: The greatest distance that is rounding.
 
     @property
@@ -126,8 +134,10 @@ class Cause:
     promise: str  #: What it promised of its equivalence, in words.
     unit: str  #: The name of the unit.
     with_it: float  #: The unit's error with it.
-    without_it: float | None  #: Without it; None where the network cannot be called without it.
-    how: How  #: Absence: the error goes when it is left out; elimination: no other patch is at fault.
+    #: Without it; None where the network cannot be called without it.
+    without_it: float | None
+    #: Absence: the error goes when it is left out; elimination: no other patch is at fault.
+    how: How
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault in the patch's place.
     prepared: bool = False
@@ -152,7 +162,8 @@ class Drift:
 class Decoded:
     """Frames of the decoder given the same latents."""
 
-    rounding: float  #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
+    #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
+    rounding: float
     added: float  #: Of the port's.
     frame: int  #: The port's worst frame, from 0.
     #: That frame as PNG, by what it is: the original's, the port's, and their difference.
@@ -176,19 +187,23 @@ class Verification:
     mesh: dict[str, int]  #: Its axes' sizes.
     steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
     total: int  #: The steps of the job.
-    against: str = "original"  #: What the port was compared with: `original` or a folder of a capture.
+    #: What the port was compared with: `original` or a folder of a capture.
+    against: str = "original"
     seams: tuple[Seam, ...] = ()  #: What was compared by name.
     units: tuple[Unit, ...] = ()  #: What was compared unit by unit.
     causes: tuple[Cause, ...] = ()  #: The patches that are at fault.
     clue: str = ""  #: Where to look when no patch is at fault; else empty.
     drift: tuple[Drift, ...] = ()  #: Of the free-running port.
     floor: str = ""  #: What the floor of the drift is, in words; empty without one.
-    decoded: Decoded | None = None  #: The decoder's frames; None where they were not compared.
+    #: The decoder's frames; None where they were not compared.
+    decoded: Decoded | None = None
     #: Facts that are no measurement and no verdict, a line each: what was not compared.
     unlike: tuple[str, ...] = ()
     left_out: int = 0  #: Blocks that were not compared, as a capture lacks them.
-    programs: tuple[str, ...] = ()  #: A line for each program that `run` and `plan` do not have in common.
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  #: By what took them.
+    #: A line for each program that `run` and `plan` do not have in common.
+    programs: tuple[str, ...] = ()
+    #: By what took them.
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def bad_seams(self) -> list[Seam]:
@@ -469,7 +484,8 @@ class Heat(NamedTuple):
     """A heat map of blocks and steps."""
 
     columns: list[str]
-    rows: list[tuple[str, list[Cell | None]]]  #: A block's name and cells; None where it was not measured in a step.
+    #: A block's name and cells; None where it was not measured in a step.
+    rows: list[tuple[str, list[Cell | None]]]
 
 
 def heat_of(units: Sequence[Unit]) -> Heat:

@@ -63,8 +63,10 @@ class FinishedRun:
     folder: Path  #: Where they lie.
     manifests: dict[StageName, Manifest]  #: Of all stages that are there, in order.
     frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
-    latents: torch.Tensor  #: What `denoise` ended with, of any shape and floating-point dtype.
-    steps: dict[int, StageName]  #: The stages whose files hold the latents after a step, by its number from 1.
+    #: What `denoise` ended with, of any shape and floating-point dtype.
+    latents: torch.Tensor
+    #: The stages whose files hold the latents after a step, by its number from 1.
+    steps: dict[int, StageName]
 
     @property
     def total(self) -> int | None:
@@ -272,8 +274,10 @@ class Distance:
     differences: list[Difference]  #: The fields in which what made them differs.
     frames: Frames  #: Of their videos.
     same_frames: bool  #: Whether every byte of those is the same.
-    latents: list[Latents]  #: After each step that both kept, and at last those that `denoise` ends with.
-    unkept: str  #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
+    #: After each step that both kept, and at last those that `denoise` ends with.
+    latents: list[Latents]
+    #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
+    unkept: str
 
     @property
     def same_latents(self) -> bool:

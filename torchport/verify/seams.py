@@ -43,7 +43,8 @@ LOOP = "denoise"
 class SideRecord:
     """What one side passes on."""
 
-    encoded: dict[str, dict[str, torch.Tensor]]  #: What the encoders returned, by stage.
+    #: What the encoders returned, by stage.
+    encoded: dict[str, dict[str, torch.Tensor]]
     moments: dict[str, torch.Tensor]  #: What was encoded of the image.
     loop: LoopRecord  #: The loop's.
     #: What upstream raised in a port's loop; None where the loop came to its end.

@@ -38,11 +38,13 @@ class MeasuredUnit:
 
     unit: Unit  #: The unit.
     border: Border  #: Where it was measured.
-    block: str  #: The path of the unit of the network that it lies in; empty for the network's forward.
+    #: The path of the unit of the network that it lies in; empty for the network's forward.
+    block: str
     #: The patches that were called between the border before and this one.
     patches: frozenset[str] = frozenset()
     block_patches: frozenset[str] = frozenset()  #: Those that were called in its block.
-    forced: tuple[str, ...] = ()  #: The paths of the modules whose borders had the original's values.
+    #: The paths of the modules whose borders had the original's values.
+    forced: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  #: Those that were not called.
 
 
@@ -53,9 +55,12 @@ class Units:
         self.port = port
         self.call = call
         self.outputs = outputs or port_outputs(port, call)
-        self.rounding = max(call.rounding, least_rounding(call.output))  #: Of the output; see `estimate_rounding`.
-        self.free_values: Values = {}  #: The port's, with the original's values at no border.
-        self.forced_call: WatchedCall | None = None  #: The port's, with the original's values at borders of blocks.
+        #: Of the output; see `estimate_rounding`.
+        self.rounding = max(call.rounding, least_rounding(call.output))
+        #: The port's, with the original's values at no border.
+        self.free_values: Values = {}
+        #: The port's, with the original's values at borders of blocks.
+        self.forced_call: WatchedCall | None = None
         self._is_estimated = False
         self._distance: float | None = None  # of the output, with the errors of all units
         self._uncompared: dict[Border, list[str]] = {}

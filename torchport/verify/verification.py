@@ -36,9 +36,11 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     """What is verified, beside the request."""
 
-    steps: tuple[int, ...] | None = None  #: The denoising steps, from 0; None: the first of each network.
+    #: The denoising steps, from 0; None: the first of each network.
+    steps: tuple[int, ...] | None = None
     decodes: bool = False  #: Whether the decoder is compared.
-    floor: str | None = None  #: Another mesh, whose drift is printed beside the port's; None: none.
+    #: Another mesh, whose drift is printed beside the port's; None: none.
+    floor: str | None = None
     #: The folder of a capture, which takes the original's place; None: the original runs.
     reference: Path | None = None
 
