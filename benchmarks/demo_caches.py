@@ -17,9 +17,9 @@ import torch
 import yaml
 from scenes.scene import Frames
 
-from torchport.compare import similarity
 from torchport.config.card import Job
 from torchport.config.document import Document, validated
+from torchport.verify import similarity
 
 CURVE = "curve: [1.0, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95]"
 CACHES = [

@@ -14,9 +14,9 @@ import numpy
 from PIL import Image
 
 from torchport import series
-from torchport.compare import folder
 from torchport.config.prompts import read_prompts
 from torchport.task import Request
+from torchport.verify import runs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))  # also for those that import this module
 from scenes.judge import judged
@@ -60,7 +60,7 @@ def drawn(request: Request, prompts: Sequence[str], out: Path, negatives: Sequen
     failed = [video.error for video in videos if video.error is not None]
     if failed:
         raise failed[0]
-    return [folder.read(out / video.name).frames.permute(0, 2, 3, 1).numpy() for video in videos]
+    return [runs.read(out / video.name).frames.permute(0, 2, 3, 1).numpy() for video in videos]
 
 
 def score(frames: Sequence[Frames], asked: Sequence[Scene]) -> tuple[int, list[str]]:

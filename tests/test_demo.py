@@ -8,10 +8,10 @@ import pytest
 from scenes.judge import judged
 from scenes.scene import Scene, is_held_out, scenes
 
-from torchport.compare import folder
 from torchport.config.pack import find_pack
 from torchport.run import run
 from torchport.task import Request
+from torchport.verify import runs
 
 CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}
 LARGEST = 8 * 2**20
@@ -40,7 +40,7 @@ def drawn(root, tmp_path_factory):
         request = Request(model, CONFIGS[model], prompt, negative, seed=seed, paths=(str(root),))
         out = tmp_path_factory.mktemp("drawn")
         run(dataclasses.replace(request, overrides=overrides, out=out, **fields))
-        return judged(folder.read(out).frames.permute(0, 2, 3, 1).numpy())
+        return judged(runs.read(out).frames.permute(0, 2, 3, 1).numpy())
 
     return made
 

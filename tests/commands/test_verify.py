@@ -9,7 +9,7 @@ from torchport.errors import BadValueError, OutputError, TorchportError
 from torchport.processes import child
 from torchport.task import Request
 from torchport.verify import verification
-from torchport.verify.facts import Cause, Unit, Verification
+from torchport.verify.report import Cause, Unit, Verification
 
 
 def refusal(root, **flags):

@@ -15,7 +15,7 @@ from torchport.attention import dispatch, tiles
 from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
-from torchport.plan import aot, calibration, collectives, plan, report, verification
+from torchport.plan import aot, calibration, collectives, plan, report
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.processes import child
 from torchport.shard.grid import Spot
@@ -180,11 +180,11 @@ def test_a_verification_takes_the_weights_in_two_dtypes_and_the_blocks_values(bo
     task = accept(dataclasses.replace(request(*SMALL), stage="denoise"))
     program = types.SimpleNamespace(borders_bytes=borders, times=8)
     planned = {"denoise": types.SimpleNamespace(step=types.SimpleNamespace(flops=1e12), programs=[program], steps=8)}
-    cost = verification.cost_of(task, planned)
+    cost = plan.verification_cost(task, planned)
     assert cost.values_bytes == borders
     assert cost.host_bytes - borders == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
     assert (cost.flops, cost.host_s) == (calls * 1e12, calls)
-    assert verification.cost_of(task, {}) is None
+    assert plan.verification_cost(task, {}) is None
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
@@ -517,7 +517,7 @@ def test_a_plan_says_what_is_lossy_and_with_which_flags_it_was_compiled(monkeypa
         "cache deepcache computes 5 of 8 steps: 0-2, 6-7",
     ]
     assert job.assumptions[-1] == "--xla-flags less-memory"
-    lines, page = report.lines(job), report.page(job, "torchport plan")
+    lines, page = report.lines(job), report.page_of(job, "torchport plan")
     assert all(f"  lossy: {said}" in lines and f"<li>Lossy: {said}</li>" in page for said in job.lossy)
     exact = plan.plan(request(*ULYSSES, "cache={kind: calibrate}"), "v6e:2x4", stages=("denoise",))
     assert exact.lossy == [] and not any("lossy" in line for line in report.lines(exact))

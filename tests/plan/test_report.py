@@ -56,7 +56,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_a_page_is_well_formed_and_fetches_nothing():
-    text = report.page(plan(denoise=stage(), decode=stage(per_block=None, steps=1)), "torchport plan")
+    text = report.page_of(plan(denoise=stage(), decode=stage(per_block=None, steps=1)), "torchport plan")
     page = Page(text)
     assert not re.search(r"https?:|//|@import|url\(|<script|<link|<img", text)
     assert {"svg", "table", "figure", "h2"} <= {tag for tag, _ in page.tags}
@@ -64,7 +64,7 @@ def test_a_page_is_well_formed_and_fetches_nothing():
 
 
 def test_the_numbers_of_a_page_are_the_plans():
-    text = Page(report.page(plan(), "torchport plan --model m")).text
+    text = Page(report.page_of(plan(), "torchport plan --model m")).text
     for shown in (
         "4.75 s",
         "2.5 s",
@@ -82,7 +82,7 @@ def test_the_numbers_of_a_page_are_the_plans():
 
 
 def test_a_bar_is_divided_as_the_time_is():
-    page = Page(report.page(plan(), ""))
+    page = Page(report.page_of(plan(), ""))
     kinds, starts, widths = zip(*page.rects(0), strict=True)
     assert kinds == ("attention", "rest", "communication", "floor")
     assert widths == pytest.approx([1000 * part / 4.75 for part in (3.0, 1.5, 0.25, 2.5)], abs=0.01)
@@ -110,11 +110,11 @@ def test_a_calibrated_step_has_attention_as_it_is_and_all_else_divided():
     )
     [line] = [line for line in report.lines(plan()) if "by the model" in line]
     assert "by the model (attention 3, other 1.5, communication 0.25); the" in line, "nothing was divided"
-    page = Page(report.page(plan(denoise=calibrated()), ""))
+    page = Page(report.page_of(plan(denoise=calibrated()), ""))
     assert "One step, modelled, all but attention divided by 1.25: 4.4 s; below it" in page.text
     widths = [width for *_, width in page.rects(0)]
     assert widths == pytest.approx([1000 * part / 4.4 for part in (3.0, 1.2, 0.2, 2.5)], abs=0.01)
-    whole = Page(report.page(plan(decode=calibrated(per_block=None, steps=1)), ""))
+    whole = Page(report.page_of(plan(decode=calibrated(per_block=None, steps=1)), ""))
     widths = [width for *_, width in whole.rects(0)]
     divided = (3.0, 0.008 / 1.25, 0.002 / 1.25, 1.49 / 1.25, 0.2, 2.5)
     assert widths == pytest.approx([1000 * part / 4.4 for part in divided], abs=0.01)
@@ -126,11 +126,11 @@ def test_a_calibrated_step_without_anything_but_attention_was_not_divided():
     one = stage()
     found = plan(denoise=one | {"step": one["step"] | alone})
     assert "(attention 3, other 0, communication 0); the" in "\n".join(report.lines(found))
-    assert "One step, modelled: 3 s" in Page(report.page(found, "")).text
+    assert "One step, modelled: 3 s" in Page(report.page_of(found, "")).text
 
 
 def test_without_blocks_the_whole_stage_is_divided_by_operation():
-    page = Page(report.page(plan(decode=stage(per_block=None, steps=1)), ""))
+    page = Page(report.page_of(plan(decode=stage(per_block=None, steps=1)), ""))
     assert [kind for kind, *_ in page.rects(0)] == [
         "attention",
         "operation",
@@ -150,7 +150,7 @@ def test_hostile_text_stays_text():
     one["largest"][0]["source"] = one["per_block"]["collectives"][0]["source"] = HOSTILE
     one["not_modelled"] = [HOSTILE]
     hostile["stages"]["encode"]["why"] = HOSTILE
-    page = Page(report.page(JobPlan.model_validate(hostile), HOSTILE))
+    page = Page(report.page_of(JobPlan.model_validate(hostile), HOSTILE))
     assert "script" not in {tag for tag, _ in page.tags}
     assert page.text.count(HOSTILE) >= 8
 
@@ -173,7 +173,7 @@ def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
         fits=False, step=unknown, per_device=device, per_block=None, per_step=None, largest=[], findings=[finding]
     )
     unfit = plan(denoise=found).model_copy(update={"fits": False})
-    page = Page(report.page(unfit, ""))
+    page = Page(report.page_of(unfit, ""))
     said = "VMEM splash_transposed 4096/2048/512: 130,000,000 bytes, limit 125,829,120. It takes much"
     assert f"Does not fit: {said}" in page.text and "does not fit" in page.text
     assert [kind for kind, *_ in page.rects(0)] == ["rest", "free"]
@@ -241,7 +241,7 @@ def test_products_that_are_estimated_too_low_are_named_and_change_nothing_of_wha
     said = "Estimated too low: 12 product(s), 2.15 ms by the compiler, 3 of them negative; 5.6 ms count, their "
     said += "arithmetic at peak. Furthest off: vae.py:64 in forward"
     assert f"  {said}" in text and text[0].endswith(": fits") and "DOES NOT FIT" not in "\n".join(text)
-    page = Page(report.page(found, ""))
+    page = Page(report.page_of(found, ""))
     assert said in page.text and "Does not fit" not in page.text
     assert [one.model_dump(mode="json") for one in found.stage("decode").findings] == [finding]
 

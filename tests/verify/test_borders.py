@@ -7,7 +7,7 @@ import torch
 
 from torchport.stages.recorder import unit_paths
 from torchport.verify import yardstick
-from torchport.verify.borders import Border, Copies, Pass, inner_paths, size
+from torchport.verify.borders import Border, Copies, WatchedCall, inner_paths, size
 from torchport.verify.yardstick import distance
 
 
@@ -44,7 +44,7 @@ def same(given, like):
 
 
 def called(module, x, paths, given=None, **more):
-    watch = Pass(module, paths, given or {}, same, Copies(), **more)
+    watch = WatchedCall(module, paths, given or {}, same, Copies(), **more)
     with watch.watching():
         output = module(x)
     return output, watch
@@ -57,13 +57,13 @@ def test_the_units_of_a_network_are_its_children_and_the_elements_of_its_lists()
 
 def test_values_are_noted_in_the_order_of_the_call():
     _, watch = called(network(), torch.ones(2, 4), ["inlet", "blocks.0"])
-    assert [(border.path, border.side) for border in watch.noted] == [
+    assert [(border.path, border.side) for border in watch.observed] == [
         ("inlet", "in"),
         ("inlet", "out"),
         ("blocks.0", "in"),
         ("blocks.0", "out"),
     ]
-    assert set(watch.noted[Border("blocks.0", 0, "in")]) == {"x", "mask"}
+    assert set(watch.observed[Border("blocks.0", 0, "in")]) == {"x", "mask"}
 
 
 def test_a_block_with_the_originals_inputs_does_not_inherit():
@@ -71,12 +71,12 @@ def test_a_block_with_the_originals_inputs_does_not_inherit():
     port.inlet.weight += 1
     x, paths = torch.ones(2, 4), unit_paths(original)
     _, recorded = called(original, x, paths)
-    _, forced = called(port, x, paths, recorded.noted)
+    _, forced = called(port, x, paths, recorded.observed)
     _, free = called(port, x, paths)
     bad, good = Border("inlet", 0, "out"), Border("blocks.0", 0, "out")
-    assert not torch.equal(forced.noted[bad], recorded.noted[bad])
-    assert torch.equal(forced.noted[good], recorded.noted[good])
-    assert not torch.equal(free.noted[good], recorded.noted[good])
+    assert not torch.equal(forced.observed[bad], recorded.observed[bad])
+    assert torch.equal(forced.observed[good], recorded.observed[good])
+    assert not torch.equal(free.observed[good], recorded.observed[good])
 
 
 def test_a_value_of_another_shape_stays():
@@ -99,7 +99,7 @@ def test_a_mask_of_true_and_false_stays_where_the_original_has_one_of_numbers():
     x = torch.ones(1, 2, 4)
     _, watch = called(module, x, ["blocks.0"], {border: {"x": x * 2, "mask": torch.tensor([[0.0, -10000.0]])}})
     assert seen[0].dtype == torch.bool
-    assert distance(watch.noted[border], {"x": x, "mask": torch.tensor([[0.0, -10000.0]])}) == 0
+    assert distance(watch.observed[border], {"x": x, "mask": torch.tensor([[0.0, -10000.0]])}) == 0
 
 
 def test_a_skipped_module_returns_what_is_given():
@@ -113,7 +113,7 @@ def test_a_skipped_module_returns_what_is_given():
 def test_a_skipped_module_that_is_called_with_whole_numbers_returns_fractions():
     module = torch.nn.Sequential(torch.nn.Embedding(3, 4))
     given = {Border("0", 0, "out"): torch.full((2, 4), 0.5)}
-    watch = Pass(module, ["0"], given, lambda new, like: new.to(like.dtype), Copies(), ["0"])
+    watch = WatchedCall(module, ["0"], given, lambda new, like: new.to(like.dtype), Copies(), ["0"])
     with watch.watching():
         output = module(torch.tensor([0, 1]))
     assert torch.equal(output, torch.full((2, 4), 0.5))
@@ -124,8 +124,8 @@ def test_the_patches_called_between_two_borders_are_known():
     module = network()
     module.blocks[0].norm.register_forward_hook(lambda *_: counts.update({"up.one": counts["up.one"] + 1}))
     _, watch = called(module, torch.ones(2, 4), ["blocks.0", "blocks.1"], counts=lambda: dict(counts))
-    assert watch.touched[Border("blocks.0", 0, "out")] == {"up.one"}
-    assert watch.touched[Border("blocks.1", 0, "out")] == frozenset()
+    assert watch.patches[Border("blocks.0", 0, "out")] == {"up.one"}
+    assert watch.patches[Border("blocks.1", 0, "out")] == frozenset()
 
 
 def test_a_tensor_that_nobody_wrote_into_is_copied_once():
@@ -152,5 +152,5 @@ def test_large_tensors_are_noted_in_rows_but_where_they_are_wanted_whole(monkeyp
     monkeypatch.setattr(yardstick, "KEPT", 2)
     border = Border("blocks.1", 0, "out")
     _, watch = called(network(), torch.ones(3, 4), ["inlet", "blocks.0", "blocks.1"], whole=[border])
-    assert {value.shape for key, value in watch.noted.items() if key == border} == {(3, 4)}
-    assert {value.shape for key, value in watch.noted.items() if key.side == "out" and key != border} == {(2, 4)}
+    assert {value.shape for key, value in watch.observed.items() if key == border} == {(3, 4)}
+    assert {value.shape for key, value in watch.observed.items() if key.side == "out" and key != border} == {(2, 4)}

@@ -11,10 +11,10 @@ from torchport.errors import ArtefactBrokenError, ArtefactForeignError, Artefact
 from torchport.task import Request, accept
 from torchport.verify import capture
 from torchport.verify.borders import Border
-from torchport.verify.plain import Shelf, restored
-from torchport.verify.recording import Call, Recording
-from torchport.verify.seams import Recorded
-from torchport.verify.trace import Called, Stepped, Trace
+from torchport.verify.capture import TensorTable, restored
+from torchport.verify.loop import ConditionCall, LoopRecord, SchedulerStep
+from torchport.verify.recording import RecordedCall, Recording
+from torchport.verify.seams import SideRecord
 from torchport.verify.yardstick import LARGE, distance, sampled
 
 BLOCKS = [f"blocks.{n}" for n in range(5)]
@@ -42,13 +42,13 @@ def call(step=0, width=8):
     inner[inside] = values[inside].double()
     inputs = {"hidden_states": random(1, 4, width), "return_dict": False, "mask_type": "t2v"}
     output = random(1, 4, width)
-    return Call("denoise", "transformer", step, 0, inputs, output, output.double(), values, outer, inner)
+    return RecordedCall("denoise", "transformer", step, 0, inputs, output, output.double(), values, outer, inner)
 
 
 def recording(width=8):
-    trace = Trace({0, 1})
-    called = Called("transformer", "negative_", 0, {"x": random(3)}, {"return_dict": False})
-    trace.steps.append(Stepped({"sigmas": random(4), "step_index": None}, {"timestep": 3.0}, random(2), [called]))
+    trace = LoopRecord({0, 1})
+    called = ConditionCall("transformer", "negative_", 0, {"x": random(3)}, {"return_dict": False})
+    trace.steps.append(SchedulerStep({"sigmas": random(4), "step_index": None}, {"timestep": 3.0}, random(2), [called]))
     encoded = {"encode": {"prompt_embeds": random(1, 6, 8, dtype=torch.bfloat16)}}
     return Recording(
         encoded=encoded,
@@ -56,7 +56,7 @@ def recording(width=8):
         latents={1: random(1, 2)},
         states={1: {"latents": random(1, 2)}},
         ends={"denoise": {"latents": random(1, 3)}},
-        seams=Recorded(encoded, {}, trace),
+        seams=SideRecord(encoded, {}, trace),
         likes={"transformer": random(2, 4)},
     )
 
@@ -73,7 +73,7 @@ def test_what_is_written_is_read_again(tmp_path, task):
     assert torch.equal(again.calls[0].outer[border][1], first.calls[0].outer[border][1])
     assert isinstance(again.calls[0].values[border], tuple)
     assert list(again.latents) == [1]
-    [step] = again.seams.trace.steps
+    [step] = again.seams.loop.steps
     assert step.arguments == {"timestep": 3.0}
     assert step.calls[0].condition == "negative_"
     assert again.likes["transformer"].shape == (1, 4)
@@ -117,8 +117,8 @@ def test_a_large_tensor_is_compared_in_some_rows():
     rows = sampled(whole)
     assert rows.shape == (4096, 64)
     assert distance(whole + 1e-3, rows) == pytest.approx(1e-3 / rows.abs().max().item(), rel=0.01)
-    shelf = Shelf()
-    again = restored(json.loads(json.dumps(shelf.put(rows))), shelf.tensors)
+    table = TensorTable()
+    again = restored(json.loads(json.dumps(table.add(rows))), table.tensors)
     assert distance(whole, again) == 0
     longer = random(1, LARGE // 64 + 72, 64)
     assert distance(longer, again) is None, "the rows of another shape are other tokens"
@@ -194,20 +194,20 @@ def test_a_folder_without_a_capture_is_refused(tmp_path):
 
 
 def test_what_is_no_tensor_and_no_text_is_left_out():
-    shelf = Shelf()
+    table = TensorTable()
     tree = {"a": (1, [torch.ones(2), None]), 3: object(), "b": torch.ones(2)}
-    again = restored(json.loads(json.dumps(shelf.put(tree))), shelf.tensors)
+    again = restored(json.loads(json.dumps(table.add(tree))), table.tensors)
     assert again["a"][0] == 1
     assert torch.equal(again["a"][1][0], torch.ones(2))
     assert again[3] is None
-    assert len(shelf.tensors) == 1
+    assert len(table.tensors) == 1
 
 
 def test_a_tensor_without_strides_is_kept():
-    shelf = Shelf()
-    data = shelf.put(torch.ones(1).expand(1, 1).expand(1, 1, 1))
-    assert shelf.put(torch.tensor(3.0).expand(2)) != data
-    assert [list(tensor.shape) for tensor in shelf.tensors.values()] == [[1, 1, 1], [2]]
+    table = TensorTable()
+    data = table.add(torch.ones(1).expand(1, 1).expand(1, 1, 1))
+    assert table.add(torch.tensor(3.0).expand(2)) != data
+    assert [list(tensor.shape) for tensor in table.tensors.values()] == [[1, 1, 1], [2]]
 
 
 def test_another_schema_is_refused(tmp_path, task, monkeypatch):

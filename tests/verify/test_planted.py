@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import faults
 from torchport.task import Request
 from torchport.verify import recording, verification, yardstick
-from torchport.verify.facts import Verdict
+from torchport.verify.report import Verdict
 from torchport.verify.verification import Options
 
 SIZES = ("height=32", "width=48", "frames=9", "steps=3", "machine=cpu:1", "mesh={}")
@@ -59,10 +59,10 @@ def verified(root, tmp_path, originals, monkeypatch):
 
     in_its_process = verification._call
 
-    def call(function, *arguments, **_):
+    def call(function, *arguments, **options):
         module, _, name = function.partition(":")
-        if name == "drifted":  # on a mesh of more devices than this process has
-            return in_its_process(function, *arguments, **_)
+        if name == "drift_of_mesh":  # on a mesh of more devices than this process has
+            return in_its_process(function, *arguments, **options)
         if name == "record":
             return recorded(*arguments)
         return getattr(import_module(f"torchport.verify.{module}"), name)(*arguments)
@@ -150,7 +150,7 @@ def test_a_clean_port_makes_the_same_picture(verified, model):
 def test_a_fault_of_a_large_video_is_named_from_rows_and_from_modules_recorded_later(verified, monkeypatch, originals):
     for kept in originals.iterdir():
         kept.unlink()
-    monkeypatch.setattr(recording, "LIMIT", 0)
+    monkeypatch.setattr(recording, "BORDERS_LIMIT", 0)
     monkeypatch.setattr(yardstick, "LARGE", 2000)
     monkeypatch.setattr(yardstick, "KEPT", 8)
     fault = next(f for f in faults.COGVIDEOX_FAULTS if f.name == "a sign")

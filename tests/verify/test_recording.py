@@ -1,14 +1,19 @@
 """What a recording of the original holds, and how much."""
 
+import os
+import threading
+
 import jax
 import pytest
+import torch
 
+from torchport.errors import MachineError, OutputError
 from torchport.plan import aot
 from torchport.task import Request, accept
 from torchport.task.devices import devices
 from torchport.verify import recording
 from torchport.verify.borders import size
-from torchport.verify.recording import Call
+from torchport.verify.recording import RecordedCall
 
 SIZES = ("height=32", "width=48", "frames=9", "steps=2", "machine=cpu:1", "mesh={}")
 
@@ -31,10 +36,10 @@ def task(root, backend):
 def recorded(root):
     """Records the original."""
     jax.devices()
-    return lambda: recording.recorded(task(root, "original"), None, False).calls
+    return lambda: recording.recording_of(task(root, "original"), None, False).calls
 
 
-def units(call: Call):
+def units(call: RecordedCall):
     paths = {border.path for border in call.outer}
     return {border: value for border, value in call.values.items() if border.path in paths}
 
@@ -49,7 +54,35 @@ def test_a_plan_counts_the_bytes_of_the_values_that_a_recording_has(root, record
 
 
 def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monkeypatch):
-    monkeypatch.setattr(recording, "LIMIT", 0)
+    monkeypatch.setattr(recording, "BORDERS_LIMIT", 0)
     [call] = recorded()
     assert call.values.keys() == units(call).keys()
     assert call.outer and not call.inner and not call.is_whole
+
+
+def test_a_process_waits_until_the_recording_is_whole(tmp_path):
+    file = tmp_path / "original.pt"
+    writer = threading.Timer(0.2, recording.write, ({"x": torch.ones(2)}, file))
+    writer.start()
+    recording.wait(file, os.getppid())
+    assert torch.equal(torch.load(file)["x"], torch.ones(2))
+    writer.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["original.pt"]
+
+
+def test_a_process_does_not_wait_when_the_one_that_began_it_has_ended(tmp_path):
+    """It may have ended before this one came so far."""
+    with pytest.raises(MachineError) as caught:
+        recording.wait(tmp_path / "original.pt", parent=os.getppid() + 1)
+    assert str(caught.value) == "torchport.verify: The process that waits for this one has ended. Verify again."
+
+
+def test_a_full_disk_is_said_with_the_folder(tmp_path, monkeypatch):
+    def save(recording, file):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1612928 vs 1612816")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OutputError) as caught:
+        recording.write({}, tmp_path / "original.pt")
+    assert str(caught.value).startswith(f"{tmp_path}: What the original computes cannot be written: ")
+    assert str(caught.value).endswith("Free space there, or name another folder with TMPDIR=DIR.")

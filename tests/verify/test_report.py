@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from torchport.verify import pictures, report
-from torchport.verify.facts import Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
+from torchport.verify import decoder, report
+from torchport.verify.report import Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
 
 
 def unit(depth, added, kind="block", step=0, **more):
@@ -72,7 +72,7 @@ def test_the_first_line_of_a_clean_port_says_what_was_compared():
 def test_data_and_page_claim_no_more_than_was_compared():
     clean = verification(*CLEAN)
     for said, one in (("latents", clean), ("picture", dataclasses.replace(clean, decoded=Decoded(0.0, 1.0, 1)))):
-        data, page = report.data(one), report.page(one)
+        data, page = report.data(one), report.page_of(one)
         assert data["verdict"] == f"the same {said}"
         assert data["first_line"] == one.first_line
         assert f"<title>m: the same {said}</title>" in page
@@ -137,7 +137,7 @@ def test_the_page_shows_blocks_by_steps_and_error_against_depth(tmp_path):
 
 
 def test_the_page_names_the_patch_and_shows_frames():
-    page = report.page(FAULTY)
+    page = report.page_of(FAULTY)
     assert "patches/a.yaml:3" in page
     assert "data:image/png;base64,cG5n" in page
 
@@ -146,7 +146,7 @@ def test_a_difference_of_frames_is_made_visible():
     original = torch.zeros(3, 4, 4, dtype=torch.uint8)
     port = original.clone()
     port[0, 0, 0] = 5
-    frames = pictures.beside(original, port)
+    frames = decoder.frame_pictures(original, port)
     assert list(frames) == ["the original", "the port", "the difference, 51 times"]
     assert all(png.startswith(b"\x89PNG") for png in frames.values())
 

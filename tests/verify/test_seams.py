@@ -10,8 +10,8 @@ from torchport.compile.in_force import in_force
 from torchport.load import tiny
 from torchport.stages.module import file_of
 from torchport.task import Request, accept
-from torchport.verify import compared, seams
-from torchport.verify.facts import Verdict
+from torchport.verify import seams
+from torchport.verify.report import Verdict
 
 SMALL = ("height=64", "width=96", "frames=9", "steps=3", "save_every=100")
 CONFIGS = {
@@ -34,7 +34,7 @@ def world(root, pack, model, **fields):
     port, original = accept(request), accept(dataclasses.replace(request, backend="original"))
     folder = tiny.write(port.card, file_of(pack, port.card, ""))
     with in_force(port, port.stages):
-        likes = {str(stage.network): seams.like(port, stage) for stage in port.denoising}
+        likes = {str(stage.network): seams.output_like(port, stage) for stage in port.denoising}
     return types.SimpleNamespace(
         port=port, folder=folder, likes=likes, reference=seams.record(original, folder, {0, 1, 2}, likes)
     )
@@ -247,7 +247,7 @@ def test_words_say_what_both_have(hunyuan):
 def test_words_show_where_two_tensors_differ():
     one, other = torch.zeros(2, 8), torch.zeros(2, 8)
     other[1, 3] = 5
-    [row] = compared.of_values("encode", {"embeds": one}, {"embeds": other})
+    [row] = seams.value_seams("encode", {"embeds": one}, {"embeds": other})
     assert (row.original, row.port) == (
         "float32 [2, 8] (from number 11 on: 0, 0, 0, 0, ...)",
         "float32 [2, 8] (from number 11 on: 5, 0, 0, 0, ...)",

@@ -7,11 +7,10 @@ import torch
 
 from torchport.stages.recorder import unit_paths
 from torchport.verify import causes, yardstick
-from torchport.verify.borders import Border, Copies, Pass
-from torchport.verify.effects import of_port
-from torchport.verify.facts import Unit, Verdict
-from torchport.verify.recording import Call
-from torchport.verify.units import Measured, Units, looked_into
+from torchport.verify.borders import Border, Copies, WatchedCall
+from torchport.verify.recording import RecordedCall
+from torchport.verify.report import Unit, Verdict
+from torchport.verify.units import MeasuredUnit, Units, measured_units, port_outputs
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 ROUNDING = 1e-6
@@ -54,10 +53,10 @@ class HostPort:
         for path, (error, tokens) in errors.items():
             module = self.module.get_submodule(path)
             module.error, module.tokens = error, tokens
-        self.outer = unit_paths(self.module)
+        self.units = unit_paths(self.module)
 
-    def called(self, inputs, paths, given, skipped=(), whole=()):
-        watch = Pass(self.module, paths, given, lambda new, like: new, Copies(), skipped, whole=whole)
+    def called(self, inputs, paths, replacements, skipped=(), whole=()):
+        watch = WatchedCall(self.module, paths, replacements, lambda new, like: new, Copies(), skipped, whole=whole)
         with watch.watching():
             output = self.module(**inputs)
         return output, watch
@@ -66,13 +65,13 @@ class HostPort:
 def recorded():
     """A call of the original whose yardstick is the same: its rounding is one of the dtype."""
     port = HostPort()
-    output, watch = port.called({"x": X}, ["", *port.outer], {}, whole=None)
-    return Call("denoise", "net", 0, 0, {"x": X}, output, output, watch.noted, watch.noted, {})
+    output, watch = port.called({"x": X}, ["", *port.units], {}, whole=None)
+    return RecordedCall("denoise", "net", 0, 0, {"x": X}, output, output, watch.observed, watch.observed, {})
 
 
 def verdicts(port, is_over=False, call=None, outputs=None):
     units = Units(port, call or recorded(), outputs)
-    return {one.unit.path: one.unit for one in looked_into(units, is_over) if one.unit.kind == "block"}
+    return {one.unit.path: one.unit for one in measured_units(units, is_over) if one.unit.kind == "block"}
 
 
 LAST, ALL = slice(2, 3), slice(None)
@@ -86,7 +85,7 @@ def test_an_error_in_tokens_that_nobody_sees_is_harmless():
 
 
 def test_what_a_forward_computes_itself_is_named_by_the_module_that_it_calls_next():
-    names = [one.unit.name for one in looked_into(Units(HostPort(), recorded()), False)]
+    names = [one.unit.name for one in measured_units(Units(HostPort(), recorded()), False)]
     inside = [name for path in ("inlet", "middle", "outlet") for name in (f"net.forward before {path}", f"net.{path}")]
     assert names == [*inside, "net.forward at its end"]
 
@@ -107,11 +106,13 @@ def test_no_unit_of_a_call_after_a_fault_is_a_fault():
 def test_what_is_left_without_a_patch_is_judged_by_what_the_output_shows(tokens, is_cured):
     border = Border("inlet", 0, "out")
     unit = Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0, effect=70.0)
-    measured = Measured(unit, border, "inlet", forced=("", "inlet", "middle", "outlet"))
-    added = causes._added(HostPort(inlet=(0.5, tokens)), recorded(), measured)
+    measured = MeasuredUnit(unit, border, "inlet", forced=("", "inlet", "middle", "outlet"))
+    added = causes._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), measured)
     assert causes._is_cured(unit.rounding, added) is is_cured
     unmeasured = dataclasses.replace(measured, unit=dataclasses.replace(unit, effect=None))
-    assert not causes._is_cured(unit.rounding, causes._added(HostPort(inlet=(0.5, tokens)), recorded(), unmeasured))
+    assert not causes._is_cured(
+        unit.rounding, causes._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), unmeasured)
+    )
 
 
 def leaking():
@@ -122,7 +123,7 @@ def leaking():
 
 
 def test_an_error_that_only_a_later_fault_shows_is_harmless_in_the_original():
-    in_original = of_port(HostPort(), recorded())
+    in_original = port_outputs(HostPort(), recorded())
     units = verdicts(leaking(), outputs=in_original)
     assert [unit.verdict for unit in units.values()] == [Verdict.SAME, Verdict.OTHER, Verdict.SAME]
     assert units["inlet"].effect == 0
@@ -167,8 +168,8 @@ def test_an_error_that_cannot_be_shown_in_the_original_is_judged_by_itself():
     port = HostPort(inlet=(1.0, LAST))
     paired = {b: (value, None) if b == border else value for b, value in call.values.items()}
     units = Units(port, dataclasses.replace(call, values=paired))
-    one = Measured(Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0), border, "inlet")
-    units.last = port.called({"x": X}, ["", *port.outer], {})[1]
+    one = MeasuredUnit(Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0), border, "inlet")
+    units.forced_call = port.called({"x": X}, ["", *port.units], {})[1]
     assert units.effects([one]) == [None]
 
 

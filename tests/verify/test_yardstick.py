@@ -6,7 +6,7 @@ from collections import OrderedDict
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.verify.yardstick import computing_in, distance, floor, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import computing_in, distance, least_rounding, wide_dtype, wide_module, widened
 
 
 class Norm(torch.nn.Module):
@@ -85,5 +85,5 @@ def test_zeros_are_compared_absolutely():
 
 
 def test_the_floor_is_one_rounding_of_the_narrowest_dtype():
-    assert floor([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)]) == torch.finfo(torch.bfloat16).eps
-    assert floor([torch.tensor([1])]) == 0
+    assert least_rounding([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)]) == torch.finfo(torch.bfloat16).eps
+    assert least_rounding([torch.tensor([1])]) == 0

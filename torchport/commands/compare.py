@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchport.compare import facts, folder
-from torchport.compare.distance import Distance, distance
-from torchport.compare.folder import Run
 from torchport.errors import BadValueError
+from torchport.verify import runs
+from torchport.verify.runs import Difference, Distance, FinishedRun, distance
 
 OTHER_MESH = "Run the job of A again on another mesh: --set mesh=..., with --out of its own"
 
@@ -26,7 +25,7 @@ class Comparison:
         floor: How far a run of the same job on another mesh is from it, if there is one.
     """
 
-    a: Run
+    a: FinishedRun
     b: Distance
     floor: Distance | None = None
 
@@ -36,9 +35,9 @@ class Comparison:
         return self.b.same_latents and self.b.same_frames
 
     @property
-    def other_video(self) -> list[facts.Difference]:
+    def other_video(self) -> list[Difference]:
         """The differences for which A and B show different things."""
-        return [row for row in self.b.differences if row.key in facts.WHAT]
+        return [row for row in self.b.differences if row.key in runs.WHAT]
 
     @property
     def distances(self) -> list[Distance]:
@@ -61,27 +60,27 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     for other, place in ((b, str(b)), (floor, f"--floor {floor}")):
         if other is not None and other.resolve() == a.resolve():
             raise BadValueError(place, "It is the folder of the first run", "Name another run")
-    first = folder.read(a)
-    of_floor = None if floor is None else folder.read(floor)
+    first = runs.read(a)
+    of_floor = None if floor is None else runs.read(floor)
     if of_floor is not None:
         _check_floor(first, of_floor)
-    second = distance(first, folder.read(b))
+    second = distance(first, runs.read(b))
     return Comparison(first, second, None if of_floor is None else distance(first, of_floor))
 
 
-def _check_floor(a: Run, floor: Run) -> None:
+def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
     """Refuses a run that is lossy, or differs from the first one in more than how it rounds, or in nothing.
 
     Raises:
         BadValueError: It is one.
     """
-    lossy = facts.lossy(floor.manifests)
+    lossy = runs.lossy(floor.manifests)
     if lossy is not None:
         fact = f"It was made with {lossy}, which is lossy: a floor shows rounding alone"
         raise BadValueError(f"--floor {floor.folder}", fact, "Name a run without it, on another mesh than A")
-    rows = facts.differences(a.manifests, floor.manifests)
+    rows = runs.differences(a.manifests, floor.manifests)
     for row in rows:
-        if row.key not in facts.MESH or facts.LOSSY_ATTENTION in (row.a, row.b):
+        if row.key not in runs.MESH or runs.LOSSY_ATTENTION in (row.a, row.b):
             fact = f"It is another job than A: {row.words()}"
             raise BadValueError(f"--floor {floor.folder}", fact, OTHER_MESH)
     if not rows:
@@ -136,7 +135,7 @@ def _other_video(comparison: Comparison) -> list[str]:
     return [f"A and B are two different videos: {_rows(rows)}"] if rows else []
 
 
-def _rows(rows: Sequence[facts.Difference]) -> str:
+def _rows(rows: Sequence[Difference]) -> str:
     return "; ".join(row.words() for row in rows)
 
 

@@ -15,8 +15,8 @@ from torchport.errors import BadValueError, OutputError, PatchError
 from torchport.files import atomic, folder
 from torchport.task import Request
 from torchport.verify import capture, report
-from torchport.verify.facts import Cause, Verification
-from torchport.verify.verification import Options, captured, verify
+from torchport.verify.report import Cause, Verification
+from torchport.verify.verification import Options, capture_original, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def answer(request: Request, flags: Flags) -> Answer:
         flags: What is verified.
 
     Raises:
-        TorchportError: Flags that do not go together; whatever a run refuses.
+        TorchportError: Flags that do not go joint_effect; whatever a run refuses.
     """
     _check(flags)
     if request.prompt is None:
@@ -60,7 +60,7 @@ def answer(request: Request, flags: Flags) -> Answer:
     if flags.capture is not None:
         _make_folder(flags.capture)
         limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
-        words = captured(request, options, flags.capture, limit)
+        words = capture_original(request, options, flags.capture, limit)
         return Answer({"capture": str(flags.capture), "holds": words}, [f"captured in {flags.capture}: {words}"], 0)
     result: Verification = verify(request, options)
     return Answer(report.data(result), report.lines(result), result.exit_code, result)
@@ -97,7 +97,7 @@ def _named(flag: str) -> Iterator[None]:
 
 
 def _check(flags: Flags) -> None:
-    """Refuses flags that do not go together, and a report that cannot be written.
+    """Refuses flags that do not go joint_effect, and a report that cannot be written.
 
     Raises:
         BadValueError: They do not; or the ending of no format.
@@ -139,7 +139,8 @@ def findings_of(verification: Verification) -> findings.Report:
 
 def _broken(verification: Verification, cause: Cause) -> str:
     without = "" if cause.without_it is None else f", and {cause.words(cause.without_it)} without it"
-    return f"{verification.said.capitalize()}: the error of {cause.unit} is {cause.words(cause.with_it)}{without}."
+    verdict = verification.verdict_words.capitalize()
+    return f"{verdict}: the error of {cause.unit} is {cause.words(cause.with_it)}{without}."
 
 
 def _write_json(file: Path, verification: Verification) -> None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
+
 from torchport import progress, shard
 from torchport.bookkeeping.journey import LOSSY_INT8
+from torchport.compile import network
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, calibration, loras, verification
+from torchport.plan import aot, calibration, loras
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -30,12 +33,23 @@ from torchport.plan.figures import (
     StageLeftOut,
     StagePlan,
     StepTime,
+    VerificationCost,
 )
 from torchport.plan.step_time import floor_seconds, program_time
 from torchport.save.manifest import versions
 from torchport.stages.family import Stage
+from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.task import Request, Task, accept, check_tiling
 from torchport.tpu import hlo
+
+VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
+"""Calls of the original that a verification makes for each of the loop's, at most, up to `BORDERS_LIMIT` and above it.
+
+Its own: with the units' values noted, and those of all modules. The yardstick's: free, with the original's values at
+the units, and at all modules. Above the limit, modules are left out.
+"""
+HOST_FLOPS = 1e12
+"""Floating-point operations that a host does in a second, where a plan says how long it takes."""
 
 
 def plan(
@@ -89,7 +103,7 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
         assumptions=[calibration.said(calibration.shipped(), versions()), *_assumptions(task, bounded)],
         lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
-        verification=verification.cost_of(task, planned),
+        verification=verification_cost(task, planned),
     )
     if keep is not None:
         atomic.write_json(keep / "plan.json", job.model_dump(mode="json"))
@@ -304,3 +318,29 @@ def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
         known = None not in each
         total[name] = sum(one * p.times for one, p in zip(each, programs, strict=True)) / steps if known else None
     return StepTime.model_validate(total)
+
+
+def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> VerificationCost | None:
+    """Returns what a verification takes, by the weights and a step of each network that was compiled."""
+    stages = [stage for stage in task.denoising if stage.name in planned]
+    if not stages:
+        return None
+    host, device, values, flops = [], [], 0, 0.0
+    for stage in stages:
+        name, stage_plan = str(stage.network), planned[stage.name]
+        count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
+        dtype = task.settings.dtypes[name]
+        wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
+        host.append(count * (dtype.itemsize + wide))
+        device.append(count * dtype.itemsize)
+        borders = sum(program.borders_bytes * program.times for program in stage_plan.programs)
+        borders //= stage_plan.steps
+        values += borders
+        flops += stage_plan.step.flops * (VERIFY_LARGE_CALLS if borders > BORDERS_LIMIT else VERIFY_CALLS)
+    return VerificationCost(
+        host_bytes=max(host) + values,
+        values_bytes=values,
+        device_bytes=max(device),
+        flops=flops,
+        host_s=round(flops / HOST_FLOPS, 1),
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchport.config.card import DENOISING
-from torchport.files import atomic
+from torchport.files import atomic, page
+from torchport.files.page import BarChart, BarPart, PageTable
 from torchport.plan.figures import (
     BlockTime,
     JobPlan,
@@ -24,45 +25,6 @@ from torchport.plan.figures import (
 from torchport.progress import size_text
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-WIDE = 1000.0
-"""Units of a picture's width."""
-
-
-class BarPart(NamedTuple):
-    """A part of a bar: its kind, which has a colour in the template; what it is; how much; the same in words."""
-
-    kind: str
-    label: str
-    amount: float
-    text: str
-
-
-class Bar(NamedTuple):
-    """A rectangle of a picture, in its units; `shade` is its opacity, 0 to 1."""
-
-    kind: str
-    label: str
-    text: str
-    x: float
-    y: int
-    width: float
-    height: int
-    shade: float
-
-
-class Picture(NamedTuple):
-    """A stacked bar, with its title."""
-
-    title: str
-    parts: list[Bar]
-
-
-class PageTable(NamedTuple):
-    """A table; its heads say whether they are of numbers."""
-
-    caption: str
-    heads: list[tuple[str, bool]]
-    rows: Sequence[Sequence[object]]
 
 
 def lines(job: JobPlan) -> list[str]:
@@ -190,24 +152,21 @@ def write(file: Path, job: JobPlan, command: str) -> None:
     Raises:
         OutputError: It cannot be written.
     """
-    with atomic.writing(file) as temporary:
-        temporary.write_text(page(job, command), encoding="utf-8")
+    atomic.write_text(file, page_of(job, command))
 
 
-def page(job: JobPlan, command: str) -> str:
+def page_of(job: JobPlan, command: str) -> str:
     """Returns a plan as one HTML page that refers to nothing outside itself.
 
     Args:
         job: The plan.
         command: The command that it is the plan of.
     """
-    import jinja2
-
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    return page.rendered(
+        TEMPLATE,
         plan=job,
         stages=[_section(name, stage) for name, stage in job.stages.items()],
-        versions=sorted(job.versions.items()),
+        versions=page.table("Versions", "package|version", sorted(job.versions.items())),
         command=command,
     )
 
@@ -220,15 +179,15 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         "name": name,
         "findings": [f"Does not fit: {overflow_line(finding)}" for finding in _overflows(stage)],
         "estimates": [estimate_line(finding) for finding in _underestimates(stage)],
-        "pictures": [*_times(name, stage), _memory(stage.per_device)],
+        "charts": [*_times(name, stage), _memory(stage.per_device)],
         "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
         "not_modelled": stage.not_modelled,
     }
 
 
-def _times(name: str, stage: StagePlan) -> list[Picture]:
-    """Returns the pictures of a step and of a block, those that the plan has figures for."""
-    block, pictures = stage.per_block, []
+def _times(name: str, stage: StagePlan) -> list[BarChart]:
+    """Returns the bars of a step and of a block, those that the plan has figures for."""
+    block, charts = stage.per_block, []
     if step := stage.step.known:
         what = "One step" if name in DENOISING else "The whole stage"
         # The parts make up the whole as it is modelled: attention as it is, all else divided.
@@ -241,13 +200,13 @@ def _times(name: str, stage: StagePlan) -> list[Picture]:
         floor_s = stage.step.floor_s
         floor = BarPart("floor", "floor: arithmetic alone at peak", floor_s * 1e3, f"{floor_s:.4g} s")
         split = _split(1e3 * step.attention_s, other, moved, largest)
-        pictures.append(_picture(title, split, step.model_s * 1e3, floor))
+        charts.append(BarChart(title, split, step.model_s * 1e3, floor))
     if block and block.attention_ms is not None:
         split = _split(block.attention_ms, block.other_ms, block.communication_ms, stage.largest)
         total = sum(part.amount for part in split)
         title = f"One of {block.count} blocks, modelled: {total:.4g} ms, before any factor"
-        pictures.append(_picture(title, split, total))
-    return pictures
+        charts.append(BarChart(title, split, total))
+    return charts
 
 
 def _split(
@@ -257,33 +216,21 @@ def _split(
     by_line: dict[str, float] = {}
     for one in largest:
         by_line[one.source or one.opcode] = by_line.get(one.source or one.opcode, 0.0) + one.ms
-    rest = ("rest", "everything else (compiler)" if largest else "other (compiler)", other_ms - sum(by_line.values()))
-    parts = [
-        ("attention", "attention (model)", attention_ms),
-        *(("operation", line, ms) for line, ms in by_line.items()),
-        rest,
-        ("communication", "communication (model)", communication_ms),
+    others = "everything else (compiler)" if largest else "other (compiler)"
+    return [
+        _time("attention", "attention (model)", attention_ms),
+        *(_time("operation", line, ms, max(1 - 0.08 * n, 0.2)) for n, (line, ms) in enumerate(by_line.items(), 1)),
+        _time("rest", others, other_ms - sum(by_line.values())),
+        _time("communication", "communication (model)", communication_ms),
     ]
-    return [BarPart(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms") for kind, label, ms in parts]
 
 
-def _picture(title: str, parts: Sequence[BarPart], total: float, below: BarPart | None = None) -> Picture:
-    """Returns a stacked bar, with another one below it where one is given; both from zero, on one scale."""
-    scale = WIDE / max(total, below.amount if below else 0.0, 1e-12)
-    high, at, bars, shade = (18 if below else 30), 0.0, [], 1.0
-    for part in parts:
-        shade = max(shade - 0.08, 0.2) if part.kind == "operation" else 1.0
-        width = max(part.amount, 0.0) * scale
-        bars.append(Bar(part.kind, part.label, part.text, x=at, y=0, width=width, height=high, shade=shade))
-        at += width
-    if below:
-        width = below.amount * scale
-        bars.append(Bar(below.kind, below.label, below.text, x=0.0, y=22, width=width, height=8, shade=1.0))
-    return Picture(title, bars)
+def _time(kind: str, label: str, ms: float, shade: float = 1.0) -> BarPart:
+    return BarPart(kind, label, ms, f"{ms / 1e3:.4g} s" if ms >= 1e3 else f"{ms:.4g} ms", shade)
 
 
-def _memory(device: Memory) -> Picture:
-    """Returns the picture of a device's memory."""
+def _memory(device: Memory) -> BarChart:
+    """Returns the bar of a device's memory."""
     peak, hbm = device.peak_bytes or 0, device.hbm_bytes
     if device.arguments_bytes is None or device.temporaries_bytes is None:
         sizes = [("rest", "asked for", peak)]
@@ -297,12 +244,7 @@ def _memory(device: Memory) -> Picture:
     sizes.append(("free", "free", max(hbm - peak, 0)))
     parts = [BarPart(kind, label, float(size), size_text(size)) for kind, label, size in sizes]
     title = f"Memory of each device: {size_text(peak) if peak else 'not known'} of {size_text(hbm)}"
-    return _picture(title, parts, float(max(peak, hbm)))
-
-
-def _table(caption: str, heads: str, rows: Sequence[Sequence[object]]) -> PageTable:
-    """Returns a table; heads that end in `#` are of numbers."""
-    return PageTable(caption, [(head.rstrip("#"), head.endswith("#")) for head in heads.split("|")], rows)
+    return BarChart(title, parts, float(max(peak, hbm)))
 
 
 def _programs(stage: StagePlan) -> PageTable:
@@ -319,7 +261,7 @@ def _programs(stage: StagePlan) -> PageTable:
             f"{one.compile_s:.1f}",
         ))  # fmt: skip
     heads = "largest input|calls#|bytes on a device#|fits|modelled s a call#|floor s#|compiled in s#"
-    return _table("Programs", heads, rows)
+    return page.table("Programs", heads, rows)
 
 
 def _collectives(name: str, stage: StagePlan) -> PageTable:
@@ -329,10 +271,10 @@ def _collectives(name: str, stage: StagePlan) -> PageTable:
         (one.kind, f"{one.count:g}", f"{one.bytes:,}", one.group, one.source or "")
         for one in (per.collectives if per else ())
     ]
-    return _table(caption, "kind|times#|bytes of output#|among#|line", rows)
+    return page.table(caption, "kind|times#|bytes of output#|among#|line", rows)
 
 
 def _operations(stage: StagePlan) -> PageTable:
     caption = f"Most expensive operations{' of a block' if stage.per_block else ''}, by the compiler's estimate"
     rows = [(f"{one.ms:.4g}", one.opcode, one.source) for one in stage.largest]
-    return _table(caption, "ms#|operation|line", rows)
+    return page.table(caption, "ms#|operation|line", rows)

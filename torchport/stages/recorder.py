@@ -17,6 +17,8 @@ from torchport.stages.constants import Constants
 from torchport.stages.family import Settings, Stage, Steps
 
 Static = tuple[tuple[str, object], ...]
+BORDERS_LIMIT = 2**30
+"""Bytes of what the units get and return in a call up to which a verification records all modules; see `recording`."""
 
 
 @dataclasses.dataclass

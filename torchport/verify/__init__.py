@@ -1,1 +1,1 @@
-"""Whether a port computes what the original computes; and if not, in which module, and through which patch."""
+"""Whether a port makes the original's picture; if not, in which module, and through which patch. Two runs, compared."""

@@ -1,69 +1,70 @@
-"""One call of a network, in which the values at the borders of its modules are noted, and replaced by others.
+"""One call of a network, in which the values at the borders of its modules are observed, and replaced by others.
 
 What a module is called with and what it returns are its two borders. With the original's values at all borders,
 whatever differs at a border was made since the border before: by a module, or by the code between two modules.
+
+`Original` calls the original's network and the yardstick so, and `Port` the port's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.verify.yardstick import sampled
+from torchport import engine, patch, shard
+from torchport.compile import Compiled, network
+from torchport.compile.eager import Eager
+from torchport.stages.family import Stage
+from torchport.stages.recorder import unit_paths
+from torchport.task import Task
+from torchport.task.devices import devices
+from torchport.verify.yardstick import computing_in, sampled, wide_dtype, wide_module, widened
 
 
 class Border(NamedTuple):
-    """Where a value enters a module or leaves it.
+    """Where a value enters a module or leaves it."""
 
-    Attributes:
-        path: The module's.
-        number: Which call of the module in this call of the network, from 0.
-        side: `in` or `out`.
-    """
-
-    path: str
-    number: int
-    side: str
+    path: str  #: The module's.
+    number: int  #: Which call of the module in this call of the network, from 0.
+    side: str  #: `in` or `out`.
 
 
 Values = dict[Border, Any]
 """Trees of tensors of the host by border, in the order of the call: of `in`, the arguments by name."""
 
 
-class Pass:
-    """Notes the values at borders, and replaces them.
+class WatchedCall:
+    """Observes the values at borders, and replaces them.
 
-    A value replaces another one where that has the same shape, and is as it of numbers or of true and false: a port may
-    pad, or pass a mask in another form.
+    A value replaces another one where both have one shape, and both are numbers or both are booleans: a port may pad,
+    or pass a mask in another form.
 
     Args:
         network: The module that is called.
         paths: Those of its modules that have borders.
-        given: What replaces the values, on the host.
+        replacements: What replaces the values, on the host.
         to_network: Makes a tensor of the host one of the network's, which is its second argument.
         to_host: The other way round; a copy.
-        skipped: Modules that are not called: they return what is given.
+        skipped: Modules that are not called: they return their replacement.
         counts: Returns how often each patch was called so far.
-        whole: The borders at which large tensors are noted whole, and elsewhere in some rows; None: all.
-
-    Attributes:
-        noted: The values before they are replaced.
-        touched: The patches that were called since the border before.
-        autocasts: Whether a region of CUDA autocast was entered around a module.
+        whole: The borders at which large tensors are kept whole, and elsewhere in some rows; None: all.
     """
 
     def __init__(
         self,
         network: torch.nn.Module,
         paths: Collection[str],
-        given: Values,
+        replacements: Values,
         to_network: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         to_host: Callable[[torch.Tensor], torch.Tensor],
         skipped: Collection[str] = (),
@@ -71,31 +72,33 @@ class Pass:
         whole: Container[Border] | None = None,
     ) -> None:
         self.modules = {path: module for path, module in network.named_modules() if path in paths}
-        self.given = given
+        self.replacements = replacements
         self.to_network = to_network
         self.to_host = to_host
         self.skipped = skipped
         self.counts = counts
         self.whole = whole
-        self.noted: Values = {}
-        self.touched: dict[Border, frozenset[str]] = {}
+        self.observed: Values = {}  #: The values before they are replaced.
+        #: Those that were called since the border before.
+        self.patches: dict[Border, frozenset[str]] = {}
+        #: Whether a region of CUDA autocast was entered around a module.
         self.autocasts = False
-        self._numbers: dict[str, list[int]] = {path: [] for path in self.modules}  # of the calls that are open
-        self._begun = dict.fromkeys(self.modules, 0)
-        self._before: Mapping[str, int] = {}
+        self._open_calls: dict[str, list[int]] = {path: [] for path in self.modules}
+        self._call_counts = dict.fromkeys(self.modules, 0)
+        self._patch_counts: Mapping[str, int] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watches the network for the length of a `with`."""
         handles: list[Any] = []
-        self._before = self.counts()
+        self._patch_counts = self.counts()
         try:
             for path, module in self.modules.items():
                 enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
                 if path in self.skipped:
-                    vars(module)["forward"] = functools.partial(self._returned, path)
+                    vars(module)["forward"] = functools.partial(self._skip, path)
             yield
         finally:
             for handle in handles:
@@ -104,56 +107,56 @@ class Pass:
                 vars(self.modules[path]).pop("forward", None)
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        number = self._begun[path]
-        self._begun[path] += 1
-        self._numbers[path].append(number)
+        number = self._call_counts[path]
+        self._call_counts[path] += 1
+        self._open_calls[path].append(number)
         border = Border(path, number, "in")
         self.autocasts |= torch.is_autocast_enabled("cuda")
         if path in self.skipped:
             return None
         signature = inspect.signature(module.forward)
         bound = signature.bind(*args, **kwargs)
-        self._note(border, dict(bound.arguments))
-        if border not in self.given:
+        self._observe(border, dict(bound.arguments))
+        if border not in self.replacements:
             return None
-        bound.arguments.update(self._replaced(dict(bound.arguments), self.given[border]))
+        bound.arguments.update(self._replaced(dict(bound.arguments), self.replacements[border]))
         return bound.args, bound.kwargs
 
     def _leave(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        border = Border(path, self._numbers[path].pop(), "out")
+        border = Border(path, self._open_calls[path].pop(), "out")
         if path in self.skipped:
             return None
-        self._note(border, output)
-        return self._replaced(output, self.given[border]) if border in self.given else None
+        self._observe(border, output)
+        return self._replaced(output, self.replacements[border]) if border in self.replacements else None
 
-    def _returned(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns what is given in place of a module's call, in its own dtype: an embedding's is not its input's."""
-        given = self.given[Border(path, self._numbers[path][-1], "out")]
-        return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), given)
+    def _skip(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """Returns a module's replacement in its own dtype: what an embedding returns has not its input's."""
+        value = self.replacements[Border(path, self._open_calls[path][-1], "out")]
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: self.to_network(leaf, leaf), value)
 
-    def _note(self, border: Border, value: Any) -> None:
+    def _observe(self, border: Border, value: Any) -> None:
         is_whole = self.whole is None or border in self.whole
         keep = self.to_host if is_whole else lambda tensor: sampled(self.to_host(tensor))
-        self.noted[border] = pytree.tree_map_only(torch.Tensor, keep, value)
-        now = self.counts()
-        self.touched[border] = frozenset(key for key, count in now.items() if count != self._before.get(key, 0))
-        self._before = now
+        self.observed[border] = pytree.tree_map_only(torch.Tensor, keep, value)
+        counts = self.counts()
+        self.patches[border] = frozenset(key for key, n in counts.items() if n != self._patch_counts.get(key, 0))
+        self._patch_counts = counts
 
-    def _replaced(self, value: Any, given: Any) -> Any:
-        """Returns a tree with what is given in place of each tensor that has the same shape."""
-        if isinstance(value, Mapping) and isinstance(given, Mapping) and type(value) is dict:
-            return {key: self._replaced(item, given[key]) if key in given else item for key, item in value.items()}
+    def _replaced(self, value: Any, other: Any) -> Any:
+        """Returns a tree with the other's tensor in place of each tensor that has the same shape."""
+        if isinstance(value, Mapping) and isinstance(other, Mapping) and type(value) is dict:
+            return {key: self._replaced(item, other[key]) if key in other else item for key, item in value.items()}
         leaves, structure = pytree.tree_flatten(value)
-        others, other_structure = pytree.tree_flatten(given)
+        others, other_structure = pytree.tree_flatten(other)
         if structure != other_structure:
             return value
         return pytree.tree_unflatten([self._leaf(*pair) for pair in zip(leaves, others, strict=True)], structure)
 
-    def _leaf(self, value: Any, given: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
+    def _leaf(self, value: Any, other: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return value
-        fits = value.shape == given.shape and value.is_floating_point() == given.is_floating_point()
-        return self.to_network(given, value) if fits else value
+        fits = value.shape == other.shape and value.is_floating_point() == other.is_floating_point()
+        return self.to_network(other, value) if fits else value
 
 
 class Copies:
@@ -168,14 +171,14 @@ class Copies:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy."""
         key = id(tensor), tensor._version
-        known, copy = (reference() for reference in self._known.get(key, (_nothing, _nothing)))
+        known, copy = (reference() for reference in self._known.get(key, (_no_tensor, _no_tensor)))
         if copy is None or known is not tensor:  # another tensor may have the id of one that is gone
             copy = tensor.detach().clone()
             self._known[key] = weakref.ref(tensor), weakref.ref(copy)
         return copy
 
 
-def _nothing() -> None:
+def _no_tensor() -> None:
     """Stands for a reference to what is gone."""
 
 
@@ -187,8 +190,121 @@ def inner_paths(network: torch.nn.Module, path: str) -> list[str]:
     return [path, *inner]
 
 
+def inner_values(values: Values) -> Values:
+    """Returns the values at borders of modules, without those that the network itself gets and returns."""
+    return {border: value for border, value in values.items() if border.path}
+
+
 def size(values: Values) -> int:
     """Returns the bytes of all tensors."""
     leaves = pytree.tree_leaves(list(values.values()))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+class Original:
+    """A network in PyTorch, and a copy of it in the yardstick's dtype."""
+
+    def __init__(self, eager: Eager, dtype: torch.dtype) -> None:
+        self.eager = eager
+        self.dtype = wide_dtype(dtype)  #: The yardstick's.
+        self.units = unit_paths(eager.module)  #: Their paths.
+        self._wide: Eager | None = None
+
+    @property
+    def all_paths(self) -> list[str]:
+        """The paths of all its modules that can be called, its own among them, which is empty."""
+        return ["", *(path for unit in self.units for path in inner_paths(self.eager.module, unit))]
+
+    def observed(self, inputs: Mapping[str, Any], paths: Collection[str]) -> tuple[Any, Values]:
+        """Returns what the network returns, and its values at borders."""
+        call = WatchedCall(self.eager.module, paths, {}, _no_cast, Copies())
+        with call.watching():
+            output = self.eager(**inputs)
+        if call.autocasts:  # which would narrow a yardstick in float32, too
+            self.dtype = torch.float64
+        return output, call.observed
+
+    def output(self, inputs: Mapping[str, Any], values: Values) -> Any:
+        """Returns what the network returns with other values at some borders."""
+        call = WatchedCall(self.eager.module, {border.path for border in values}, values, _cast, Copies())
+        with call.watching():
+            return self.eager(**inputs)
+
+    def yardstick(self, inputs: Mapping[str, Any], paths: Collection[str], values: Values) -> tuple[Any, Values]:
+        """Returns what the yardstick returns with the original's values at its inner borders, and its own there."""
+        eager = self.eager
+        if self._wide is None:
+            module = wide_module(eager.module, self.dtype)
+            self._wide = Eager(module, eager.how, eager.outputs, eager.name)
+        # They are compared alone, so some rows are enough.
+        call = WatchedCall(self._wide.module, paths, inner_values(values), _cast, Copies(), whole=())
+        with call.watching(), computing_in(self.dtype):
+            output = self._wide(**widened(dict(inputs), self.dtype))
+        return output, call.observed
+
+
+def _no_cast(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _cast(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a value in the network's own dtype; a copy, as a module may write into it."""
+    return tensor.to(like.dtype, copy=True)
+
+
+class Port:
+    """A stage's network on one device, its operators called one by one, so that every module can be looked at.
+
+    It is the network that a run compiles: the same module under the same patches, with the same precision and the same
+    attention. What the mesh and the compiler add to it is in the program alone, which is compared as a whole.
+    """
+
+    def __init__(self, task: Task, stage: Stage, folder: Path, ledger: patch.Ledger) -> None:
+        mesh = dict.fromkeys(task.job.mesh, 1)
+        job = task.job.model_copy(update={"mesh": mesh, "stacked": False})
+        device = shard.make_mesh(mesh, devices(task.machine)[:1])
+        self.ledger = ledger
+        self.compiled, parts = compiled_network(dataclasses.replace(task, job=job), stage, folder, device)
+        self.module = network.module_of(stage, parts)
+        self.compiled.jit = False  # set afterwards: hooks that look for NaN would wait for every operator
+        self.units = unit_paths(self.module)  #: Their paths.
+
+    def called(
+        self,
+        inputs: Mapping[str, Any],
+        paths: Collection[str],
+        replacements: Values,
+        skipped: Collection[str] = (),
+        whole: Container[Border] = (),
+    ) -> tuple[Any, WatchedCall]:
+        """Returns what the network returns, and the call with its values at borders; see `WatchedCall`."""
+        counts = functools.partial(call_counts, self.ledger)
+        call = WatchedCall(self.module, paths, replacements, _to_engine, to_host, skipped, counts, whole)
+        with call.watching():
+            output = self.compiled(**inputs)
+        return output, call
+
+
+def compiled_network(
+    task: Task, stage: Stage, folder: Path, mesh: jax.sharding.Mesh
+) -> tuple[Compiled, dict[str, Any]]:
+    """Returns a stage's network as a run compiles it, and the stage's parts."""
+    parts = network.loaded(task, stage, folder)
+    weights = network.placed(task, stage, parts, mesh, folder)
+    return network.compiled(task, stage, network.module_of(stage, parts), weights, mesh), parts
+
+
+def call_counts(ledger: patch.Ledger) -> dict[str, int]:
+    """Returns how often each patch was called so far."""
+    return {record.entry.id: record.calls.count for record in ledger.records}
+
+
+def _to_engine(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    constant: torch.Tensor = engine.constant(tensor.to(like.dtype))
+    return constant
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the host."""
+    return shard.to_torch(engine.array(tensor)) if engine.is_traced(tensor) else tensor.detach().clone()

@@ -9,26 +9,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport import save
+from torchport import save, tree
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, BadValueError
 from torchport.load import checkpoint
 from torchport.progress import log, size_text
 from torchport.save.manifest import versions
 from torchport.task import Request, Task, accept
-from torchport.verify import handover
+from torchport.verify import recording
 from torchport.verify.borders import Border, Values
-from torchport.verify.plain import Shelf, restored
-from torchport.verify.recording import Call, Recording, recorded
-from torchport.verify.seams import Recorded
-from torchport.verify.trace import Called, Stepped, Trace
-from torchport.verify.yardstick import sampled
+from torchport.verify.loop import ConditionCall, LoopRecord, SchedulerStep
+from torchport.verify.recording import RecordedCall, Recording
+from torchport.verify.seams import SideRecord
+from torchport.verify.yardstick import ROWS, SHAPE, sampled, shape_of
 
 SCHEMA = 2
 """Version of a capture's schema; a reader refuses any other."""
@@ -45,56 +44,89 @@ PACKAGES = ("diffusers", "transformers")
 """Packages whose code is the original's: another version is another original."""
 
 
-def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
-    """Writes what the original does, and returns in words what that is; runs in a process of its own.
+class TensorTable:
+    """Tensors by name, those with the same values once."""
 
-    Args:
-        request: Of the original.
-        steps: From 0; None: the first of each network.
-        decodes: Whether the decoder's frames are recorded, too.
-        folder: Where it is written.
-        limit: In bytes.
-    """
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.size = 0  #: Their bytes.
+        self._names: dict[str, str] = {}
+
+    def add(self, value: Any) -> Any:
+        """Returns a tree as data of JSON, after its tensors are added."""
+        return tree.as_data(value, self._entry)
+
+    def cost(self, values: Iterable[Any]) -> int:
+        """Returns the bytes that trees would add."""
+        leaves = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
+        new = {_digest(leaf): leaf.numel() * leaf.dtype.itemsize for leaf in leaves}
+        return sum(size for digest, size in new.items() if digest not in self._names)
+
+    def _entry(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        rows = getattr(tensor, ROWS, None)
+        sampled = {} if rows is None else {"rows": self._name(rows), "shape": list(shape_of(tensor))}
+        return {"tensor": self._name(tensor)} | sampled
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        digest = _digest(tensor)
+        if digest not in self._names:
+            name = self._names[digest] = f"t{len(self._names)}"
+            self.tensors[name] = _contiguous(tensor)
+            self.size += tensor.numel() * tensor.dtype.itemsize
+        return self._names[digest]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    sha = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    sha.update(_contiguous(tensor).reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with strides of its own: one of a single element may have none, and count as contiguous."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def restored(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the tree that `TensorTable.add` returned as data."""
+
+    def tensor_of(entry: dict[str, Any]) -> torch.Tensor:
+        tensor = tensors[entry["tensor"]].clone()
+        if "rows" in entry:
+            setattr(tensor, ROWS, tensors[entry["rows"]])
+            setattr(tensor, SHAPE, tuple(entry["shape"]))
+        return tensor
+
+    return tree.from_data(data, tensor_of)
+
+
+def record(request: Request, steps: tuple[int, ...] | None, decodes: bool, folder: Path, limit: int) -> str:
+    """Writes what the original does, and returns in words what that is; runs in a process of its own."""
     task = accept(request)
-    return write(folder, recorded(task, steps, decodes), task, limit)
+    return write(folder, recording.recording_of(task, steps, decodes), task, limit)
 
 
 def unpack(folder: Path, file: Path) -> None:
-    """Makes a capture the recording of a verification; runs in a process of its own.
-
-    Args:
-        folder: The capture's.
-        file: The recording's.
-    """
-    handover.write(read(folder), file)
+    """Makes a capture the recording of a verification; runs in a process of its own."""
+    recording.write(read(folder), file)
 
 
-def write(folder: Path, recording: Recording, task: Task, limit: int = LIMIT) -> str:
-    """Writes a recording, and returns in words what it holds and what was left out.
-
-    Args:
-        folder: It is made, where it is not there.
-        recording: The original's.
-        task: The original's.
-        limit: In bytes.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
-    shelf = Shelf()
-    data = _recording(recording, shelf)
-    calls, left_out = _calls(recording.calls, shelf, limit)
-    words = f"{len(recording.calls)} call(s) of step {', '.join(map(str, recording.steps))}: {size_text(shelf.size)}"
-    words += f"; left out: {_summed(left_out)}" if left_out else ""
+def write(folder: Path, original: Recording, task: Task, limit: int = LIMIT) -> str:
+    """Writes a recording of at most some bytes, and returns in words what it holds and what was left out."""
+    table = TensorTable()
+    data = _loop_data(original, table)
+    calls, left_out = _calls(original.calls, table, limit)
+    words = f"{len(original.calls)} call(s) of step {', '.join(map(str, original.steps))}: {size_text(table.size)}"
+    words += f"; left out: {_list_words(left_out)}" if left_out else ""
     facts = {"schema_version": SCHEMA, **_identity(task), "holds": words, "left_out": left_out}
-    text = {**facts, "recording": {**data, "calls": calls}, "sha256": save.sha256_of(shelf.tensors)}
+    text = {**facts, "recording": {**data, "calls": calls}, "sha256": save.sha256_of(table.tensors)}
     folder.mkdir(parents=True, exist_ok=True)
-    save.write_file(folder / NAME, shelf.tensors, json.dumps(text))
+    save.write_file(folder / NAME, table.tensors, json.dumps(text))
     log.info("captured in %s: %s", folder, words)
     return words
 
 
-def _summed(names: list[str]) -> str:
+def _list_words(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
@@ -120,69 +152,65 @@ def _digests(task: Task) -> dict[str, str]:
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).digests
 
 
-def _recording(recording: Recording, shelf: Shelf) -> dict[str, Any]:
-    """Returns a recording without its calls as plain data, its tensors on a shelf."""
-    trace: Trace = recording.seams.trace
+def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
+    """Returns a recording without its calls as data of JSON."""
+    loop: LoopRecord = original.seams.loop
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
-        **{name: shelf.put(getattr(recording, name)) for name in fields},
-        "likes": shelf.put({name: like[:1].clone() for name, like in recording.likes.items()}),
+        **{name: table.add(getattr(original, name)) for name in fields},
+        "likes": table.add({name: like[:1].clone() for name, like in original.likes.items()}),
         "seams": {
-            "moments": shelf.put(recording.seams.moments),
-            "chosen": sorted(trace.chosen),
-            "steps": [shelf.put(_fields(stepped)) for stepped in trace.steps],
+            "moments": table.add(original.seams.moments),
+            "chosen": sorted(loop.chosen),
+            "steps": [table.add(_fields(step)) for step in loop.steps],
         },
     }
 
 
-def _fields(stepped: Stepped) -> dict[str, Any]:
-    rows = {field.name: getattr(stepped, field.name) for field in dataclasses.fields(stepped)}
-    return {**rows, "calls": [dict(vars(called)) for called in stepped.calls]}
+def _fields(step: SchedulerStep) -> dict[str, Any]:
+    rows = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    return {**rows, "calls": [dict(vars(call)) for call in step.calls]}
 
 
-def _calls(calls: list[Call], shelf: Shelf, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the calls as plain data, and the names of the blocks that were left out.
-
-    Raises:
-        BadValueError: What no port can be called without is more than the limit.
-    """
+def _calls(calls: list[RecordedCall], table: TensorTable, limit: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the calls as data of JSON, and the names of the blocks that were left out."""
     rows: list[dict[str, Any]] = []
     for call in calls:
-        whole = {name: shelf.put(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
+        whole = {name: table.add(getattr(call, name)) for name in ("inputs", "output", "wide_output")}
         head = {name: getattr(call, name) for name in ("stage", "network", "step", "number", "is_whole")}
         rows.append({**head, **whole, "values": [], "outer": [], "inner": []})
-    if shelf.size > limit:
-        fact = f"The loop's values and the networks' inputs alone take {size_text(shelf.size)}"
-        remedy = f"Give at least {shelf.size / 2**30:.3g}"
+    if table.size > limit:
+        fact = f"The loop's values and the networks' inputs alone take {size_text(table.size)}"
+        remedy = f"Give at least {table.size / 2**30:.3g}"
         raise BadValueError(f"--capture-limit {limit / 2**30:.3g}", fact, remedy)
-    borders = [(call.values, call.outer, call.inner) for call in calls]
-    if shelf.size + shelf.cost([list(values.values()) for each in borders for values in each]) <= limit:
-        for row, each in zip(rows, borders, strict=True):
-            _keep(row, dict(zip(BORDERS, each, strict=True)), shelf)
+    borders = [{name: getattr(call, name) for name in BORDERS} for call in calls]
+    if table.size + table.cost([list(values.values()) for named in borders for values in named.values()]) <= limit:
+        for row, named in zip(rows, borders, strict=True):
+            _keep(row, named, table)
         return rows, []
-    return rows, _bounded(list(zip(calls, rows, strict=True)), shelf, limit)
+    return rows, _bounded(list(zip(calls, rows, strict=True)), table, limit)
 
 
-def _bounded(calls: list[tuple[Call, dict[str, Any]]], shelf: Shelf, limit: int) -> list[str]:
+def _bounded(calls: list[tuple[RecordedCall, dict[str, Any]]], table: TensorTable, limit: int) -> list[str]:
     """Keeps as many blocks of calls as there is room for, and returns the names of those that were left out."""
     blocks = [(n, call, row, path) for call, row in calls for n, path in enumerate(spread(_blocks(call)))]
     left_out = []
     for part, what in ((_outer_of, ""), (_inner_of, " inside")):
         for _, call, row, path in sorted(blocks, key=lambda block: block[0]):
             borders = part(call, path)
-            if shelf.size + shelf.cost([list(values.values()) for values in borders.values()]) > limit:
+            if table.size + table.cost([list(values.values()) for values in borders.values()]) > limit:
                 left_out.append(f"{call.network}.{path}{what} of step {call.step}, call {call.number}")
             else:
-                _keep(row, borders, shelf)
+                _keep(row, borders, table)
     return left_out
 
 
-def _keep(row: dict[str, Any], borders: Mapping[str, Values], shelf: Shelf) -> None:
+def _keep(row: dict[str, Any], borders: Mapping[str, Values], table: TensorTable) -> None:
     for name, values in borders.items():
-        row[name] += [[list(border), shelf.put(value)] for border, value in values.items()]
+        row[name] += [[list(border), table.add(value)] for border, value in values.items()]
 
 
-def _blocks(call: Call) -> list[str]:
+def _blocks(call: RecordedCall) -> list[str]:
     """Returns the paths of a call's blocks in the order of the call."""
     return list(dict.fromkeys(border.path for border in call.outer if border.path))
 
@@ -195,14 +223,14 @@ def spread(paths: list[str]) -> list[str]:
     return [paths[n] for n in order] if paths else []
 
 
-def _outer_of(call: Call, block: str) -> dict[str, Values]:
+def _outer_of(call: RecordedCall, block: str) -> dict[str, Values]:
     """Returns what is kept of a block: what it was called with, whole; what it returned, in rows."""
     values = {border: value for border, value in call.values.items() if border.path == block}
     wide = {border: value for border, value in call.outer.items() if border.path == block and border.side == "out"}
     return {"values": _rows(values), "outer": _rows(wide)}
 
 
-def _inner_of(call: Call, block: str) -> dict[str, Values]:
+def _inner_of(call: RecordedCall, block: str) -> dict[str, Values]:
     """Returns what is kept of the modules in a block: all that they were called with, and what they returned."""
     inside = [border for border in call.inner if border.path == block or border.path.startswith(f"{block}.")]
     values = {b: call.values[b] for b in inside if b in call.values and b.path != block}
@@ -218,39 +246,32 @@ def _rows(values: Values) -> Values:
 
 
 def read(folder: Path) -> Recording:
-    """Returns a recording from a folder.
-
-    Raises:
-        ArtefactMissingError: There is none.
-        ArtefactBrokenError: It is damaged, or cut off.
-        ArtefactForeignError: It has another schema.
-    """
+    """Returns a recording from a folder."""
     text, tensors = _read(folder)
     data = text["recording"]
     seams = data["seams"]
     parts: dict[str, Any] = {
         name: restored(data[name], tensors) for name in ("encoded", "latents", "states", "ends", "decoded", "likes")
     }
-    trace = Trace(seams["chosen"])
-    trace.steps = [_stepped(restored(row, tensors)) for row in seams["steps"]]
+    loop = LoopRecord(seams["chosen"])
+    loop.steps = [_step(restored(row, tensors)) for row in seams["steps"]]
     moments = restored(seams["moments"], tensors)
-    compared = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
-    return Recording(
-        **parts, calls=[_call(row, tensors) for row in data["calls"]], seams=Recorded(compared, moments, trace)
-    )
+    encoded = {name: values for name, values in parts["encoded"].items() if not values.keys() & moments.keys()}
+    side = SideRecord(encoded, moments, loop)
+    return Recording(**parts, calls=[_call(row, tensors) for row in data["calls"]], seams=side)
 
 
-def _stepped(fields: dict[str, Any]) -> Stepped:
-    return Stepped(**{**fields, "calls": [Called(**called) for called in fields["calls"]]})
+def _step(fields: dict[str, Any]) -> SchedulerStep:
+    return SchedulerStep(**{**fields, "calls": [ConditionCall(**call) for call in fields["calls"]]})
 
 
-def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Call:
+def _call(row: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedCall:
     fields: dict[str, Any] = {}
     for name in BORDERS:
         fields[name] = {Border(*border): restored(value, tensors) for border, value in row[name]}
     fields |= {name: restored(row[name], tensors) for name in ("inputs", "output", "wide_output")}
     fields |= {name: row[name] for name in ("stage", "network", "step", "number", "is_whole")}
-    return Call(**fields)
+    return RecordedCall(**fields)
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -273,28 +294,25 @@ def check(folder: Path, task: Task) -> tuple[list[str], int]:
 
     Returns:
         Notes, what it lacks and other versions of PyTorch; and how many blocks it lacks.
-
-    Raises:
-        ArtefactForeignError: It was made for another model, setting, dtype, checkpoint, or version of an upstream.
     """
     text, _ = _read(folder)
-    own = _identity(task)
-    for name, theirs, ours in _differences(text, own):
+    identity = _identity(task)
+    for name, theirs, ours in _differences(text, identity):
         fact = f"It was captured for {name} {theirs!r}, and this verification has {ours!r}"
         remedy = f"Verify with what it was captured for, or capture again: {MADE_BY}"
         raise ArtefactForeignError(str(folder / NAME), fact, remedy, name=name)
-    notes = [f"the capture lacks {_summed(text['left_out'])}"] if text["left_out"] else []
-    theirs, ours = (each["versions"].get("torch") for each in (text, own))
+    notes = [f"the capture lacks {_list_words(text['left_out'])}"] if text["left_out"] else []
+    theirs, ours = (each["versions"].get("torch") for each in (text, identity))
     notes += [] if theirs == ours else [f"the capture is of torch {theirs}, and this machine has {ours}"]
     return notes, len(text["left_out"])
 
 
-def _differences(text: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(text: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the fields in which a capture and a verification differ: their names, the capture's value, the other's."""
-    if text["model"] != own["model"]:
-        yield "model", text["model"], own["model"]
+    if text["model"] != identity["model"]:
+        yield "model", text["model"], identity["model"]
     for kind, prefix in (("settings", ""), ("dtypes", "dtype of "), ("checkpoint", "checkpoint "), ("versions", "")):
-        theirs, ours = text[kind], own[kind]
+        theirs, ours = text[kind], identity[kind]
         for name in [*theirs, *(name for name in ours if name not in theirs)]:
             if theirs.get(name) != ours.get(name) and name != "torch":
                 yield f"{prefix}{name}", theirs.get(name), ours.get(name)

@@ -1,65 +1,74 @@
-"""The port, compared with a recording of the original: its programs as a whole, and its modules one by one."""
+"""The port, compared with a recording of the original: its programs as a whole, and its modules one by one.
+
+The programs that a run calls are also compared with those that a plan has of the same job: they must be the same, word
+for word. A program is compared before it is compiled: its modules, its arguments with their dtypes and shardings, its
+constants, and the hash of its text.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from torch.utils import _pytree as pytree
 
 from torchport import patch, shard
-from torchport.compile import jax_cache, network, preflight
+from torchport.compile import Compiled, jax_cache, network, preflight
 from torchport.compile.in_force import in_force, lowerings, stage_in_force
 from torchport.config.card import DENOISING
+from torchport.plan import aot
 from torchport.stages.family import Stage, Steps
+from torchport.stages.outputs import leaves
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.task.devices import devices, prepare
-from torchport.verify import decoder, effects, handover, programs, seams
-from torchport.verify.facts import Decoded, Drift, Unit, Verdict
-from torchport.verify.port import Port, to_host
-from torchport.verify.recording import Call, Enough, Inside, Recording, by_call, read, start_of, weights_of
-from torchport.verify.units import Measured, Units, looked_into, with_effects
-from torchport.verify.yardstick import distance, floor
+from torchport.verify import decoder, recording, seams
+from torchport.verify.borders import Port, call_counts, compiled_network, to_host
+from torchport.verify.recording import BlockKey, LoopStop, RecordedCall, Recording
+from torchport.verify.report import Decoded, Drift, Unit, Verdict
+from torchport.verify.units import MeasuredUnit, Outputs, Units, measured_units, original_outputs, with_effects
+from torchport.verify.yardstick import distance, least_rounding
+
+_CONSTANT = re.compile(r"stablehlo\.constant dense.*: tensor<([^>]*)>")
+"""A constant in the text of a program; the group is its shape and dtype."""
 
 
 @dataclasses.dataclass
-class Compared:
-    """What the port's process found.
+class Measurements:
+    """What the port's process found."""
 
-    Attributes:
-        networks: Units that are whole networks, in the order of their calls.
-        measured: The other units.
-        seams: What its stages and its loop pass on, beside the original's.
-        unlike: What was not compared, a line each.
-        drift: Of the free-running port.
-        decoded: The decoder's frames; None where they were not compared.
-        programs: What differs from the programs that a plan has, a line each.
-        folder: The checkpoint's.
-        yardstick: Its dtype, by component.
-        called: The patches that were called where no network ran: in encoders and loops.
-        fed: What the port's networks were called with in a step in which one is at fault, by network and step.
-    """
-
+    #: Units that are whole networks, in the order of their calls.
     networks: list[Unit] = dataclasses.field(default_factory=list)
-    measured: list[Measured] = dataclasses.field(default_factory=list)
-    seams: Any = None
+    #: The other units.
+    measured: list[MeasuredUnit] = dataclasses.field(default_factory=list)
+    seams: Any = None  #: What its stages and its loop pass on, beside the original's.
+    #: What was not compared, a line each.
     unlike: list[str] = dataclasses.field(default_factory=list)
+    #: Of the free-running port.
     drift: list[Drift] = dataclasses.field(default_factory=list)
+    #: The decoder's frames; None where they were not compared.
     decoded: Decoded | None = None
+    #: What differs from the programs that a plan has, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
-    folder: Path = Path()
+    folder: Path = Path()  #: The checkpoint's.
+    #: Its dtype, by component.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
-    called: frozenset[str] = frozenset()
-    fed: dict[tuple[str, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    #: The patches that were called where no network ran: in encoders and loops.
+    loop_patches: frozenset[str] = frozenset()
+    #: What the port's networks were called with in a step in which one is at fault, by network and step.
+    network_inputs: dict[tuple[str, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
-def compare(request: Request, file: Path, original: Request | None, parent: int) -> Compared:
+def compare(request: Request, file: Path, original: Request | None, parent: int) -> Measurements:
     """Returns how the port differs from a recording; runs in a process of its own.
 
     Args:
@@ -68,92 +77,64 @@ def compare(request: Request, file: Path, original: Request | None, parent: int)
         original: Of the original, which shows the effect of errors; None: the port does, as beside a capture.
         parent: The process that began this one.
     """
-    task, compared = accept(request), Compared()
+    task, found = accept(request), Measurements()
     with in_force(task, task.family.STAGES) as ledger, jax_cache.of_task(task):
         preflight.check(task)
         planned = {stage.name: _planned(task, stage) for stage in task.denoising}
-        handover.wait(file, parent)  # until here the original runs beside this
-        recording = read(file)
-        folder = compared.folder = weights_of(task)
-        compared.yardstick = {
-            call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recording.calls
-        }
+        recording.wait(file, parent)  # until here the original runs beside this
+        recorded = recording.read(file)
+        folder = found.folder = recording.checkpoint_folder(task)
+        found.yardstick = {call.network: str(call.wide_output.dtype).removeprefix("torch.") for call in recorded.calls}
         ends: dict[str, dict[str, torch.Tensor]] = {}
         for stage in task.denoising:
-            if any(call.stage == stage.name for call in recording.calls):
-                with stage_in_force(task, stage) as own:
-                    comparison = _Comparison(task, stage, folder, own, recording, compared)
-                    shown = functools.partial(effects.of_original, original, file) if original else None
-                    comparison.run(ends, planned[stage.name], shown)
-        if recording.decoded is not None:
-            compared.decoded = decoder.compared(task, folder, recording.decoded)
-        before = _counts(ledger)
-        compared.seams = seams.against(task, folder, recording.steps, recording.seams, recording.likes)
-        compared.called = frozenset(key for key, count in _counts(ledger).items() if count != before[key])
-    return compared
+            if any(call.stage == stage.name for call in recorded.calls):
+                with stage_in_force(task, stage) as stage_ledger:
+                    comparison = _StageComparison(task, stage, folder, stage_ledger, recorded, found)
+                    outputs_of = functools.partial(original_outputs, original, file) if original else None
+                    comparison.run(ends, planned[stage.name], outputs_of)
+        if recorded.decoded is not None:
+            found.decoded = decoder.compare(task, folder, recorded.decoded)
+        before = call_counts(ledger)
+        found.seams = seams.against(task, folder, recorded.steps, recorded.seams, recorded.likes)
+        found.loop_patches = frozenset(key for key, count in call_counts(ledger).items() if count != before[key])
+    return found
 
 
-def drifted(request: Request, file: Path, steps: int) -> list[Drift]:
-    """Returns how far a free-running port is from the original after each step; runs in a process of its own.
-
-    Args:
-        request: Of the port, on a mesh of its own.
-        file: The recording.
-        steps: How many steps are taken.
-    """
-    task, compared, recording = accept(request), Compared(), read(file)
+def drift_of_mesh(request: Request, file: Path, steps: int) -> list[Drift]:
+    """Returns how far a free-running port is from the original after each step; runs in a process of its own."""
+    task, found, recorded = accept(request), Measurements(), recording.read(file)
     with in_force(task, task.family.STAGES), jax_cache.of_task(task):
         preflight.check(task)
-        folder, ends = weights_of(task), dict[str, dict[str, torch.Tensor]]()
+        folder, ends = recording.checkpoint_folder(task), dict[str, dict[str, torch.Tensor]]()
         for stage in task.denoising:
-            if len(compared.drift) < steps:
+            if len(found.drift) < steps:
                 with stage_in_force(task, stage) as ledger:
-                    _Comparison(task, stage, folder, ledger, recording, compared).run_freely(ends, steps)
-    return compared.drift
+                    _StageComparison(task, stage, folder, ledger, recorded, found).run_freely(ends, steps)
+    return found.drift
 
 
-def compare_inside(request: Request, inside: Inside, folder: Path, file: Path) -> list[Measured]:
-    """Returns the modules of a unit, which was recorded by `record_inside`; runs in a process of its own.
-
-    Args:
-        request: Of the port.
-        inside: The unit.
-        folder: The checkpoint's.
-        file: The recording.
-    """
-    task, call = accept(request), inside.call_of(read(file))
+def compare_modules(request: Request, key: BlockKey, folder: Path, file: Path) -> list[MeasuredUnit]:
+    """Returns the modules of a unit, which was recorded by `record_modules`; runs in a process of its own."""
+    task, call = accept(request), key.call_of(recording.read(file))
     prepare(task.machine)
     stage = next(stage for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]) as ledger, lowerings(ledger):
         original = dataclasses.replace(request, backend="original")
-        units = Units(Port(task, stage, folder, ledger), call, effects.of_original(original, file, call))
-        units.outer()
-        return with_effects(units, units.inner(inside.block))
+        units = Units(Port(task, stage, folder, ledger), call, original_outputs(original, file, call))
+        units.blocks()
+        return with_effects(units, units.modules(key.block))
 
 
-def _planned(task: Task, stage: Stage) -> list[programs.Program] | None:
+def _planned(task: Task, stage: Stage) -> list[LoweredProgram] | None:
     """Returns the programs that a plan has of a stage; None where they are not known beforehand."""
     if stage.like is None:
         return None
     with stage_in_force(task, stage):
-        return programs.of_plan(task, stage, devices(task.machine))
+        return plan_programs(task, stage, devices(task.machine))
 
 
-def _counts(ledger: patch.Ledger) -> dict[str, int]:
-    return {record.entry.id: record.calls.count for record in ledger.records}
-
-
-class _Comparison:
-    """A stage's network, compared.
-
-    Args:
-        task: The port's.
-        stage: The stage.
-        folder: The checkpoint's.
-        ledger: Of the stage's patches, in force.
-        recording: The original's.
-        compared: Is added to.
-    """
+class _StageComparison:
+    """Compares a stage's network; what it finds is added to `found`."""
 
     def __init__(
         self,
@@ -161,133 +142,124 @@ class _Comparison:
         stage: Stage,
         folder: Path,
         ledger: patch.Ledger,
-        recording: Recording,
-        compared: Compared,
+        recorded: Recording,
+        found: Measurements,
     ) -> None:
         self.task, self.stage, self.folder, self.ledger = task, stage, folder, ledger
-        self.recording, self.compared = recording, compared
-        self.calls = [call for call in recording.calls if call.stage == stage.name]
+        self.recorded, self.found = recorded, found
+        self.calls = [call for call in recorded.calls if call.stage == stage.name]
 
     def run(
         self,
         ends: dict[str, dict[str, torch.Tensor]],
-        planned: list[programs.Program] | None,
-        shown: Callable[[Call], effects.Outputs] | None,
+        planned: list[LoweredProgram] | None,
+        outputs_of: Callable[[RecordedCall], Outputs] | None,
     ) -> None:
         """Compares the stage's programs, and then its modules.
 
         Args:
             ends: What the stages before returned; is added to.
             planned: The programs that a plan has of the stage; None where they are not known.
-            shown: Shows the effect of errors in a call; None: the port does.
+            outputs_of: Returns what shows the effect of errors in a call; None: the port does.
         """
         self._compare_programs(ends, planned)
         port = Port(self.task, self.stage, self.folder, self.ledger)
         for call in self.calls:
             if not call.values:
                 name = f"blocks of {call.network} in call {call.number} of step {call.step}"
-                self.compared.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
+                self.found.unlike.append(f"not compared: {name}: those of its call 0 are the same modules")
                 continue
-            is_over = any(one.unit.verdict is Verdict.OTHER for one in self.compared.measured)
-            units = Units(port, call, shown(call) if shown is not None else None)
-            found = looked_into(units, is_over)
-            self.compared.measured += found
-            if not any(one.unit.verdict is Verdict.OTHER for one in found):
+            is_over = any(item.unit.verdict is Verdict.OTHER for item in self.found.measured)
+            units = Units(port, call, None if outputs_of is None else outputs_of(call))
+            measured = measured_units(units, is_over)
+            self.found.measured += measured
+            if not any(item.unit.verdict is Verdict.OTHER for item in measured):
                 self._judge_again(call, units)
 
-    def _judge_again(self, call: Call, units: Units) -> None:
+    def _judge_again(self, call: RecordedCall, units: Units) -> None:
         """Judges a call's program by a better estimate of the rounding, where none of its units is at fault."""
-        for number, unit in enumerate(self.compared.networks):
+        for number, unit in enumerate(self.found.networks):
             if (unit.network, unit.step, unit.call) == (call.network, call.step, call.number):
                 units.estimate_rounding(unit.added)
-                self.compared.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
+                self.found.networks[number] = dataclasses.replace(unit, rounding=units.rounding)
 
     def run_freely(self, ends: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         """Runs the loop from where the stage before ended, and notes how far it is from the original."""
         call, parts = self._program()
-        self._drift(self._loop(call, parts, start_of(ends, self.stage), steps - 1, ends))
+        self._note_drift(self._run_loop(call, parts, recording.start_of(ends, self.stage), steps - 1, ends))
 
-    def _program(self) -> tuple[Any, dict[str, Any]]:
+    def _program(self) -> tuple[Compiled, dict[str, Any]]:
         """Returns the network as a run compiles it, and the stage's parts."""
-        task, stage = self.task, self.stage
-        parts = network.loaded(task, stage, self.folder)
-        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
-        weights = network.placed(task, stage, parts, mesh, self.folder)
-        return network.compiled(task, stage, module, weights, mesh), parts
+        mesh = shard.make_mesh(self.task.job.mesh, devices(self.task.machine))
+        return compiled_network(self.task, self.stage, self.folder, mesh)
 
-    def _compare_programs(
-        self, ends: dict[str, dict[str, torch.Tensor]], planned: list[programs.Program] | None
-    ) -> None:
+    def _compare_programs(self, ends: dict[str, dict[str, torch.Tensor]], planned: list[LoweredProgram] | None) -> None:
         """Runs the loop at each chosen step from where the original was; and freely, from where it begins.
 
         A second network's loop runs freely only where that of the first was not left early.
         """
         stage = self.stage
         call, parts = self._program()
-        steps, states = sorted({recorded.step for recorded in self.calls}), self.recording.states
-        loops: dict[int, _Loop] = {}
+        steps, states = sorted({call.step for call in self.calls}), self.recorded.states
+        loops: dict[int, _WatchedProgram] = {}
         if all(name in ends for name in stage.needs if name in DENOISING):
-            loop = self._loop(call, parts, start_of(ends, stage), max(steps), ends)
-            self._drift(loop)
+            loop = self._run_loop(call, parts, recording.start_of(ends, stage), max(steps), ends)
+            self._note_drift(loop)
             loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
         for step in steps:
             if step not in loops:
-                loops[step] = self._loop(call, parts, (step, states[step]), step, {})
+                loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
             self._compare_outputs(step, loops[step])
         if planned is not None:
-            self.compared.programs += programs.differences(stage, programs.of_run(call), planned)
+            self.found.programs += program_differences(stage, run_programs(call), planned)
 
-    def _loop(self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]) -> _Loop:
+    def _run_loop(
+        self, call: Any, parts: Mapping[str, Any], start: Any, last: int, ends: dict[str, Any]
+    ) -> _WatchedProgram:
         task, stage = self.task, self.stage
-        loop = _Loop(call, start[0], last + 1)
+        loop = _WatchedProgram(call, start[0], last + 1)
         steps = Steps(finished=loop.finished, resume=start if start[0] else None)
-        inputs = {**self.recording.embeddings, **task.noise(stage)}
+        inputs = {**self.recorded.embeddings, **task.noise(stage)}
         fresh = network.afresh(task, stage, parts, self.folder)
-        with contextlib.suppress(Enough):
+        with contextlib.suppress(LoopStop):
             ends[stage.name] = stage.run(fresh, loop, task.settings, steps, **inputs)
         return loop
 
-    def _drift(self, loop: _Loop) -> None:
+    def _note_drift(self, loop: _WatchedProgram) -> None:
         for number, latents in loop.latents.items():
-            original = self.recording.latents.get(number)
-            apart = None if original is None else distance(latents, original)
-            if apart is not None:
-                self.compared.drift.append(Drift(number, apart))
+            original = self.recorded.latents.get(number)
+            drift = None if original is None else distance(latents, original)
+            if drift is not None:
+                self.found.drift.append(Drift(number, drift))
 
-    def _compare_outputs(self, step: int, loop: _Loop) -> None:
+    def _compare_outputs(self, step: int, loop: _WatchedProgram) -> None:
         """Compares what the programs return in a step with what the original's network returned, call by call."""
         calls = [call for call in self.calls if call.step == step]
-        parts = by_call(loop.outputs[step], calls)
+        parts = recording.split_by_call(loop.outputs[step], calls)
         if parts is None:
             line = f"{calls[0].network}: its program computes more or fewer conditions than the original"
-            self.compared.unlike.append(line)
+            self.found.unlike.append(line)
             return
         for call, part in zip(calls, parts, strict=True):
             added = distance(part, call.wide_output)
             if added is None:
                 shapes = f"{list(part.shape)}, and the original's {list(call.wide_output.shape)}"
-                self.compared.unlike.append(f"{call.network}: its program returns {shapes}")
+                self.found.unlike.append(f"{call.network}: its program returns {shapes}")
                 continue
-            rounding = max(call.rounding, floor(call.output))
+            rounding = max(call.rounding, least_rounding(call.output))
             unit = Unit(step, call.number, call.network, "", 0, "network", call.network, rounding, added, added)
-            self.compared.networks.append(unit)
+            self.found.networks.append(unit)
             if unit.verdict is Verdict.OTHER:
-                self.compared.fed[call.network, step] = loop.inputs
+                self.found.network_inputs[call.network, step] = loop.inputs
 
 
-class _Loop:
-    """A compiled network in a loop that is left after a step; what it gets and returns in its first step is kept.
+class _WatchedProgram:
+    """A compiled network in a loop that is left after a step. What it gets and returns in its first step is kept."""
 
-    Args:
-        call: The network.
-        first: The step that the loop begins with, from 0.
-        enough: The number of the last step, from 1.
-    """
-
-    def __init__(self, call: Any, first: int, enough: int) -> None:
+    def __init__(self, call: Any, first: int, last: int) -> None:
         self.call = call
-        self.step = self.first = first
-        self.enough = enough
+        self.step = self.first = first  #: The step that the loop begins with, from 0.
+        self.last = last  #: The number of the last step, from 1.
         self.batches, self.drops = call.batches, call.drops
         self.inputs: list[dict[str, Any]] = []
         self.outputs: dict[int, list[torch.Tensor]] = {first: []}
@@ -312,5 +284,99 @@ class _Loop:
         if latents is not None:
             self.latents[number] = latents.detach().clone()
         self.step = number
-        if number >= self.enough:
-            raise Enough
+        if number >= self.last:
+            raise LoopStop
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredProgram:
+    """A program before it is compiled, as far as two are compared."""
+
+    #: Dtype, shape and sharding of each weight and input, by path.
+    arguments: dict[str, str]
+    static: dict[str, str]  #: Its static arguments.
+    outputs: list[str]  #: Dtype and shape of its outputs.
+    modules: dict[str, str]  #: The classes of its modules, by path.
+    #: How many it has of each shape and dtype; scalars are left out.
+    constants: dict[str, int]
+    text: str  #: The program.
+
+    @property
+    def digest(self) -> str:
+        """The hash of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> LoweredProgram:
+    """Returns the program of some inputs, given as shapes with shardings, before it is compiled."""
+    whole = compiled.lowered(arrays, static)
+    text = whole.as_text()
+    arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
+    constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
+    return LoweredProgram(
+        {path: _argument_words(leaf) for path, leaf in arguments.items()},
+        {name: repr(value) for name, value in static},
+        [f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(whole.out_info)],
+        _module_classes(compiled.network.module),
+        dict(constants),
+        text,
+    )
+
+
+def _module_classes(module: torch.nn.Module) -> dict[str, str]:
+    return {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
+
+
+def _argument_words(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}"
+
+
+def run_programs(compiled: Compiled) -> list[LoweredProgram]:
+    """Returns the programs that a network was called with."""
+    programs = []
+    for static, tree, kinds in compiled.programs:
+        shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
+        programs.append(lower(compiled, jax.tree.unflatten(tree, shapes), static))
+    return programs
+
+
+def plan_programs(task: Task, stage: Stage, devices: Any) -> list[LoweredProgram]:
+    """Returns the programs that a plan has of a stage, whose inputs' shapes are known beforehand."""
+    with aot.outlined(task, stage, devices) as outline:
+        compiled = outline.program
+        return [lower(compiled, compiled.shapes(called.inputs), called.static) for called in outline.called]
+
+
+def program_differences(stage: Stage, run: list[LoweredProgram], plan: list[LoweredProgram]) -> list[str]:
+    """Returns what differs between the programs of a run and of a plan, a line each; none where all are the same.
+
+    A run that is left after some steps may have called fewer.
+    """
+    lines = []
+    digests = [program.digest for program in plan]
+    for program in run:
+        if program.digest not in digests:
+            nearest = min(plan, key=lambda other: sum(1 for _ in _differing_fields(program, other)), default=None)
+            what = "a plan has no program" if nearest is None else next(_differing_fields(program, nearest))
+            lines.append(f"{stage.name}: run and plan compile two programs ({program.digest}): {what}")
+    return lines
+
+
+def _differing_fields(run: LoweredProgram, plan: LoweredProgram) -> Iterator[str]:
+    """Yields what differs between two programs, the cause before what follows from it."""
+    for what in ("modules", "static", "arguments", "constants"):
+        ours, theirs = getattr(run, what), getattr(plan, what)
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if ours.get(name) != theirs.get(name):
+                kind = {"modules": "module", "static": "argument", "arguments": "", "constants": "constants of"}[what]
+                run_value, plan_value = ("absent" if each.get(name) is None else each[name] for each in (ours, theirs))
+                yield f"{kind} '{name}' is {run_value} in a run and {plan_value} in a plan".strip()
+    if run.outputs != plan.outputs:
+        yield f"the output is {', '.join(run.outputs)} in a run and {', '.join(plan.outputs)} in a plan"
+    pairs = zip(run.text.splitlines(), plan.text.splitlines(), strict=False)
+    other = next(((n, a, b) for n, (a, b) in enumerate(pairs, 1) if a != b), None)
+    if other is not None:
+        number, ours, theirs = other
+        yield f"line {number} of the text is `{ours.strip()[:120]}` in a run and `{theirs.strip()[:120]}` in a plan"
+    elif run.text != plan.text:
+        yield "the text of one goes on where the other ends"

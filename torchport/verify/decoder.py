@@ -1,8 +1,9 @@
-"""The decoder's frames, of the original, the yardstick and the port, given the same latents."""
+"""The decoder's frames, of the original, the yardstick and the port, from the same latents."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from torchport.compile.in_force import stage_in_force
 from torchport.stages.family import Steps
 from torchport.task import Task
 from torchport.task.devices import devices
-from torchport.verify import pictures
-from torchport.verify.facts import Decoded
+from torchport.verify.borders import compiled_network
+from torchport.verify.report import Decoded
 from torchport.verify.yardstick import computing_in, wide_dtype, wide_module, widened
 
 
-def recorded(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns the frames of the original and of the yardstick for the same latents, and what both were given."""
+def original_frames(task: Task, folder: Path, latents: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns the frames of the original and of the yardstick for the same latents, and these."""
     frames = {"original": _frames(task, folder, latents, False), "yardstick": _frames(task, folder, latents, True)}
     return {**frames, "latents": latents}
 
@@ -33,13 +34,13 @@ def _frames(task: Task, folder: Path, latents: Mapping[str, torch.Tensor], is_wi
     call: Any = None if stage.network is None else network.eager(task, stage, parts, folder)
     if call is not None and is_wide:
         dtype = wide_dtype(task.settings.dtypes[str(stage.network)])
-        call = _Widened(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
+        call = _WideNetwork(Eager(wide_module(call.module, dtype), call.how, call.outputs, call.name), dtype)
     frames: torch.Tensor = stage.run(parts, call, task.settings, Steps(), **latents)["frames"]
     return frames
 
 
 @dataclasses.dataclass(frozen=True)
-class _Widened:
+class _WideNetwork:
     """A network in the yardstick's dtype, called with inputs in the original's."""
 
     eager: Eager
@@ -57,20 +58,39 @@ class _Widened:
             return self.eager(**widened(inputs, self.dtype))
 
 
-def compared(task: Task, folder: Path, recording: Mapping[str, Any]) -> Decoded:
-    """Returns how far the port's frames are from the original's, given the same latents."""
+def compare(task: Task, folder: Path, recorded: Mapping[str, Any]) -> Decoded:
+    """Returns how far the port's frames are from the original's; see `original_frames`."""
     stage = task.family.STAGES[-1]
     with stage_in_force(task, stage):
-        parts = network.loaded(task, stage, folder)
-        call = None
-        if stage.network is not None:
+        if stage.network is None:
+            call, parts = None, network.loaded(task, stage, folder)
+        else:
             mesh = shard.make_mesh(task.job.mesh, devices(task.machine))
-            weights = network.placed(task, stage, parts, mesh, folder)
-            call = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
-        frames = stage.run(parts, call, task.settings, Steps(), **recording["latents"])["frames"]
-    yardstick = recording["yardstick"].float()
-    own = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
-    original = (recording["original"].float() - yardstick).abs()
-    worst = int(own.argmax())
-    shown = pictures.beside(recording["original"][0, worst], frames[0, worst])
-    return Decoded(float(original.max()), float(own.max()), worst, shown)
+            call, parts = compiled_network(task, stage, folder, mesh)
+        frames = stage.run(parts, call, task.settings, Steps(), **recorded["latents"])["frames"]
+    yardstick = recorded["yardstick"].float()
+    by_frame = (frames.float() - yardstick).abs().flatten(2).amax(2)[0]
+    original = (recorded["original"].float() - yardstick).abs()
+    worst = int(by_frame.argmax())
+    pictures = frame_pictures(recorded["original"][0, worst], frames[0, worst])
+    return Decoded(float(original.max()), float(by_frame.max()), worst, pictures)
+
+
+def frame_pictures(original_CHW: torch.Tensor, port_CHW: torch.Tensor) -> dict[str, bytes]:
+    """Returns two frames of bytes [3, H, W] and their difference, made visible, as PNG by what they are."""
+    difference = (original_CHW.int() - port_CHW.int()).abs()
+    greatest = int(difference.max())
+    times = 255 // greatest if greatest else 1
+    return {
+        "the original": _png(original_CHW),
+        "the port": _png(port_CHW),
+        f"the difference, {times} times": _png((difference * times).to(torch.uint8)),
+    }
+
+
+def _png(frame_CHW: torch.Tensor) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy()).save(file, "PNG")
+    return file.getvalue()

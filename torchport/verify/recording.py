@@ -4,14 +4,17 @@ The original runs in PyTorch, without the patches that a port needs and without 
 of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
 measured alone.
 
-Of a call whose borders take more than `LIMIT` bytes, units are recorded, and modules of a faulty unit later; of
+Of a call whose borders take more than `BORDERS_LIMIT` bytes, units are recorded, and modules of a faulty unit later; of
 guidance's other calls in the same step, what the network returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +24,40 @@ from torchport.compile import network, preflight
 from torchport.compile.eager import Eager
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
+from torchport.errors import MachineError, OutputError
+from torchport.foreign import brief
 from torchport.load import checkpoint
-from torchport.plan.verification import LIMIT
 from torchport.progress import log
 from torchport.stages.family import Stage, Steps
+from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
-from torchport.verify import decoder, handover, seams
-from torchport.verify.borders import Values, inner_paths, size
-from torchport.verify.original import Original
+from torchport.verify import decoder, seams
+from torchport.verify.borders import Original, Values, inner_paths, size
 from torchport.verify.yardstick import distance
+
+PAUSE = 0.1
+"""Seconds between two looks at the folder."""
 
 
 @dataclasses.dataclass
-class Call:
-    """One call of a network.
+class RecordedCall:
+    """One call of a network."""
 
-    Attributes:
-        stage: The stage's name.
-        network: The component.
-        step: The denoising step, from 0.
-        number: The call in this step, from 0.
-        inputs: What the network got.
-        output: What it returned.
-        wide_output: What the yardstick returned.
-        values: The original's at the borders; empty where those of another call of the step are too large already.
-        outer: The yardstick's at the borders of units, with the original's at those borders; large ones in some rows.
-        inner: The yardstick's at all borders, with the original's at all; empty where that would be too large.
-        is_whole: Whether all modules were recorded.
-    """
-
-    stage: str
-    network: str
-    step: int
-    number: int
-    inputs: dict[str, Any]
-    output: Any
-    wide_output: Any
+    stage: str  #: The stage's name.
+    network: str  #: The component.
+    step: int  #: The denoising step, from 0.
+    number: int  #: The call in this step, from 0.
+    inputs: dict[str, Any]  #: What the network got.
+    output: Any  #: What it returned.
+    wide_output: Any  #: What the yardstick returned.
+    #: The original's at the borders; empty where those of another call of the step are too large already.
     values: Values
+    #: The yardstick's at the borders of units, with the original's at those borders; large ones in some rows.
     outer: Values
+    #: The yardstick's at all borders, with the original's at all; empty where that would be too large.
     inner: Values
-    is_whole: bool = True
+    is_whole: bool = True  #: Whether all modules were recorded.
 
     @property
     def rounding(self) -> float:
@@ -69,7 +65,7 @@ class Call:
         return distance(self.output, self.wide_output) or 0.0
 
 
-def by_call(outputs: Sequence[torch.Tensor], calls: Sequence[Call]) -> list[torch.Tensor] | None:
+def split_by_call(outputs: Sequence[torch.Tensor], calls: Sequence[RecordedCall]) -> list[torch.Tensor] | None:
     """Returns what a port computed in a step, for each of the original's calls in it.
 
     Args:
@@ -86,26 +82,22 @@ def by_call(outputs: Sequence[torch.Tensor], calls: Sequence[Call]) -> list[torc
 
 @dataclasses.dataclass
 class Recording:
-    """What the original did.
+    """What the original did."""
 
-    Attributes:
-        encoded: What the stages before denoising returned, by stage.
-        calls: Of its networks in the chosen steps, in order.
-        latents: After each step, by its number from 1.
-        states: What a loop goes on from at each chosen step, by the number of steps before it.
-        ends: What each denoising stage returned, by its name.
-        seams: What its stages and its loop pass on.
-        likes: What a call of each network returns, for loops without a network.
-        decoded: Frames of the original and of the yardstick, and the latents; None where they are not compared.
-    """
-
+    #: What the stages before denoising returned, by stage.
     encoded: dict[str, dict[str, torch.Tensor]]
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    #: Of its networks in the chosen steps, in order.
+    calls: list[RecordedCall] = dataclasses.field(default_factory=list)
+    #: After each step, by its number from 1.
     latents: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    #: What a loop goes on from at each chosen step, by the number of steps before it.
     states: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    #: What each denoising stage returned, by its name.
     ends: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    seams: Any = None
+    seams: Any = None  #: What its stages and its loop pass on.
+    #: What a call of each network returns, for loops without a network.
     likes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    #: Frames of the original and of the yardstick, and the latents; None where they are not compared.
     decoded: Any = None
 
     @property
@@ -119,18 +111,18 @@ class Recording:
         return tuple(sorted({call.step for call in self.calls}))
 
 
-class Enough(BaseException):
+class LoopStop(BaseException):
     """Leaves a loop after the last step that is looked at."""
 
 
-def weights_of(task: Task) -> Path:
+def checkpoint_folder(task: Task) -> Path:
     """Returns the folder of a task's checkpoint; the tiny one is written if it is not there."""
     if task.is_tiny:
         return network.write_tiny(task)
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).folder
 
 
-def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+def encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Returns what each stage before denoising returns; the original's patches must be in force."""
     outputs: dict[str, dict[str, torch.Tensor]] = {}
     for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
@@ -140,6 +132,26 @@ def encoded(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return outputs
 
 
+def write(recording: Any, file: Path) -> None:
+    """Writes a recording for the port's process, which waits for it: a file that has its name is whole."""
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        torch.save(recording, unfinished)
+        unfinished.rename(file)
+    except (OSError, RuntimeError) as error:  # PyTorch raises the latter where the disk is full
+        fact = f"What the original computes cannot be written: {brief(error)}"
+        raise OutputError(str(file.parent), fact, "Free space there, or name another folder with TMPDIR=DIR") from error
+
+
+def wait(file: Path, parent: int) -> None:
+    """Returns when a recording is there. The process that started this one ends it where the original is refused."""
+    while not file.exists():
+        if os.getppid() != parent:
+            fact = "The process that waits for this one has ended"
+            raise MachineError("torchport.verify", fact, "Verify again")
+        time.sleep(PAUSE)
+
+
 def read(path: Path) -> Recording:
     """Returns the recording of a verification, from its file."""
     # Our own file, in a folder that only this user has. Its tensors stay there until they are read.
@@ -147,12 +159,7 @@ def read(path: Path) -> Recording:
     return recording
 
 
-def record(
-    request: Request,
-    steps: tuple[int, ...] | None,
-    file: Path,
-    decodes: bool = False,
-) -> None:
+def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes: bool = False) -> None:
     """Writes what the original does to a file; runs in a process of its own.
 
     Args:
@@ -161,28 +168,25 @@ def record(
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.
     """
-    handover.write(recorded(accept(request), steps, decodes), file)
+    write(recording_of(accept(request), steps, decodes), file)
 
 
-def recorded(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
+def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Recording:
     """Returns what the original does; see `record`."""
     with in_force(task, task.family.STAGES):
         preflight.check(task)
-        folder = weights_of(task)
-        recording = Recording(encoded(task, folder))
+        folder = checkpoint_folder(task)
+        recording = Recording(encoder_outputs(task, folder))
         for stage in task.denoising:
             if _is_over(recording, steps, decodes):
                 break
-            _Loop(task, stage, folder, recording, steps, decodes).run()
+            _RecordedLoop(task, stage, folder, recording, steps, decodes).run()
         if decodes:
-            recording.decoded = decoder.recorded(task, folder, recording.ends[task.denoising[-1].name])
+            recording.decoded = decoder.original_frames(task, folder, recording.ends[task.denoising[-1].name])
         outputs = {call.network: call.output for call in reversed(recording.calls)}
-        likes = {
-            str(stage.network): outputs.get(str(stage.network), recording.calls[0].output) for stage in task.denoising
-        }
-        recording.likes = {
-            name: output if isinstance(output, torch.Tensor) else output[0] for name, output in likes.items()
-        }
+        for network_name in (str(stage.network) for stage in task.denoising):
+            output = outputs.get(network_name, recording.calls[0].output)
+            recording.likes[network_name] = output if isinstance(output, torch.Tensor) else output[0]
         recording.seams = seams.record(task, folder, recording.steps, recording.likes, encoded=recording.encoded)
     return recording
 
@@ -191,17 +195,8 @@ def _is_over(recording: Recording, steps: tuple[int, ...] | None, decodes: bool)
     return not decodes and steps is not None and len(recording.latents) > max(steps)
 
 
-class _Loop:
-    """A stage's loop, recorded.
-
-    Args:
-        task: The original's.
-        stage: The stage.
-        folder: The checkpoint's.
-        recording: Is added to.
-        steps: As `record` has them.
-        decodes: Whether all steps are taken.
-    """
+class _RecordedLoop:
+    """A stage's loop, recorded."""
 
     def __init__(
         self,
@@ -218,7 +213,7 @@ class _Loop:
         chosen = (self.start,) if steps is None else steps
         self.chosen = [step for step in chosen if step >= self.start]
         is_last = stage.name == task.denoising[-1].name
-        self.enough = max(chosen) + 1 if (is_last or steps is not None) and not decodes else task.settings.steps + 1
+        self.stop = max(chosen) + 1 if (is_last or steps is not None) and not decodes else task.settings.steps + 1
         self.step = self.start
 
     def run(self) -> None:
@@ -229,11 +224,11 @@ class _Loop:
         inputs = {**recording.embeddings, **task.noise(stage)}
         if self.start in self.chosen and self.start:
             recording.states[self.start] = self.state
-        call = Recorded(eager, self)
+        call = RecordedNetwork(eager, self)
         steps = Steps(finished=self._finished, resume=(self.start, self.state) if self.start else None)
         try:
             recording.ends[stage.name] = stage.run(parts, call, task.settings, steps, **inputs)
-        except Enough:
+        except LoopStop:
             log.debug("%s: step %d is the last that is looked at", stage.name, self.step - 1)
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
@@ -244,8 +239,8 @@ class _Loop:
         if number in self.chosen:
             recording.states[number] = {name: _copied(tensor) for name, tensor in state.items()}
         self.step = number
-        if number >= self.enough:
-            raise Enough
+        if number >= self.stop:
+            raise LoopStop
 
 
 def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tuple[int, dict[str, torch.Tensor]]:
@@ -257,18 +252,18 @@ def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tu
     return 0, {}
 
 
-class Recorded:
+class RecordedNetwork:
     """An eager network whose calls in chosen steps are recorded, with the yardstick's beside them."""
 
     batches = False
     drops = False
 
-    def __init__(self, eager: Eager, loop: _Loop) -> None:
+    def __init__(self, eager: Eager, loop: _RecordedLoop) -> None:
         self.eager = eager
         self.loop = loop
         self.original = Original(eager, loop.task.settings.dtypes[str(loop.stage.network)])
-        self._last = (-1, 0)
-        self._is_large = False  # whether the borders of one call are more than `LIMIT`
+        self._last_call = (-1, 0)
+        self._is_large = False  # whether the borders of one call are more than `BORDERS_LIMIT`
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as they are."""
@@ -279,26 +274,26 @@ class Recorded:
         step = self.loop.step
         if step not in self.loop.chosen:
             return self.eager(**inputs)
-        number = self._last[1] + 1 if self._last[0] == step else 0
-        self._last = (step, number)
-        return self._recorded(step, number, inputs)
+        number = self._last_call[1] + 1 if self._last_call[0] == step else 0
+        self._last_call = (step, number)
+        return self._record(step, number, inputs)
 
-    def _recorded(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
+    def _record(self, step: int, number: int, inputs: dict[str, Any]) -> Any:
         original = self.original
-        paths = [] if number and self._is_large else ["", *original.outer]
+        paths = [] if number and self._is_large else ["", *original.units]
         kept = {name: _copied(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        output, outer = original.watched(kept, paths)
+        output, outer = original.observed(kept, paths)
         wide_output, _ = original.yardstick(kept, [], {})
         wide_outer = original.yardstick(kept, paths, outer)[1] if paths else {}
-        self._is_large = self._is_large or size(outer) > LIMIT
-        every = original.every
+        self._is_large = self._is_large or size(outer) > BORDERS_LIMIT
+        all_paths = original.all_paths
         # Guidance's other calls go through the same modules.
-        is_whole = number == 0 and size(outer) * len(every) / len(paths) <= LIMIT
-        values = original.watched(kept, every)[1] if is_whole else outer
-        wide_inner = original.yardstick(kept, every, values)[1] if is_whole else {}
+        is_whole = number == 0 and size(outer) * len(all_paths) / len(paths) <= BORDERS_LIMIT
+        values = original.observed(kept, all_paths)[1] if is_whole else outer
+        wide_inner = original.yardstick(kept, all_paths, values)[1] if is_whole else {}
         stage = self.loop.stage
         self.loop.recording.calls.append(
-            Call(
+            RecordedCall(
                 *(stage.name, str(stage.network), step, number, kept, _copied(output), wide_output),
                 *(values, wide_outer, wide_inner, is_whole),
             )
@@ -311,43 +306,36 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inside:
-    """A unit of one call of a network.
+class BlockKey:
+    """A unit of one call of a network."""
 
-    Attributes:
-        network: The component.
-        step: The denoising step, from 0.
-        number: The call in this step, from 0.
-        block: The unit's path.
-    """
+    network: str  #: The component.
+    step: int  #: The denoising step, from 0.
+    number: int  #: The call in this step, from 0.
+    block: str  #: The unit's path.
 
-    network: str
-    step: int
-    number: int
-    block: str
-
-    def call_of(self, recording: Recording) -> Call:
+    def call_of(self, recording: Recording) -> RecordedCall:
         """Returns the call in a recording."""
         key = self.network, self.step, self.number
         return next(call for call in recording.calls if (call.network, call.step, call.number) == key)
 
 
-def record_inside(request: Request, inside: Inside, file: Path) -> None:
-    """Adds to a recording what the original has in a unit; runs in a process of its own.
+def record_modules(request: Request, key: BlockKey, file: Path) -> None:
+    """Adds to a recording what the original has in a unit, and writes it anew; runs in a process of its own."""
+    recording = read(file)
+    call = key.call_of(recording)
+    with original_network(accept(request), call) as original:
+        paths = inner_paths(original.eager.module, key.block)
+        call.values = {**call.values, **original.observed(call.inputs, paths)[1]}
+        call.inner = original.yardstick(call.inputs, [*original.units, *paths], call.values)[1]
+    write(recording, file)
 
-    Args:
-        request: Of the original.
-        inside: The unit.
-        file: The recording; it is written anew.
-    """
-    task, recording = accept(request), read(file)
-    call = inside.call_of(recording)
+
+@contextlib.contextmanager
+def original_network(task: Task, call: RecordedCall) -> Iterator[Original]:
+    """Gives the network of a recorded call, loaded again, with the patches of its stage in force."""
     stage = next(dataclasses.replace(stage, prepare=None) for stage in task.denoising if stage.name == call.stage)
     with in_force(task, [stage]):
-        folder = weights_of(task)
+        folder = checkpoint_folder(task)
         eager = network.eager(task, stage, network.loaded(task, stage, folder), folder)
-        original = Original(eager, task.settings.dtypes[inside.network])
-        paths = inner_paths(eager.module, inside.block)
-        call.values = {**call.values, **original.watched(call.inputs, paths)[1]}
-        call.inner = original.yardstick(call.inputs, [*original.outer, *paths], call.values)[1]
-    handover.write(recording, file)
+        yield Original(eager, task.settings.dtypes[call.network])

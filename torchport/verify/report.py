@@ -1,23 +1,30 @@
-"""A verification as twelve lines, as data, and as a page: nothing is measured here."""
+"""What a verification measured and what follows from it: its verdict, as twelve lines, as data, and as a page."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import enum
 import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from torchport.files import atomic
-from torchport.verify.chart import Chart, chart_of, heat_of
-from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict, Verification
+from torchport.files import atomic, page
+from torchport.files.page import Curve, LineChart, PageTable
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+ROUNDING = 2.0
+"""Up to this ratio a unit's error is rounding."""
+FAULT = 3.0
+"""Above this ratio a unit's error is a fault's."""
+
+Kind = Literal["network", "block", "module", "forward"]
+How = Literal["absence", "elimination"]
 KINDS: dict[Kind, str] = {"block": "blocks", "module": "modules", "forward": "stretches of forward() between them"}
 """What units are called where they are counted, in this order."""
-SAID = (
+UNIT_VERDICTS = (
     f"with at most {ROUNDING:g} times the rounding",
     "with more, which the output does not show",
     "unclear",
@@ -26,7 +33,274 @@ SAID = (
 )
 """What is said of units where they are counted."""
 SHOWN = 100
-"""Rows of a table of units on the page: those with the greatest ratios."""
+"""Rows of the table of units on the page: those with the greatest ratios."""
+HOTTEST = 100.0
+"""The ratio from which a cell of the heat map is as hot as it gets."""
+CURVES = {"rounding": "the original's rounding", "added": "added by the port", "inherited": "with the errors before it"}
+
+
+class Verdict(enum.StrEnum):
+    """What is said of a unit, of a value, and of all."""
+
+    SAME = "same"
+    UNCLEAR = "unclear"
+    OTHER = "different"
+
+
+def verdict_of(ratio: float) -> Verdict:
+    """Returns the verdict of an error over the original's own."""
+    if math.isnan(ratio) or ratio > FAULT:
+        return Verdict.OTHER
+    return Verdict.SAME if ratio <= ROUNDING else Verdict.UNCLEAR
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """One unit of a network in one of its calls. Distances are max|a - b| / max|b|, b being the yardstick."""
+
+    step: int  #: The denoising step, from 0.
+    #: The call of the network in this step, from 0: guidance may call it twice.
+    call: int
+    network: str  #: The component.
+    #: The module's path in it; empty for the network. Of a forward: its module's.
+    path: str
+    depth: int  #: The order in which units begin, from 0.
+    #: Network, block, module, or forward: what a forward computes itself between the modules that it calls.
+    kind: Kind
+    name: str  #: As a person reads it: `transformer.blocks.3.forward before norm2`.
+    #: The distance of the original, in the job's dtypes, from the yardstick.
+    rounding: float
+    #: That of the port, whose unit gets the original's inputs: the unit's own error.
+    added: float
+    #: That of the port, whose network gets the original's inputs: with the errors of all units before. None where it
+    #: was not measured.
+    inherited: float | None = None
+    #: What its own error alone does to the network's output, in units of the rounding there. None where it was not
+    #: measured.
+    effect: float | None = None
+    #: Which of the calls of its module this is, from 0: a module may be called more than once.
+    number: int = 0
+    #: Whether it stands behind the first fault: effects are not measured there.
+    is_behind: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Its own error over the original's: about 1 is rounding."""
+        if self.added == 0:
+            return 0.0
+        return self.added / self.rounding if self.rounding > 0 else math.inf
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether its error is more than rounding, and the network's output does not show it."""
+        return self.ratio > ROUNDING and self.verdict is Verdict.SAME
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is said of it: an error that the network's output does not show is none.
+
+        A unit behind the first fault is no fault: whether the output shows its error is not known.
+        """
+        verdict = verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
+        return Verdict.UNCLEAR if self.is_behind and verdict is Verdict.OTHER else verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """A value that the loop passes to a network or from one, or between stages, compared by name."""
+
+    #: `sigmas`, `timesteps`, noise, guidance, an embedding, a dtype, a field of the scheduler.
+    name: str
+    stage: str  #: The stage that makes or takes it.
+    step: int | None  #: The denoising step, from 0; None for what is before the loop.
+    original: str  #: The original's, in words.
+    port: str  #: The port's, in words.
+    #: max|a - b| / max|b|; 0 for words that agree, and infinity for others.
+    distance: float
+    allowed: float  #: The greatest distance that is rounding.
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it is rounding."""
+        return Verdict.SAME if self.distance <= self.allowed else Verdict.OTHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """A patch that a unit's error comes from, or that it may come from."""
+
+    patch: str  #: The entry's id.
+    place: str  #: Where it is declared, `file:line`.
+    promise: str  #: What it promised of its equivalence, in words.
+    unit: str  #: The name of the unit.
+    with_it: float  #: The unit's error with it.
+    #: Without it; None where the network cannot be called without it.
+    without_it: float | None
+    #: Absence: the error goes when it is left out; elimination: no other patch is at fault.
+    how: How
+    rounding: float | None = None  #: The unit's; None for a value of the loop.
+    #: Whether the family's `prepare` changes the unit, so that it may be at fault in the patch's place.
+    prepared: bool = False
+
+    def words(self, error: float) -> str:
+        """Returns an error in words: of a unit in times its rounding, of a value of the loop as a part of it."""
+        if self.rounding is not None:
+            return f"{error / self.rounding:.3g} times the rounding"
+        return "another value" if math.isinf(error) else f"{error:.2g} of the largest value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Drift:
+    """How far a free-running port is from the original, which is no verdict."""
+
+    step: int  #: The steps that were taken.
+    distance: float  #: max|a - b| / max|b| of the latents after them.
+    floor: float | None = None  #: The same of another mesh; None where none was run.
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Frames of the decoder given the same latents."""
+
+    #: The greatest difference of the original's frames from the yardstick's, in levels of 255.
+    rounding: float
+    added: float  #: Of the port's.
+    frame: int  #: The port's worst frame, from 0.
+    #: That frame as PNG, by what it is: the original's, the port's, and their difference.
+    pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """A difference of one level is rounding's: frames are whole levels."""
+        return Verdict.SAME if self.added <= 1 else verdict_of(self.added / max(self.rounding, 1.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """All that a verification measured."""
+
+    model: str  #: The card's name.
+    config: str  #: The job, as it was named.
+    dtypes: dict[str, str]  #: Of the networks, by component.
+    yardstick: dict[str, str]  #: The dtype of the yardstick, by component.
+    strategy: str  #: Of sharding.
+    mesh: dict[str, int]  #: Its axes' sizes.
+    steps: tuple[int, ...]  #: The denoising steps that were compared, from 0.
+    total: int  #: The steps of the job.
+    #: What the port was compared with: `original` or a folder of a capture.
+    against: str = "original"
+    seams: tuple[Seam, ...] = ()  #: What was compared by name.
+    units: tuple[Unit, ...] = ()  #: What was compared unit by unit.
+    causes: tuple[Cause, ...] = ()  #: The patches that are at fault.
+    clue: str = ""  #: Where to look when no patch is at fault; else empty.
+    drift: tuple[Drift, ...] = ()  #: Of the free-running port.
+    floor: str = ""  #: What the floor of the drift is, in words; empty without one.
+    #: The decoder's frames; None where they were not compared.
+    decoded: Decoded | None = None
+    #: Facts that are no measurement and no verdict, a line each: what was not compared.
+    unlike: tuple[str, ...] = ()
+    left_out: int = 0  #: Blocks that were not compared, as a capture lacks them.
+    #: A line for each program that `run` and `plan` do not have in common.
+    programs: tuple[str, ...] = ()
+    #: By what took them.
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bad_seams(self) -> list[Seam]:
+        """The seams that differ, in the order of the run."""
+        return [seam for seam in self.seams if seam.verdict is Verdict.OTHER]
+
+    @property
+    def culprits(self) -> list[Unit]:
+        """The units at fault: the innermost of the first call that has one, in order of depth."""
+        bad = [unit for unit in self.units if unit.verdict is Verdict.OTHER]
+        if not bad:
+            return []
+        first = min((unit.step, unit.call) for unit in bad)
+        bad = sorted((u for u in bad if (u.step, u.call) == first), key=lambda unit: unit.depth)
+        outer = [unit for unit in bad if unit.kind == "block" or (unit.kind == "forward" and not unit.path)]
+        if not outer:
+            return bad
+        inner = [u for u in bad if u.path and u.kind != "block" and f"{u.path}.".startswith(f"{outer[0].path}.")]
+        return [*inner, outer[0]]
+
+    @property
+    def worst(self) -> Unit | None:
+        """The unit with the greatest ratio among those that say the verdict; None without units."""
+        units = [unit for unit in self.units if not unit.is_harmless] or list(self.units)
+        return max(units, key=lambda unit: unit.ratio, default=None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Different if a seam, a unit or the decoder is; unclear if one of them is, and where no unit was compared."""
+        verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
+        verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
+        verdicts |= set() if self.units else {Verdict.UNCLEAR}
+        return next((one for one in (Verdict.OTHER, Verdict.UNCLEAR) if one in verdicts), Verdict.SAME)
+
+    @property
+    def verdict_words(self) -> str:
+        """The verdict in words: without the decoder's frames, that the latents are the same, and no more."""
+        same = "the same latents" if self.decoded is None else "the same picture"
+        return {Verdict.SAME: same, Verdict.UNCLEAR: "unclear", Verdict.OTHER: "another picture"}[self.verdict]
+
+    @property
+    def exit_code(self) -> int:
+        """1 for another picture, else 0."""
+        return int(self.verdict is Verdict.OTHER)
+
+    @property
+    def first_line(self) -> str:
+        """The verdict, and what is at fault or what was compared."""
+        line = f"{self.verdict_words}: "
+        if self.bad_seams:
+            seam = self.bad_seams[0]
+            at = f"{seam.stage}, step {seam.step}" if seam.step is not None else seam.stage
+            return f"{line}{seam.name} ({at}) is {seam.port}, and the original's is {seam.original}{self._blame()}"
+        if self.culprits:
+            unit = self.culprits[0]
+            where = f"at step {unit.step}"
+            return f"{line}{unit.name} adds {unit.ratio:.3g} times the rounding {where}{self._blame()}"
+        if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
+            decoded = self.decoded
+            return f"{line}frame {decoded.frame} of decode differs by {decoded.added:.3g} levels of 255{self._blame()}"
+        unclear = [unit for unit in self.units if unit.verdict is Verdict.UNCLEAR]
+        if self.verdict is Verdict.UNCLEAR and unclear:
+            unit = max(unclear, key=lambda unit: unit.ratio)
+            seen = "" if unit.effect is None else f", and moves the output by {unit.effect:.3g} roundings"
+            between = f"up to {ROUNDING:g} is rounding, above {FAULT:g} a fault"
+            words = f"{unit.name} adds {unit.ratio:.3g} times the rounding at step {unit.step}{seen}"
+            return f"{self.verdict_words} ({self._compared()}): {words}; {between}{self._harmless()}"
+        worst = self.worst
+        if worst is None:
+            return f"{line}no network was compared; every value of the loop agrees"
+        most = f"no unit adds more than {worst.ratio:.3g} times the rounding ({worst.name}, step {worst.step})"
+        return f"{self.verdict_words} ({self._compared()}): {most}{self._harmless()}"
+
+    def _compared(self) -> str:
+        steps = f"{len(self.steps)} of {self.total} steps compared"
+        steps += f", without {self.left_out} blocks that the capture lacks" if self.left_out else ""
+        if self.decoded is not None:
+            return f"{steps}, and the decoder"
+        remedy = "add --decode" if self.against == "original" else "capture with --decode"
+        return f"{steps}; the decoder was not: {remedy}"
+
+    def _harmless(self) -> str:
+        """Returns the unit that adds most of those whose error the output does not show, with its figures."""
+        units = [unit for unit in self.units if unit.is_harmless]
+        if not units:
+            return ""
+        most = max(units, key=lambda unit: unit.ratio)
+        figures = f"adds {most.ratio:.3g} times the rounding, and moves the output by {most.effect:.3g} roundings"
+        more = f", and {len(units) - 1} more" if len(units) > 1 else ""
+        return f"; harmless: {most.name} {figures}{more}"
+
+    def _blame(self) -> str:
+        if self.causes:
+            cause = self.causes[0]
+            prepared = "; or the family's `prepare`, which changes this module" if cause.prepared else ""
+            return f"; patch {cause.patch} ({cause.place}), which promises: {cause.promise}{prepared}"
+        return f"; {self.clue}" if self.clue else ""
 
 
 def lines(verification: Verification) -> list[str]:
@@ -89,13 +363,13 @@ def _unit_line(verification: Verification) -> str:
         return ""
     numbers = Counter(unit.kind for unit in units)
     kinds = ", ".join(f"{numbers[kind]} {name}" for kind, name in KINDS.items() if numbers[kind])
-    said = Counter(_said(unit) for unit in units)
-    return f"units: {kinds}: {', '.join(f'{said[words]} {words}' for words in SAID if said[words])}"
+    verdicts = Counter(_unit_verdict(unit) for unit in units)
+    return f"units: {kinds}: {', '.join(f'{verdicts[words]} {words}' for words in UNIT_VERDICTS if verdicts[words])}"
 
 
-def _said(unit: Unit) -> str:
-    """Returns one of `SAID`."""
-    within, harmless, between, fault, behind = SAID
+def _unit_verdict(unit: Unit) -> str:
+    """Returns one of `UNIT_VERDICTS`."""
+    within, harmless, between, fault, behind = UNIT_VERDICTS
     if unit.verdict is Verdict.SAME:
         return harmless if unit.is_harmless else within
     if unit.verdict is Verdict.OTHER:
@@ -112,8 +386,8 @@ def _culprit_line(verification: Verification) -> str:
     effect = "" if unit.effect is None else f"{output} {unit.effect:.3g} times the rounding there"
     others = len(verification.culprits) - 1
     more = f"; {others} more in the same call" if others else ""
-    own = f"first: {unit.name} adds {unit.ratio:.3g} times the rounding"
-    return f"{own}{before}{effect}{more}; the rounding is {unit.rounding:.2g} of the largest value"
+    words = f"first: {unit.name} adds {unit.ratio:.3g} times the rounding"
+    return f"{words}{before}{effect}{more}; the rounding is {unit.rounding:.2g} of the largest value"
 
 
 def _cause_line(verification: Verification) -> str:
@@ -158,7 +432,7 @@ def data(verification: Verification) -> dict[str, Any]:
         for unit in verification.units
     ]
     rows["seams"] = [{**dataclasses.asdict(seam), "verdict": seam.verdict} for seam in verification.seams]
-    head = {"verdict": verification.said, "first_line": verification.first_line}
+    head = {"verdict": verification.verdict_words, "first_line": verification.first_line}
     finite: dict[str, Any] = _finite({**head, "exit_code": verification.exit_code, **rows})
     return finite
 
@@ -174,53 +448,129 @@ def _finite(value: Any) -> Any:
 
 
 def write(file: Path, verification: Verification) -> None:
-    """Writes a verification as a page; an older file gives way, once the new one is complete.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    with atomic.writing(file) as temporary:
-        temporary.write_text(page(verification), encoding="utf-8")
+    """Writes a verification as a page; an older file gives way, once the new one is complete."""
+    atomic.write_text(file, page_of(verification))
 
 
-def page(verification: Verification) -> str:
+def page_of(verification: Verification) -> str:
     """Returns a verification as one HTML page that refers to nothing outside itself."""
-    import jinja2
-
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
     units = sorted(verification.units, key=lambda unit: unit.ratio, reverse=True)
-    return template.render(
-        one=verification,
+    pictures = {} if verification.decoded is None else verification.decoded.pictures
+    heads = "unit|step.call|kind|rounding|added|ratio|inherited|effect|verdict"
+    return page.rendered(
+        TEMPLATE,
+        verification=verification,
         lines=lines(verification)[1:],
         heat=heat_of(verification.units),
         charts=_charts(verification.units),
-        units=[_row(unit) for unit in units[:SHOWN]],
+        causes=_cause_table(verification),
+        drift=_drift_table(verification),
+        units=page.table("", heads, [_unit_row(unit) for unit in units[:SHOWN]]),
         left_out=max(0, len(units) - SHOWN),
-        seams=sorted(verification.seams, key=lambda seam: seam.verdict is Verdict.SAME),
-        pictures=_pictures(verification),
+        seams=_seam_table(verification),
+        pictures=[(name, base64.b64encode(png).decode()) for name, png in pictures.items()],
     )
 
 
-def _charts(units: Sequence[Unit]) -> list[Chart]:
+class Cell(NamedTuple):
+    """One cell of a heat map."""
+
+    text: str  #: The ratio.
+    kind: str  #: The class of its colour.
+    shade: float  #: Its opacity, 0 to 1.
+
+
+class Heat(NamedTuple):
+    """A heat map of blocks and steps."""
+
+    columns: list[str]
+    #: A block's name and cells; None where it was not measured in a step.
+    rows: list[tuple[str, list[Cell | None]]]
+
+
+def heat_of(units: Sequence[Unit]) -> Heat:
+    """Returns the ratios of networks and blocks in each call of each step; modules are in the table."""
+    outer = sorted((u for u in units if u.kind in ("network", "block")), key=lambda u: (u.network, u.depth))
+    calls = sorted({(unit.step, unit.call) for unit in outer})
+    by_place = {(unit.network, unit.path, unit.step, unit.call): unit for unit in outer}
+    rows = [
+        (f"{network}.{path}" if path else network, [_cell(by_place.get((network, path, *call))) for call in calls])
+        for network, path in dict.fromkeys((unit.network, unit.path) for unit in outer)
+    ]
+    return Heat([f"step {step}" + (f", call {call}" if call else "") for step, call in calls], rows)
+
+
+def _cell(unit: Unit | None) -> Cell | None:
+    if unit is None:
+        return None
+    kind = "bad" if unit.verdict is Verdict.OTHER else "unclear" if unit.ratio > ROUNDING else "same"
+    heat = math.log(max(min(unit.ratio, HOTTEST), 0.1) / 0.1) / math.log(HOTTEST / 0.1)
+    return Cell(f"{unit.ratio:.2g}", kind, 0.15 + 0.85 * heat)
+
+
+def _charts(units: Sequence[Unit]) -> list[LineChart]:
     """Returns error against depth of each network, of its call with the worst block."""
     charts = []
     for network in dict.fromkeys(unit.network for unit in units):
         blocks = [unit for unit in units if unit.network == network and unit.kind == "block"]
         if len(blocks) > 1:
             worst = max(blocks, key=lambda unit: unit.ratio)
-            charts.append(chart_of([u for u in blocks if (u.step, u.call) == (worst.step, worst.call)]))
+            call = [unit for unit in blocks if (unit.step, unit.call) == (worst.step, worst.call)]
+            charts.append(_chart(sorted(call, key=lambda unit: unit.depth)))
     return charts
 
 
-def _row(unit: Unit) -> list[str]:
+def _chart(units: Sequence[Unit]) -> LineChart:
+    """Returns error against depth of the blocks of one call, on a logarithmic scale."""
+    values = {kind: [getattr(unit, kind) for unit in units] for kind in CURVES}
+    known = [v for group in values.values() for v in group if v is not None and 0 < v < math.inf]
+    low, high = (math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))) if known else (-8, 0)
+    high = max(high, low + 1)
+
+    def height(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) if value < math.inf else 1.0
+
+    curves = []
+    for kind, label in CURVES.items():
+        last = max(len(units) - 1, 1)
+        points = [(n / last, height(value)) for n, value in enumerate(values[kind]) if value is not None and value > 0]
+        curves += [Curve(kind, label, points)] if points else []
+    first = units[0]
+    title = f"{first.network}, step {first.step}, call {first.call}: error against depth"
+    ticks = [(height(10.0**power), f"1e{power}") for power in range(low, high + 1)]
+    return LineChart(title, curves, ticks, (first.path, units[-1].path))
+
+
+def _unit_row(unit: Unit) -> list[str]:
     optional = ("" if value is None else f"{value:.3g}" for value in (unit.inherited, unit.effect))
     verdict = "harmless" if unit.is_harmless else str(unit.verdict)
     numbers = (f"{unit.rounding:.2e}", f"{unit.added:.2e}", f"{unit.ratio:.3g}", *optional)
     return [unit.name, f"{unit.step}.{unit.call}", unit.kind, *numbers, verdict]
 
 
-def _pictures(verification: Verification) -> list[tuple[str, str]]:
-    """Returns the frames of the page: what each is, and the picture as text."""
-    if verification.decoded is None:
-        return []
-    return [(name, base64.b64encode(png).decode()) for name, png in verification.decoded.pictures.items()]
+def _cause_table(verification: Verification) -> PageTable:
+    rows = []
+    for cause in verification.causes:
+        without = "" if cause.without_it is None else cause.words(cause.without_it)
+        errors = cause.words(cause.with_it), without
+        rows.append((cause.patch, cause.place, cause.promise, cause.unit, *errors, cause.how))
+    return page.table("", "patch|where|promises|unit|error with it|without it|by", rows)
+
+
+def _drift_table(verification: Verification) -> PageTable:
+    rows = [
+        (row.step, f"{row.distance:.2e}", "" if row.floor is None else f"{row.floor:.2e}") for row in verification.drift
+    ]
+    floor = f"floor: {verification.floor}" if verification.floor else "floor"
+    return page.table("", f"after step|distance|{floor}", rows)
+
+
+def _seam_table(verification: Verification) -> PageTable:
+    """Returns the seams, those that differ first."""
+    rows = []
+    for seam in sorted(verification.seams, key=lambda seam: seam.verdict is Verdict.SAME):
+        step = "" if seam.step is None else seam.step
+        distances = f"{seam.distance:.2e}", f"{seam.allowed:.2e}"
+        rows.append((seam.name, seam.stage, step, seam.original, seam.port, *distances))
+    heads = "value|stage|step|original|port|distance|allowed"
+    return page.table("", heads, rows, bad=len(verification.bad_seams))

@@ -1,146 +1,152 @@
-"""The units of one call of a network: each with the original's inputs, beside the original and the yardstick."""
+"""The units of one call of a network: each with the original's inputs, beside the original and the yardstick.
+
+A unit's effect is what its own error does to the network's output. The original shows it: in a port with a fault, what
+stands before the fault may be seen through it alone. Beside a capture, where the original cannot be called, the port
+shows it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from torchport.verify.borders import Border, Pass, Values, inner_paths
-from torchport.verify.effects import Outputs, of_port
-from torchport.verify.facts import FAULT, ROUNDING, Kind, Unit, Verdict
-from torchport.verify.original import given
-from torchport.verify.port import Port
-from torchport.verify.recording import Call
-from torchport.verify.yardstick import by_place, distance, floor, is_sampled, matched, shape_of
+from torchport.errors import MachineError
+from torchport.processes import child
+from torchport.task import Request, accept
+from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
+from torchport.verify.recording import BlockKey, RecordedCall, original_network, read
+from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
+from torchport.verify.yardstick import by_place, distance, is_sampled, least_rounding, matched, shape_of
 
 HARMLESS = 6
 """Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
 CLEAR = 100.0
 """Roundings in the output above which no better estimate of the rounding makes an error one."""
 
+Outputs = Callable[[Sequence[Values]], list[Any]]
+"""Returns what a network returns in one of its calls, for each of some sets of values at borders."""
+
 
 @dataclasses.dataclass
-class Measured:
-    """One unit, and what is needed to look further into it.
+class MeasuredUnit:
+    """One unit, and what is needed to free further into it."""
 
-    Attributes:
-        unit: The unit.
-        border: Where it was measured.
-        block: The path of the unit of the network that it lies in; empty for the network's forward.
-        touched: The patches that were called between the border before and this one.
-        nearby: Those that were called in its block.
-        forced: The paths of the modules whose borders had the original's values.
-        skipped: Those that were not called.
-    """
-
-    unit: Unit
-    border: Border
+    unit: Unit  #: The unit.
+    border: Border  #: Where it was measured.
+    #: The path of the unit of the network that it lies in; empty for the network's forward.
     block: str
-    touched: frozenset[str] = frozenset()
-    nearby: frozenset[str] = frozenset()
+    #: The patches that were called between the border before and this one.
+    patches: frozenset[str] = frozenset()
+    block_patches: frozenset[str] = frozenset()  #: Those that were called in its block.
+    #: The paths of the modules whose borders had the original's values.
     forced: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  #: Those that were not called.
 
 
 class Units:
-    """The units of one call.
+    """The units of one call. `outputs` shows the effect of values at borders; where it is None, the port does."""
 
-    Args:
-        port: The port's network.
-        call: The original's, recorded.
-        outputs: Shows the effect of values at borders; None: the port does.
-
-    Attributes:
-        rounding: Of the network's output; see `estimate_rounding`.
-    """
-
-    def __init__(self, port: Port, call: Call, outputs: Outputs | None = None) -> None:
+    def __init__(self, port: Port, call: RecordedCall, outputs: Outputs | None = None) -> None:
         self.port = port
         self.call = call
-        self.outputs = outputs or of_port(port, call)
-        self.rounding = max(call.rounding, floor(call.output))
+        self.outputs = outputs or port_outputs(port, call)
+        #: Of the output; see `estimate_rounding`.
+        self.rounding = max(call.rounding, least_rounding(call.output))
+        #: The port's, with the original's values at no border.
+        self.free_values: Values = {}
+        #: The port's, with the original's values at borders of blocks.
+        self.forced_call: WatchedCall | None = None
         self._is_estimated = False
-        self._apart: float | None = None  # what the errors of all units together make in the output
-        self.free: Values = {}
-        self.last: Pass | None = None
-        self.between: dict[Border, list[str]] = {}
+        self._distance: float | None = None  # of the output, with the errors of all units
+        self._uncompared: dict[Border, list[str]] = {}
 
-    def outer(self) -> list[Measured]:
+    def blocks(self) -> list[MeasuredUnit]:
         """Returns the network's blocks, and what its forward computes between them."""
-        paths = ["", *self.port.outer]
+        paths = ["", *self.port.units]
         output, free = self.port.called(self.call.inputs, paths, {})
-        self.free = free.noted
-        self._apart = distance(output, self.call.wide_output)
-        self.estimate_rounding(self._apart)
+        self.free_values = free.observed
+        self._distance = distance(output, self.call.wide_output)
+        self.estimate_rounding(self._distance)
         values = {border: value for border, value in self.call.values.items() if border.path in paths}
-        _, forced = self.port.called(self.call.inputs, paths, given(values))
-        self.last = forced
-        measured = list(self._measured(forced, self.call.outer, paths, "", ()))
-        for one in measured:
-            one.skipped = self._skipped(one.border.path)
-        return measured
+        _, forced = self.port.called(self.call.inputs, paths, inner_values(values))
+        self.forced_call = forced
+        blocks = list(self._measured(forced, self.call.outer, paths, "", ()))
+        for block in blocks:
+            block.skipped = self._skipped(block.border.path)
+        return blocks
 
-    def inner(self, block: str) -> list[Measured]:
+    def modules(self, block: str) -> list[MeasuredUnit]:
         """Returns the modules of a block, and what its forward computes between them."""
-        assert self.last is not None
-        every, skipped = inner_paths(self.port.module, block), self._skipped(block)
-        values = given(self.call.values)
+        assert self.forced_call is not None
+        all_paths, skipped = inner_paths(self.port.module, block), self._skipped(block)
+        values = inner_values(self.call.values)
         borders = {border: value for border, value in values.items() if border.path in (block, *skipped)}
-        _, look = self.port.called(self.call.inputs, ["", *self.port.outer, *every], borders, skipped)
-        paths = [path for path in every if self._is_alike(path, look.noted)]
-        self.between = _between(look.noted, every, paths)
+        _, free = self.port.called(self.call.inputs, ["", *self.port.units, *all_paths], borders, skipped)
+        paths = [path for path in all_paths if self._is_alike(path, free.observed)]
+        self._uncompared = _uncompared(free.observed, all_paths, paths)
         borders |= {border: value for border, value in values.items() if border.path in paths}
-        _, forced = self.port.called(self.call.inputs, [*self.port.outer, *paths], borders, skipped)
+        _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], borders, skipped)
         return list(self._measured(forced, self.call.inner, paths, block, skipped))
 
     @property
-    def together(self) -> float | None:
+    def joint_effect(self) -> float | None:
         """What the errors of all units make together in the output, in units of the rounding there."""
-        return self._in_roundings(self._apart)
+        return self._in_roundings(self._distance)
 
-    def effects(self, measured: Sequence[Measured]) -> list[float | None]:
+    def effects(self, measured: Sequence[MeasuredUnit]) -> list[float | None]:
         """Returns what each unit's own error alone does to the network's output, in units of the rounding there.
 
         None stands for a unit that a capture has only some rows of, or whose value cannot take the original's place.
         """
-        whole = [one for one in measured if not is_sampled(self.call.values[one.border])]
-        changes = [(one.border, measured_value(self, one)) for one in whole]
+        whole = [unit for unit in measured if not is_sampled(self.call.values[unit.border])]
+        changes = [(unit.border, self._value(unit)) for unit in whole]
         changes = [(border, value) for border, value in changes if _takes_place(value, self.call.values[border])]
         moved = self._moved(changes)
-        for apart in moved:
-            self.estimate_rounding(apart)
-        by_border = {border: self._in_roundings(apart) for (border, _), apart in zip(changes, moved, strict=True)}
-        return [by_border.get(one.border) for one in measured]
+        for move in moved:
+            self.estimate_rounding(move)
+        by_border = {border: self._in_roundings(move) for (border, _), move in zip(changes, moved, strict=True)}
+        return [by_border.get(unit.border) for unit in measured]
 
-    def effect_of(self, border: Border, bad: Any) -> float | None:
+    def _value(self, measured: MeasuredUnit) -> Any:
+        """Returns the port's value at a unit's border."""
+        border, forced = measured.border, self.forced_call
+        if forced is not None and border in forced.observed and border.path in self.port.units:
+            value = forced.observed[border]
+            if not is_sampled(value):
+                return value
+        values = inner_values(self.call.values)
+        borders = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
+        paths = [*self.port.units, *measured.forced]
+        return self.port.called(self.call.inputs, paths, borders, measured.skipped, [border])[1].observed[border]
+
+    def effect_of(self, border: Border, value: Any) -> float | None:
         """Returns what a value at a border, in place of the original's, does to the output, in units of rounding."""
-        [moved] = self._moved([(border, bad)])
-        return self._in_roundings(moved)
+        [move] = self._moved([(border, value)])
+        return self._in_roundings(move)
 
-    def estimate_rounding(self, apart: float | None) -> None:
+    def estimate_rounding(self, judged: float | None) -> None:
         """Takes what the roundings of all blocks make together for the network's, if that is more.
 
         The original has one rounding of many that are as likely, and in it the errors of blocks may cancel. So each
         block's is measured in the output, and the root of the sum of their squares is what is to be expected. It takes
-        two calls of the network for each border, so it is left where it changes no verdict.
-
-        Args:
-            apart: A distance of outputs that is judged.
+        two calls of the network for each border, so it is left where it changes no verdict on `judged`, a distance of
+        outputs.
         """
-        ratio = self._in_roundings(apart)
+        ratio = self._in_roundings(judged)
         if self._is_estimated or ratio is None or not ROUNDING < ratio <= CLEAR:
             return
         self._is_estimated = True
-        values, wide = self.call.values, given(self.call.outer)
+        values, wide = self.call.values, inner_values(self.call.outer)
         pairs = {border: (values[border], wide[border]) for border in wide if border in values}
         borders = [border for border, pair in pairs.items() if not is_sampled(pair) and distance(*pair)]
         moved = self._moved([(border, wide[border]) for border in borders])
-        together = math.sqrt(sum(apart**2 for apart in moved if apart is not None and math.isfinite(apart)))
-        self.rounding = max(self.rounding, together)
+        expected = math.sqrt(sum(move**2 for move in moved if move is not None and math.isfinite(move)))
+        self.rounding = max(self.rounding, expected)
 
     def _moved(self, changes: Sequence[tuple[Border, Any]]) -> list[float | None]:
         """Returns how far values at borders, in place of the original's, move the network's output."""
@@ -150,31 +156,31 @@ class Units:
         outputs = self.outputs(pairs)
         return [distance(*outputs[i : i + 2]) for i in range(0, len(outputs), 2)]
 
-    def _in_roundings(self, apart: float | None) -> float | None:
+    def _in_roundings(self, move: float | None) -> float | None:
         """Returns a distance of two outputs in units of the rounding there."""
-        return None if apart is None else apart / self.rounding
+        return None if move is None else move / self.rounding
 
     def _skipped(self, block: str) -> tuple[str, ...]:
         """Returns the other blocks whose outputs are known in every detail, so that they need not be called."""
-        assert self.last is not None
-        others = [path for path in self.port.outer if path != block]
-        return tuple(path for path in others if self._is_alike(path, self.last.noted))
+        assert self.forced_call is not None
+        others = [path for path in self.port.units if path != block]
+        return tuple(path for path in others if self._is_alike(path, self.forced_call.observed))
 
-    def _is_alike(self, path: str, noted: Values) -> bool:
+    def _is_alike(self, path: str, observed: Values) -> bool:
         """Returns whether the port calls a module as often as the original, with tensors of the same shapes."""
         borders = {border for border in self.call.values if border.path == path}
-        if not borders or borders != {border for border in noted if border.path == path}:
+        if not borders or borders != {border for border in observed if border.path == path}:
             return False
         if is_sampled([self.call.values[border] for border in borders]):  # there is no more of it to be returned
             return False
-        return all(_shapes(self.call.values[border]) == _shapes(noted[border]) for border in borders)
+        return all(_shapes(self.call.values[border]) == _shapes(observed[border]) for border in borders)
 
     def _measured(
-        self, forced: Pass, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
-    ) -> Iterator[Measured]:
+        self, forced: WatchedCall, wide: Values, paths: Collection[str], block: str, skipped: tuple[str, ...]
+    ) -> Iterator[MeasuredUnit]:
         """Yields a unit for each border that can be compared, in the order of the call."""
-        nearby = _nearby(forced, self.port.outer)
-        for depth, (border, value) in enumerate(forced.noted.items()):
+        patches = _patches_by_block(forced, self.port.units)
+        for depth, (border, value) in enumerate(forced.observed.items()):
             known = border in wide and border in self.call.values and (not block or _within(border.path, block))
             is_root = not border.path
             if not known or (is_root and border.side == "in") or (border.path == block and border.side == "in"):
@@ -183,19 +189,20 @@ class Units:
             rounding, added = distance(original, wide[border]), distance(value, wide[border])
             if rounding is None or added is None or not matched(value, original):
                 continue
-            inherited = distance(self.free[border], wide[border]) if not block and border in self.free else None
+            is_free = not block and border in self.free_values
+            inherited = distance(self.free_values[border], wide[border]) if is_free else None
             kind, path, name = self._named(border, paths, block)
-            if kind == "forward" and self.between.get(border):
-                name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self.between[border])}"
-            rounding = max(rounding, floor(original))
+            if kind == "forward" and self._uncompared.get(border):
+                name += f", with {', '.join(other.removeprefix(f'{path}.') for other in self._uncompared[border])}"
+            rounding = max(rounding, least_rounding(original))
             call = self.call
             unit = Unit(
                 *(call.step, call.number, call.network, path, depth, kind, f"{call.network}{name}"),
                 *(rounding, added, inherited, None, border.number),
             )
             within = block or (border.path if border.side == "out" else "")
-            yield Measured(
-                *(unit, border, within, forced.touched[border], nearby.get(within, frozenset())),
+            yield MeasuredUnit(
+                *(unit, border, within, forced.patches[border], patches.get(within, frozenset())),
                 *(tuple(paths), skipped),
             )
 
@@ -216,29 +223,16 @@ class Units:
         return "module", path, f".{path}"
 
 
-def _between(noted: Values, every: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
+def _uncompared(observed: Values, all_paths: Collection[str], paths: Collection[str]) -> dict[Border, list[str]]:
     """Returns the modules that cannot be compared alone and were called since the border before, by border."""
-    between: dict[Border, list[str]] = {}
+    modules: dict[Border, list[str]] = {}
     waiting: list[str] = []
-    for border in noted:
+    for border in observed:
         if border.path in paths:
-            between[border], waiting = waiting, []
-        elif border.path in every and not any(_within(border.path, other) for other in waiting):
+            modules[border], waiting = waiting, []
+        elif border.path in all_paths and not any(_within(border.path, other) for other in waiting):
             waiting.append(border.path)
-    return between
-
-
-def measured_value(units: Units, measured: Measured) -> Any:
-    """Returns the port's value at a unit's border."""
-    border = measured.border
-    if units.last is not None and border in units.last.noted and measured.border.path in units.port.outer:
-        value = units.last.noted[border]
-        if not is_sampled(value):
-            return value
-    values = given(units.call.values)
-    borders = {b: value for b, value in values.items() if b.path in (*measured.forced, *measured.skipped)}
-    paths = [*units.port.outer, *measured.forced]
-    return units.port.called(units.call.inputs, paths, borders, measured.skipped, [border])[1].noted[border]
+    return modules
 
 
 def _within(path: str, outer: str) -> bool:
@@ -262,62 +256,92 @@ def _shapes(tree: Any) -> dict[Any, Any]:
     return {place: shape_of(tensor) for place, tensor in by_place(tree).items()}
 
 
-def _nearby(forced: Pass, outer: Collection[str]) -> Mapping[str, frozenset[str]]:
+def _patches_by_block(forced: WatchedCall, blocks: Collection[str]) -> Mapping[str, frozenset[str]]:
     """Returns the patches that were called in each block, and under an empty path those of its own forward."""
-    nearby: dict[str, frozenset[str]] = {}
-    for border, touched in forced.touched.items():
-        if not border.path or (border.path in outer and border.side == "in"):
-            nearby[""] = nearby.get("", frozenset()) | touched
-        for path in outer:
+    patches: dict[str, frozenset[str]] = {}
+    for border, called in forced.patches.items():
+        if not border.path or (border.path in blocks and border.side == "in"):
+            patches[""] = patches.get("", frozenset()) | called
+        for path in blocks:
             if _within(border.path, path) and not (border.path == path and border.side == "in"):
-                nearby[path] = nearby.get(path, frozenset()) | touched
-    return nearby
+                patches[path] = patches.get(path, frozenset()) | called
+    return patches
 
 
-def looked_into(units: Units, is_over: bool) -> list[Measured]:
+def measured_units(units: Units, is_over: bool) -> list[MeasuredUnit]:
     """Returns the units of a call: its blocks and, where one is at fault, the modules of the first of these.
 
-    Args:
-        units: Of the call.
-        is_over: Whether a call before is at fault: then effects and modules are not looked for.
+    After a call that is at fault, `is_over`, neither effects nor modules are looked for.
     """
     if is_over:
-        return [_behind(measured) for measured in units.outer()]
-    outer = with_effects(units, units.outer())
+        return [_mark_behind(measured) for measured in units.blocks()]
+    outer = with_effects(units, units.blocks())
     bad = [measured for measured in outer if measured.unit.verdict is Verdict.OTHER]
     if not bad or not bad[0].block or not units.call.inner:
         return outer
-    return [*outer, *with_effects(units, units.inner(bad[0].block))]
+    return [*outer, *with_effects(units, units.modules(bad[0].block))]
 
 
-def with_effects(units: Units, measured: list[Measured]) -> list[Measured]:
+def with_effects(units: Units, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
     """Returns units, with the effect of those that have more than rounding, up to the first that is at fault.
 
     After the first `HARMLESS` of them, only the effects of those that may be at fault are measured.
 
     Where all units' errors together make no more than rounding in the output, that is taken for the effect of each.
     """
-    together = units.together
-    if together is not None and together <= ROUNDING:
-        for one in measured:
-            if one.unit.ratio > ROUNDING:
-                one.unit = dataclasses.replace(one.unit, effect=together)
+    joint_effect = units.joint_effect
+    if joint_effect is not None and joint_effect <= ROUNDING:
+        for item in measured:
+            if item.unit.ratio > ROUNDING:
+                item.unit = dataclasses.replace(item.unit, effect=joint_effect)
         return measured
-    candidates: list[Measured] = []
-    for one in measured:
-        if one.unit.ratio > (ROUNDING if len(candidates) < HARMLESS else FAULT):
-            candidates.append(one)
+    candidates: list[MeasuredUnit] = []
+    for item in measured:
+        if item.unit.ratio > (ROUNDING if len(candidates) < HARMLESS else FAULT):
+            candidates.append(item)
     for start in range(0, len(candidates), HARMLESS):
         some = candidates[start : start + HARMLESS]
-        for one, effect in zip(some, units.effects(some), strict=True):
-            one.unit = dataclasses.replace(one.unit, effect=effect)
-        if any(one.unit.verdict is Verdict.OTHER for one in some):
+        for item, effect in zip(some, units.effects(some), strict=True):
+            item.unit = dataclasses.replace(item.unit, effect=effect)
+        if any(item.unit.verdict is Verdict.OTHER for item in some):
             break
-    first = next((i for i, one in enumerate(measured) if one.unit.verdict is Verdict.OTHER), len(measured))
-    return [*measured[: first + 1], *map(_behind, measured[first + 1 :])]
+    first = next((i for i, item in enumerate(measured) if item.unit.verdict is Verdict.OTHER), len(measured))
+    return [*measured[: first + 1], *map(_mark_behind, measured[first + 1 :])]
 
 
-def _behind(measured: Measured) -> Measured:
+def _mark_behind(measured: MeasuredUnit) -> MeasuredUnit:
     """Returns a unit that stands behind the first fault."""
     measured.unit = dataclasses.replace(measured.unit, effect=None, is_behind=True)
     return measured
+
+
+def port_outputs(port: Port, call: RecordedCall) -> Outputs:
+    """Returns what a port returns with other values at borders."""
+
+    def outputs(changes: Sequence[Values]) -> list[Any]:
+        return [port.called(call.inputs, {border.path for border in values}, values)[0] for values in changes]
+
+    return outputs
+
+
+def original_outputs(request: Request, file: Path, call: RecordedCall) -> Outputs:
+    """Returns what the original returns with other values at borders; it has a process of its own."""
+    key = BlockKey(call.network, call.step, call.number, "")
+
+    def ended(end: child.Ended) -> MachineError:
+        return MachineError("torchport verify", f"The original's process {end}", "Free memory")
+
+    def outputs(changes: Sequence[Values]) -> list[Any]:
+        function = "torchport.verify.units:call_original"
+        environment = {"PYTHONWARNINGS": "ignore"}
+        found: list[Any] = child.call(function, request, file, key, list(changes), ended=ended, environment=environment)
+        return found
+
+    return outputs
+
+
+def call_original(request: Request, file: Path, key: BlockKey, changes: Sequence[Values]) -> list[Any]:
+    """Returns what the original's network returns in one call for each set of values; runs in a process of its own."""
+    call = key.call_of(read(file))
+    with original_network(accept(request), call) as original:
+        return [original.output(call.inputs, values) for values in changes]

@@ -35,12 +35,9 @@ def wide_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Returns a copy of a module that computes in the yardstick's dtype."""
     wide = copy.deepcopy(module).to(dtype)
     for part in wide.modules():  # tables that are attributes, and no buffers
-        vars(part).update({name: widened(value, dtype) for name, value in vars(part).items() if _is_table(value)})
+        tables = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        vars(part).update({name: widened(value, dtype) for name, value in tables.items()})
     return wide
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class Wide(TorchFunctionMode):
@@ -48,9 +45,6 @@ class Wide(TorchFunctionMode):
 
     Such code says that the dtype should be wide. The yardstick's is wider. Where the yardstick's is float32, nothing
     changes.
-
-    Args:
-        dtype: The yardstick's.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -73,9 +67,6 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Computes in the yardstick's dtype for the length of a `with`.
 
     What upstream gives to `torch.compile` runs as it is written: flex attention has no compiled float64 on a CPU.
-
-    Args:
-        dtype: The yardstick's.
     """
     with torch.compiler.set_stance("force_eager"), Wide(dtype):
         yield
@@ -89,10 +80,6 @@ def distance(a: Any, b: Any) -> float | None:
     """Returns max|a - b| / max|b| over the tensors of two trees, the greatest of those that have the same shape.
 
     Values that are NaN or infinite in b are left out. A value that is so in a alone is infinitely far.
-
-    Args:
-        a: A tree.
-        b: The yardstick's.
 
     Returns:
         None where no two tensors have the same shape.
@@ -174,7 +161,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return apart / largest if largest > TINY else apart
 
 
-def floor(tree: Any) -> float:
+def least_rounding(tree: Any) -> float:
     """Returns the distance that one rounding makes in the narrowest dtype of a tree's tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return max((torch.finfo(leaf.dtype).eps for leaf in tensors if leaf.is_floating_point()), default=0.0)

@@ -5,7 +5,7 @@ import math
 import numpy
 import torch
 
-from torchport.stages.tree import is_packable, packed, unpacked
+from torchport.tree import is_packable, packed, unpacked
 
 
 def test_a_tree_comes_back_as_it_was():

@@ -24,20 +24,12 @@ def mean_square(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def psnr(mean_square: float) -> float:
-    """Returns the peak signal-to-noise ratio of bytes in dB; infinite where nothing differs.
-
-    Args:
-        mean_square: The mean of the squared differences.
-    """
+    """Returns the peak signal-to-noise ratio, in dB, of a mean square of bytes; infinite where nothing differs."""
     return math.inf if mean_square == 0 else 10 * math.log10(LEVELS**2 / mean_square)
 
 
 def ssim(a_CHW: torch.Tensor, b_CHW: torch.Tensor) -> float | None:
     """Returns the structural similarity of two frames, the mean of all channels; 1 where they are equal.
-
-    Args:
-        a_CHW: Bytes.
-        b_CHW: Bytes.
 
     Returns:
         The mean over all whole windows; None if a frame is smaller than one. It agrees within 1e-12 with scikit-image's

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torchport.compare import similarity
+from torchport.verify import similarity
 
 
 def flat(level, size=(3, 16, 16)):

@@ -12,7 +12,7 @@ from torchport.compile.in_force import in_force
 from torchport.stages.family import Steps
 from torchport.task import Request, accept
 from torchport.task.devices import devices
-from torchport.verify import programs
+from torchport.verify import comparing
 
 SIZES = ("height=64", "width=96", "frames=9", "steps=2")
 
@@ -26,7 +26,7 @@ def compared(root):
         run, plan = (accept(dataclasses.replace(request, overrides=(*SIZES, *sets))) for sets in (of_run, of_plan))
         with in_force(run, run.stages):
             folder, stage = network.write_tiny(run), run.denoising[0]
-            return stage, of_a_run(run, stage, folder), programs.of_plan(plan, stage, devices(plan.machine))
+            return stage, of_a_run(run, stage, folder), comparing.plan_programs(plan, stage, devices(plan.machine))
 
     return functools.cache(made)
 
@@ -46,7 +46,7 @@ def of_a_run(task, stage, folder, without_operators=False):
             compiled = network.compiled(task, stage, network.module_of(stage, parts), weights, mesh)
             with pytest.raises(EnoughError):
                 stage.run(parts, Noting(compiled), task.settings, Steps(), **stage.like(parts, task.settings))
-            return programs.of_run(compiled)
+            return comparing.run_programs(compiled)
 
 
 class Noting:
@@ -66,13 +66,13 @@ class Noting:
 
 def test_a_run_and_a_plan_have_the_same_programs(compared):
     stage, run, plan = compared()
-    assert programs.differences(stage, run, plan) == []
+    assert comparing.program_differences(stage, run, plan) == []
     assert [program.digest for program in run] == [program.digest for program in plan]
 
 
 def test_another_dtype_is_named(compared):
     stage, run, plan = compared(of_plan=("dtypes.transformer=bfloat16",))
-    [line] = programs.differences(stage, run, plan)
+    [line] = comparing.program_differences(stage, run, plan)
     assert line.startswith("denoise: run and plan compile two programs (")
     assert "is float32 [" in line
     assert "in a run and bfloat16 [" in line
@@ -80,13 +80,13 @@ def test_another_dtype_is_named(compared):
 
 def test_another_strategy_is_named(compared):
     stage, run, plan = compared(of_plan=("strategy=tp",))
-    [line] = programs.differences(stage, run, plan)
+    [line] = comparing.program_differences(stage, run, plan)
     assert "is float32 [64, 64] P(('dp', 'sp'),) in a run and float32 [64, 64] P() in a plan" in line
 
 
 def program(text="a\nb", **fields):
     known = {"arguments": {"x": "float32 [2] P()"}, "static": {}, "outputs": ["float32 [2]"], "modules": {"": "Net"}}
-    return programs.Program(**known | {"constants": {}, "text": text} | fields)
+    return comparing.LoweredProgram(**known | {"constants": {}, "text": text} | fields)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def program(text="a\nb", **fields):
 def test_the_first_cause_is_named(compared, other, what):
     ours, theirs = program(), program(**other)
     stage = compared()[0]
-    [line] = programs.differences(stage, [ours], [theirs])
+    [line] = comparing.program_differences(stage, [ours], [theirs])
     assert line == f"denoise: run and plan compile two programs ({ours.digest}): {what}"
 
 
 def test_no_program_of_a_plan_is_named(compared):
     stage = compared()[0]
-    assert programs.differences(stage, [program()], [])[0].endswith("a plan has no program")
+    assert comparing.program_differences(stage, [program()], [])[0].endswith("a plan has no program")

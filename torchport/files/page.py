@@ -1,0 +1,69 @@
+"""Pages of HTML for people: each is one file that refers to nothing outside itself. `page.html` has their macros."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class PageTable(NamedTuple):
+    """A table."""
+
+    caption: str
+    heads: list[tuple[str, bool]]  #: Each with whether its column is of numbers.
+    rows: Sequence[Sequence[object]]
+    bad: int = 0  #: How many rows, the first, are of what is wrong.
+
+
+class BarPart(NamedTuple):
+    """A part of a stacked bar."""
+
+    kind: str  #: The class of its colour.
+    label: str
+    amount: float
+    text: str  #: The amount in words.
+    shade: float = 1.0  #: Its opacity, 0 to 1.
+
+
+class BarChart(NamedTuple):
+    """A stacked bar, with another one below it where one is given; both from zero, on one scale."""
+
+    title: str
+    parts: Sequence[BarPart]
+    #: The amount that is as wide as the picture, unless what is below is more.
+    total: float
+    below: BarPart | None = None
+
+
+class Curve(NamedTuple):
+    """A line of a chart."""
+
+    kind: str  #: The class of its colour.
+    label: str
+    points: list[tuple[float, float]]  #: Along the axes, each from 0 to 1.
+
+
+class LineChart(NamedTuple):
+    """Lines over a common axis."""
+
+    title: str
+    curves: list[Curve]
+    #: Of the vertical axis: where, from 0 to 1, and the text.
+    ticks: list[tuple[float, str]]
+    #: What lies at the left and at the right end of the horizontal axis.
+    ends: tuple[str, str]
+
+
+def table(caption: str, heads: str, rows: Sequence[Sequence[object]], bad: int = 0) -> PageTable:
+    """Returns a table of heads that `|` divides; those that end in `#` are of numbers."""
+    return PageTable(caption, [(head.rstrip("#"), head.endswith("#")) for head in heads.split("|")], rows, bad)
+
+
+def rendered(template: Path, **values: Any) -> str:
+    """Returns the page of a template, which imports the macros: `{% import "page.html" as draw %}`."""
+    import jinja2
+
+    folders = [template.parent, Path(__file__).parent]
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(folders), autoescape=True, trim_blocks=True)
+    return environment.get_template(template.name).render(**values)

@@ -1,0 +1,81 @@
+"""Trees of tensors, numbers and text as data of JSON beside their tensors: a scheduler's state, a capture's values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+STRUCTURE = "structure"
+"""The tensor that holds all but the tensors, as the bytes of JSON text."""
+
+
+def is_packable(value: Any) -> bool:
+    """Returns whether a value is a tree: tuples, lists and dicts, of those very types, of tensors, numbers and text."""
+    if type(value) in (tuple, list):
+        return all(map(is_packable, value))
+    if type(value) is dict:
+        return all(type(key) is str and is_packable(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor)
+
+
+def packed(value: Any) -> dict[str, torch.Tensor]:
+    """Returns a tree as tensors by name. They are copies: what is written to later, and what is shared, may be in it.
+
+    Args:
+        value: A tree for which `is_packable` is true.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        tensors[path] = tensor.clone()
+        return {"tensor": path}
+
+    text = json.dumps(as_data(value, store))
+    return {**tensors, STRUCTURE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+def unpacked(tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the tree that `packed` made these tensors of."""
+    return from_data(json.loads(bytes(tensors[STRUCTURE].tolist())), lambda entry: tensors[entry["tensor"]])
+
+
+def as_data(value: Any, store: Callable[[str, torch.Tensor], dict[str, Any]], path: str = "") -> Any:
+    """Returns a tree as data of JSON. What is no tree of tensors, numbers and text becomes None.
+
+    Args:
+        value: The tree.
+        store: Stores the tensor of a path, and returns the entry that stands for it, which has the key `tensor`.
+        path: The tree's own.
+    """
+    if isinstance(value, torch.Tensor):
+        return store(path, value)
+    if isinstance(value, Mapping):
+        if all(type(key) is str for key in value):
+            return {"dict": {key: as_data(item, store, f"{path}.{key}".lstrip(".")) for key, item in value.items()}}
+        return {"dict": [[as_data(key, store), as_data(item, store)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [as_data(item, store, f"{path}.{number}".lstrip(".")) for number, item in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": items}
+    return value if value is None or type(value) in (bool, int, float, str) else None
+
+
+def from_data(data: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """Returns the tree that `as_data` made this data of.
+
+    Args:
+        data: The data.
+        tensor_of: Returns the tensor that an entry stands for.
+    """
+    if not isinstance(data, dict):
+        return data
+    if "tensor" in data:
+        return tensor_of(data)
+    [(kind, content)] = data.items()
+    if kind == "dict":
+        pairs = content.items() if isinstance(content, dict) else content
+        return {from_data(key, tensor_of): from_data(item, tensor_of) for key, item in pairs}
+    items = [from_data(item, tensor_of) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,355 @@
+"""Two finished runs, compared: in what made them, in their frames, and in their latents step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import save
+from torchport.config.card import DENOISING, STAGES, StageName
+from torchport.errors import ArtefactForeignError, ArtefactMissingError
+from torchport.progress import track
+from torchport.save import step_files
+from torchport.save.manifest import Manifest
+from torchport.stages.frames import pixels
+from torchport.verify import similarity
+
+MADE_BY = "the command that made it"
+"""What makes an artefact again, in refusals."""
+MESH = ("machine", "mesh", "strategy", "attention", "stacked")
+"""Fields that change how numbers are rounded and nothing else; a floor differs in these."""
+LOSSY_ATTENTION = "splash_int8"
+"""The implementation of attention that is another result, and not another rounding."""
+WHAT = ("model", "prompt", "negative_prompt", "seed", "image_digest", "noise")
+"""Fields that say what a video shows: runs that differ in one of these make two videos."""
+PLAIN = ("fps", "image", "save_every", "keep_steps", "overrides")
+"""Fields of a job and settings that no latents and no frames depend on. What an image holds is in `image_digest`."""
+_WHOLE_FIELDS = ("mesh",)
+_NOT_COPIED = ("settings", "config", "identity", "patches", "cache", "shared_code")
+_FIELDS_OF_ONE_RUN = (
+    "schema_version",
+    "run",
+    "stage",
+    "created",
+    "inputs",
+    "programs",
+    "seconds",
+    "done",
+    "tensors",
+    "sha256",
+)
+_STATES_OF_NO_EFFECT = ("not needed", "displaced")
+"""States of patches. All others depend on what was imported and traced earlier in the same process."""
+_NAMES = {
+    "code": "the card, the family or a patch",
+    "components": "the weights of {}",
+    "dtypes": "the dtype of {}",
+    "image_digest": "the image",
+    "patches": "the patch {}",
+    "shared_code": "the card, the family or a patch that both backends have",
+    "precision": "the precision of {}",
+    "versions": "the version of {}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """A run's outputs."""
+
+    folder: Path  #: Where they lie.
+    manifests: dict[StageName, Manifest]  #: Of all stages that are there, in order.
+    frames: torch.Tensor  #: The video before the codec: bytes [F, 3, height, width].
+    #: What `denoise` ended with, of any shape and floating-point dtype.
+    latents: torch.Tensor
+    #: The stages whose files hold the latents after a step, by its number from 1.
+    steps: dict[int, StageName]
+
+    @property
+    def total(self) -> int | None:
+        """How many steps the run took."""
+        total: int | None = job(self.manifests["denoise"]).get("steps")
+        return total
+
+    def latents_after(self, number: int) -> torch.Tensor:
+        """Returns the latents after a step."""
+        stage = self.steps[number]
+        name = step_files.name(stage, number)
+        tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
+        assert manifest is not None  # hand-written ports have no such files
+        theirs, ours = origin(manifest), origin(self.manifests[stage])
+        other = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
+        if other or manifest.done != number or "latents" not in tensors:
+            what = field_words(other[0]) if other else "the step"
+            fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
+            remedy = "Finish the run that left it, or remove it"
+            raise ArtefactForeignError(str(save.file_of(self.folder, name)), fact, remedy)
+        return tensors["latents"]
+
+
+def read(folder: Path) -> FinishedRun:
+    """Returns the outputs of a finished run, verified."""
+    if not folder.is_dir():
+        raise ArtefactMissingError(str(folder), "There is no such folder", "Name the output folder of a run")
+    if not save.file_of(folder, "denoise").is_file():
+        fact = "It holds no denoise.safetensors, and so no run"
+        raise ArtefactMissingError(str(folder), fact, "Name the folder that `torchport run --out` wrote to")
+    if not save.file_of(folder, "decode").is_file():
+        remedy = f"Run --stage decode with the flags of that run and --out {folder}"
+        raise ArtefactMissingError(str(save.file_of(folder, "decode")), "The run has no frames", remedy)
+    manifests = {
+        stage: save.read_manifest(save.file_of(folder, stage), MADE_BY)
+        for stage in STAGES
+        if save.file_of(folder, stage).is_file()
+    }
+    for stage, manifest in manifests.items():
+        save.check_lineage(folder, stage, manifest)
+    denoising = [stage for stage in DENOISING if stage in manifests]
+    steps = {number: stage for stage in denoising for number in step_files.numbers(folder, stage)}
+    video = _tensor(folder, "decode", "frames")
+    levels = video if video.dtype == torch.uint8 else pixels(video)[0]
+    return FinishedRun(folder, manifests, levels[0], _tensor(folder, "denoise", "latents"), dict(sorted(steps.items())))
+
+
+def _tensor(folder: Path, stage: StageName, name: str) -> torch.Tensor:
+    """Returns the tensor of an artefact that is compared."""
+    tensors, _ = save.read(folder, stage, {}, {}, MADE_BY)
+    if name not in tensors:
+        fact = f"It holds {', '.join(map(repr, sorted(tensors)))}, and no '{name}'"
+        raise ArtefactForeignError(str(save.file_of(folder, stage)), fact, f"Only runs with '{name}' can be compared")
+    return tensors[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A field in which two runs differ."""
+
+    field: str  #: Its path: `mesh`, `dtypes.transformer`.
+    a: Any  #: What the first run has; None if it has none.
+    b: Any  #: What the second run has.
+    #: The stages in which they differ; () if they differ in all that have the field.
+    stages: tuple[StageName, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The field's first name: `dtypes` of `dtypes.transformer`."""
+        return self.field.partition(".")[0]
+
+    def words(self) -> str:
+        """Returns the difference as a person reads it."""
+        where = f" (in {' and '.join(self.stages)})" if self.stages else ""
+        return f"{field_words(self.field)}: {value_words(self.a)} and {value_words(self.b)}{where}"
+
+
+def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
+    """Returns the fields in which the stages that two runs have in common differ, each once."""
+    stages = {stage: _comparable(a[stage], b[stage]) for stage in a if stage in b}
+    rows: dict[tuple[str, str, str], list[StageName]] = {}
+    values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    for stage, (ours, theirs) in stages.items():
+        for field in {**ours, **theirs}:
+            one, other = ours.get(field), theirs.get(field)
+            if one != other:
+                rows.setdefault(row := (field, value_words(one), value_words(other)), []).append(stage)
+                values[row] = one, other
+    return [
+        Difference(row[0], *values[row], () if len(among) == _stages_with(row[0], stages) else tuple(among))
+        for row, among in rows.items()
+    ]
+
+
+def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns two runs' fields and patches, with the hash of code in which both would agree.
+
+    A port and its original have other patches by design, and these are rows of their own: there the hash without
+    them counts. Runs of earlier versions have none.
+    """
+    is_between = a.backend != b.backend and a.shared_code and b.shared_code
+    dropped = "code" if is_between else "shared_code"
+    rows = ({**job(one), "shared_code": one.shared_code, **_patches(one)} for one in (a, b))
+    first, second = ({key: value for key, value in row.items() if key != dropped} for row in rows)
+    return first, second
+
+
+def _stages_with(field: str, stages: Mapping[StageName, tuple[dict[str, Any], dict[str, Any]]]) -> int:
+    return sum(field in ours or field in theirs for ours, theirs in stages.values())
+
+
+def job(manifest: Manifest) -> dict[str, Any]:
+    """Returns what made an artefact, by field, but for the patches: `{"mesh": {...}, "dtypes.vae": "float32", ...}`.
+
+    Fields that are the same in every run of a job, as its seconds are not, and those of `PLAIN` are left out.
+    """
+    return _fields(manifest, manifest.config)
+
+
+def origin(manifest: Manifest) -> dict[str, Any]:
+    """Returns what decides the bits of an artefact: a run that goes on agrees in it with the one that was stopped."""
+    inputs = {str(stage): sha256 for stage, sha256 in manifest.inputs.items()}
+    return _fields(manifest, {key: manifest.config.get(key) for key in MESH}) | inputs
+
+
+def _fields(manifest: Manifest, config: Mapping[str, Any]) -> dict[str, Any]:
+    row = manifest.model_dump()
+    # A setting is the job's field as the run took it; the job's `dtypes` are only those that it changes.
+    merged = {**config, **row["identity"], **row["settings"]}
+    merged |= {key: value for key, value in row.items() if key not in (*_NOT_COPIED, *_FIELDS_OF_ONE_RUN)}
+    return dict(leaf for key, value in merged.items() if key not in PLAIN for leaf in _leaves(key, value))
+
+
+def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and path not in _WHOLE_FIELDS:
+        return [leaf for key, item in value.items() for leaf in _leaves(f"{path}.{key}", item)]
+    return [(path, value)]
+
+
+def _patches(manifest: Manifest) -> dict[str, str]:
+    """Returns what each patch of a stage promises, or that it has no effect."""
+    rows = {}
+    for row in manifest.patches:
+        promise = row.equivalence if isinstance(row.equivalence, str) else next(iter(row.equivalence))
+        rows[f"patches.{row.id}"] = row.state if row.state in _STATES_OF_NO_EFFECT else promise
+    return rows
+
+
+def lossy(manifests: Mapping[StageName, Manifest]) -> str | None:
+    """Returns what made a run's result another one than the model's: its first loss, in words; None without one."""
+    for manifest in manifests.values():
+        if manifest.stage not in DENOISING or manifest.backend == "original":
+            continue
+        cache, attention = manifest.cache, manifest.config.get("attention")
+        if cache is not None and len(cache.computed) < cache.steps:
+            return f"the step cache '{cache.kind}'"
+        if attention == LOSSY_ATTENTION:
+            return f"attention '{attention}'"
+    return None
+
+
+def field_words(field: str) -> str:
+    """Returns what a person calls a field: `the dtype of vae`."""
+    key, _, rest = field.partition(".")
+    return _NAMES[key].format(rest) if key in _NAMES else field.replace("_", " ")
+
+
+def value_words(value: Any) -> str:
+    """Returns a value as a person reads it: `dp=2 x tp=4`, `'A cat'`, `none`."""
+    if isinstance(value, dict):
+        return " x ".join(f"{key}={item}" for key, item in value.items()) or "none"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return f"'{value}'" if isinstance(value, str) and (" " in value or not value) else str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frames:
+    """How alike two videos are, as bytes before the codec."""
+
+    psnr: float  #: Of the whole video, dB; infinite where no byte differs.
+    worst_psnr: float  #: Of the frame in which it is least.
+    worst_psnr_frame: int  #: That frame, from 1.
+    ssim: float | None  #: The mean of all frames; None for frames under 11 x 11 pixels.
+    worst_ssim: float | None  #: Of the frame in which it is least.
+    worst_ssim_frame: int | None  #: That frame, from 1.
+    greatest: int  #: The greatest difference of a byte.
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """How alike two runs' latents are."""
+
+    step: int | None  #: After how many steps; None for what `denoise` ends with.
+    cosine: float  #: Of the angle between them.
+    difference: float  #: max|a - b| / max|b|.
+    same: bool  #: Whether every byte is the same.
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """How far a run is from the first one."""
+
+    run: FinishedRun  #: The run.
+    differences: list[Difference]  #: The fields in which what made them differs.
+    frames: Frames  #: Of their videos.
+    same_frames: bool  #: Whether every byte of those is the same.
+    #: After each step that both kept, and at last those that `denoise` ends with.
+    latents: list[Latents]
+    #: Why the latents after some or all steps are not compared, and the remedy; "" where all are.
+    unkept: str
+
+    @property
+    def same_latents(self) -> bool:
+        """Whether every byte of all latents that are compared is the same."""
+        return all(latents.same for latents in self.latents)
+
+    @property
+    def warning(self) -> str:
+        """A warning, where frames differ and latents do not, or the other way round; "" where there is none."""
+        if self.latents[-1].same and not self.same_frames:
+            return "the latents are the same, and the frames differ: only the decodes differ"
+        if self.same_frames and not self.latents[-1].same:
+            return "the latents differ, and the frames are the same: the difference is too small for a byte"
+        return ""
+
+
+def distance(a: FinishedRun, b: FinishedRun) -> Distance:
+    """Returns how far a run is from the first one."""
+    _check_shape(b, "decode", "frames", b.frames, a.frames)
+    _check_shape(b, "denoise", "latents", b.latents, a.latents)
+    numbers, unkept = _steps(a, b)
+    steps = [compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
+    return Distance(
+        b,
+        differences(a.manifests, b.manifests),
+        compare_frames(a.frames, b.frames, str(b.folder)),
+        similarity.is_same(a.frames, b.frames),
+        [*steps, compare_latents(None, a.latents, b.latents)],
+        unkept,
+    )
+
+
+def _check_shape(run: FinishedRun, stage: str, name: str, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    if theirs.shape != ours.shape:
+        fact = f"Its '{name}' have the shape {list(theirs.shape)}, and those of the first run {list(ours.shape)}"
+        remedy = "Compare runs of one model, one size and one number of frames"
+        raise ArtefactForeignError(str(save.file_of(run.folder, stage)), fact, remedy, name=name)
+
+
+def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
+    """Returns the steps after which latents can be compared, and why the others cannot."""
+    if a.total != b.total:
+        return [], f"{a.folder} takes {a.total} steps, and {b.folder} {b.total}: only their last latents are compared"
+    both = [number for number in a.steps if number in b.steps]
+    lacking = [run for run in (a, b) if run.total is None or len(run.steps) < run.total]
+    kept = (f"{run.folder} kept latents after {len(run.steps) or 'none'} of its {run.total} steps" for run in lacking)
+    remedy = ". A run with --set keep_steps=true keeps them after each" if lacking else ""
+    return both, ", and ".join(kept) + remedy
+
+
+def compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
+    """Returns how alike latents are; see `Latents`."""
+    return Latents(step, similarity.cosine(a, b), similarity.difference(a, b), similarity.is_same(a, b))
+
+
+def compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
+    """Returns how alike two videos of bytes are. The progress bar says `what` the second one is."""
+    squares, ssims, greatest = [], [], 0
+    for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {what}", "frame"):
+        squares.append(similarity.mean_square(a, b))
+        ssims.append(similarity.ssim(a, b))
+        greatest = max(greatest, int((a.int() - b.int()).abs().max()))
+    worst = max(range(len(squares)), key=squares.__getitem__)
+    whole = similarity.psnr(sum(squares) / len(squares))
+    known = [value for value in ssims if value is not None]
+    least = min(range(len(known)), key=known.__getitem__, default=None)
+    return Frames(
+        psnr=whole,
+        worst_psnr=similarity.psnr(squares[worst]),
+        worst_psnr_frame=worst + 1,
+        ssim=sum(known) / len(known) if known else None,
+        worst_ssim=None if least is None else known[least],
+        worst_ssim_frame=None if least is None else least + 1,
+        greatest=greatest,
+    )
