@@ -93,7 +93,7 @@ class Budget:
         dead = [p for p, count in patterns.items() if not count and p.split("::")[0] in files]
         if dead and not single:
             raise pytest.UsageError(f"{SLOW}: these patterns match no test: {', '.join(dead)}")
-        first = ("tests/patch/", "tests/test_")
+        first = ("tests/patch/", "tests/commands/test_examples.py", "tests/test_")
         items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in first])
 
     def pytest_collection_finish(self):

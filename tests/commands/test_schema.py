@@ -1,5 +1,6 @@
 """The JSON Schemas of cards, jobs and patch files: they accept what is shipped, and refuse what torchport refuses."""
 
+import functools
 import json
 
 import jsonschema
@@ -12,6 +13,7 @@ from torchport.patch.declared.entry import Entry
 from torchport.stages.family import Stage
 
 
+@functools.cache
 def validator(kind):
     jsonschema.Draft202012Validator.check_schema(schema(kind))
     return jsonschema.Draft202012Validator(schema(kind))

@@ -85,6 +85,7 @@ TOO_LONG = "The system refuses this path: File name too long. Name another."
         (("plan", *RUN[1:5], "--report", LONG), f"error[TP107] --report {'x' * 77}...: {TOO_LONG}"),
         (("patches", "list", LONG), "error[TP106] "),
         ((*RUN, "--out", "loop"), f"error[TP107] --out loop: {LOOP}"),
+        (("exec", "--model", "hunyuan", "--", LONG), f"error[TP107] torchport exec {'x' * 77}...: {TOO_LONG}"),
         ((*RUN, "--checkpoint", "./loop"), f"error[TP107] --checkpoint ./loop: {LOOP}"),
         (("plan", *RUN[1:5], "--keep", "loop"), f"error[TP107] --keep loop: {LOOP}"),
         (("doctor", "--path", "loop"), f"error[TP107] --path loop: {LOOP}"),

@@ -258,11 +258,16 @@ def test_a_machine_that_is_no_tpu_and_a_mesh_that_does_not_fit_are_refused():
 
 
 @needs_libtpu
-def test_a_refusal_in_the_compilers_process_is_this_process_refusal():
-    text = refusal(MeshError, lambda: plan.plan(request(*SMALL, "mesh={dp: 1, tp: 8}"), "v6e:2x4"))
-    assert "tp=8 does not divide transformer.num_attention_heads, which is 4" in text
-    text = refusal(TopologyError, lambda: plan.plan(request(*SMALL, "mesh={tp: 15}"), "v6e:3x5"))
-    assert text.startswith("machine v6e:3x5: libtpu does not know this slice")
+@pytest.mark.parametrize(
+    ("mesh", "machine", "kind", "text"),
+    [
+        ("{dp: 1, tp: 8}", "v6e:2x4", MeshError, "tp=8 does not divide transformer.num_attention_heads, which is 4"),
+        ("{tp: 15}", "v6e:3x5", TopologyError, "machine v6e:3x5: libtpu does not know this slice"),
+    ],
+    ids=["a mesh", "a slice"],
+)
+def test_a_refusal_in_the_compilers_process_is_this_process_refusal(mesh, machine, kind, text):
+    assert text in refusal(kind, lambda: plan.plan(request(*SMALL, f"mesh={mesh}"), machine))
 
 
 def recorded(name, *overrides):

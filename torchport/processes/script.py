@@ -38,8 +38,16 @@ def check(words: Sequence[str]) -> None:
     if words[0] != "-m" and words[0].startswith("-"):
         fact = f"'{words[0]}' is no script, and Python's own flags are not taken"
         raise BadValueError(place, fact, "Write -- script.py ARGS, or -- -m package.module ARGS")
-    if words[0] != "-m" and not Path(words[0]).exists():
-        raise BadValueError(f"{place} {words[0]}", "There is no such file", "Name the script that is to run")
+    if words[0] != "-m":
+        try:
+            Path(words[0]).stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            fact = "There is no such file"
+            raise BadValueError(f"{place} {words[0]}", fact, "Name the script that is to run") from error
+        except OSError as error:
+            excerpt = words[0] if len(words[0]) <= 80 else f"{words[0][:77]}..."
+            fact = f"The system refuses this path: {error.strerror}"
+            raise BadValueError(f"{place} {excerpt}", fact, "Name another") from error
 
 
 def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> NoReturn:
