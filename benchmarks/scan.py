@@ -37,7 +37,7 @@ def listed(labels: dict[str, Any]) -> Labels:
     }
 
 
-def found(report: scan.Report, root: Path) -> Labels:
+def found(report: scan.ScanReport, root: Path) -> Labels:
     """Returns what a scan finds, as labels: an alias under the name that is held."""
     result: Labels = {}
     for one in report.findings:

@@ -60,7 +60,8 @@ def prepare(folder: Path, job: str) -> None:
 
 def commands(group: click.Group, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yields every command of a group with the words that name it."""
-    for name, command in group.commands.items():
+    for name in group.list_commands(click.Context(group)):
+        _, command, _ = group.resolve_command(click.Context(group), [name])
         if isinstance(command, click.Group):
             yield from commands(command, (*above, name))
         else:

@@ -177,6 +177,18 @@ print([name for name in ("torch", "jax", "pydantic", "yaml", "numpy", "diffusers
     assert lines[0].startswith("Usage: torchport") and lines[-1] == "[]"
 
 
+def test_the_help_of_every_command_imports_neither_torch_nor_jax(root):
+    code = """
+import sys
+from click.testing import CliRunner
+from torchport.__main__ import COMMANDS, cli
+for name in COMMANDS:
+    assert CliRunner().invoke(cli, [name, "--help"]).output.startswith("Usage: "), name
+print([name for name in ("torch", "jax", "numpy", "diffusers") if name in sys.modules])
+"""
+    assert python(root, code) == "[]\n"
+
+
 def test_nothing_happens_when_every_module_is_imported(root, tmp_path):
     package = root / "torchport"
     parts = [file.relative_to(root).with_suffix("").parts for file in sorted(package.rglob("*.py"))]

@@ -8,10 +8,12 @@ import sys
 
 import click
 import pytest
+from command_lines import commands
 
 from torchport import __version__, errors
-from torchport.__main__ import cli
-from torchport.commands import explain, summary
+from torchport.__main__ import COMMANDS, cli
+from torchport.commands import explain
+from torchport.commands import run as command
 from torchport.config.checkout import Upstream
 from torchport.processes import hosts
 from torchport.processes.git import Revision
@@ -227,15 +229,37 @@ def test_the_version_is_the_packages(torchport, capsys):
 
 
 def test_every_command_and_flag_is_explained_and_none_is_read_by_nobody():
-    for name, command in cli.commands.items():
-        assert command.help and command.help.splitlines()[0].endswith("."), name
-        for option in command.params:
+    for words, one in commands(cli):
+        assert one.help and one.help.splitlines()[0].endswith("."), words
+        for option in one.params:
             if isinstance(option, click.Option):
                 assert option.help and option.help[0].isalpha() and option.help.endswith((".", "]")), option.name
-    overrides, terminal, series = {"strategy", "save_every"}, {"quiet", "verbose"}, {"prompts", "together"}
-    flags = {option.name for option in cli.commands["run"].params} - overrides - terminal - series
-    fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__}
+    fields = {*Request.__dataclass_fields__, *Execution.__dataclass_fields__, *command.RunFlags.__dataclass_fields__}
+    flags = {option.name for option in command.command.params}
     assert flags <= {*fields, *inspect.signature(hosts.cluster_of).parameters}
+
+
+def test_the_line_of_each_command_is_how_its_help_begins():
+    assert list(COMMANDS) == sorted(COMMANDS)
+    for name, line in COMMANDS.items():
+        _, one, _ = cli.resolve_command(click.Context(cli), [name])
+        assert one.name == name and " ".join(one.help.split()).startswith(line.removesuffix("."))
+
+
+def test_a_flag_that_commands_share_is_one_flag():
+    """One type, one metavar and one meaning; what stands in brackets is a command's own default."""
+    shared = {
+        "--path", "--upstream-path", "--set", "--json", "--backend", "--negative-prompt", "--seed", "--image",
+        "--cache", "--xla-flags", "--config", "--topology", "--prompt", "--strategy",
+    }  # fmt: skip
+    seen = {}
+    for _, one in commands(cli):
+        for option in one.params:
+            if option.opts[0] in shared:
+                meaning = option.help.split(" [")[0].rstrip(".")
+                kind = option.name, str(option.type), option.metavar, option.multiple, meaning
+                seen.setdefault(option.opts[0], set()).add(kind)
+    assert {flag: len(kinds) for flag, kinds in seen.items()} == dict.fromkeys(shared, 1)
 
 
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tmp_path):
@@ -248,8 +272,8 @@ def test_a_refusal_in_a_process_of_its_own_is_one_line_and_no_traceback(root, tm
 
 def test_the_summary_names_the_commit_of_a_checkout(tmp_path):
     made = Summary(tmp_path, None, {}, 0, Upstream("up", Revision("1" * 40, dirty=True)))
-    assert summary.lines(made, quiet=True) == [f"{tmp_path}"]
-    assert summary.lines(made) == ["", "up at commit 111111111111 with changes", "", f"{tmp_path}"]
+    assert command.lines(made, quiet=True) == [f"{tmp_path}"]
+    assert command.lines(made) == ["", "up at commit 111111111111 with changes", "", f"{tmp_path}"]
 
 
 def test_a_whole_run_prints_where_the_video_is_and_where_the_time_went(torchport, capsys, root, tmp_path):

@@ -69,7 +69,7 @@ def commands(text):
     for arguments in lines:
         command, rest = cli, arguments
         while isinstance(command, click.Group):
-            command, rest = command.commands[rest[0]], rest[1:]
+            _, command, rest = command.resolve_command(click.Context(command), rest)
         context = click.Context(command)
         command.make_parser(context).parse_args(list(rest))
     return lines

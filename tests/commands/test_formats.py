@@ -163,8 +163,9 @@ def test_several_findings_of_one_step_are_one_case_of_junit_and_odd_letters_are_
 
 def test_a_report_is_written_in_the_format_of_each_ending(tmp_path):
     files = [tmp_path / f"check{ending}" for ending in formats.ENDINGS]
-    formats.check_files(files)
-    formats.write(REPORT, files)
+    for file in files:
+        formats.check_file(file, formats.FORMATS)
+        formats.write(REPORT, file, formats.FORMATS)
     for file in files:
         assert file.read_text() == formats.FORMATS[formats.ENDINGS[file.suffix]](REPORT) + "\n"
 

@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from torchport.__main__ import cli
 from torchport.commands import plan as command
-from torchport.commands.plan import Flags
+from torchport.commands.plan import PlanFlags
 from torchport.errors import BadValueError
 from torchport.plan import plan, report, sweep
+from torchport.task import Request
 
 JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
 
@@ -31,7 +32,7 @@ JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
 )
 def test_flags_that_do_not_go_together_are_refused(given, said):
     with pytest.raises(BadValueError) as caught:
-        command.answer(Flags(**JOB, **given), "torchport plan")
+        command.answer(Request(**JOB), PlanFlags(**given), "torchport plan")
     assert str(caught.value) == said
 
 

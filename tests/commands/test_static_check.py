@@ -9,7 +9,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport.commands import check, patches, static_check
-from torchport.commands.check import Flags, Group, Together
+from torchport.commands.check import CheckFlags, Group, Together
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
 from torchport.errors import TorchportError, UnknownNameError
@@ -207,7 +207,7 @@ class Cards:
 
     def told(self, **flags):
         return _told(
-            check.report_of(Flags(paths=(str(self.root),), static=True, upstream_path=self.world.site, **flags))
+            check.report_of(CheckFlags(paths=(str(self.root),), static=True, upstream_path=self.world.site, **flags))
         )
 
 

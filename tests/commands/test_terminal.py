@@ -15,7 +15,7 @@ from torchport.__main__ import cli
 from torchport.commands import terminal
 from torchport.config.pack import find_pack
 from torchport.errors import DataFolderError, TopologyError
-from torchport.processes import child
+from torchport.processes import child, script
 from torchport.task import Request, accept
 
 BEGUN = ["error[TP502] here: The work began. All that was asked for is sound."]
@@ -35,6 +35,7 @@ def odd(tmp_path, root, monkeypatch):
         pytest.fail("it hangs")
 
     monkeypatch.setattr(child, "call", begun)
+    monkeypatch.setattr(script, "become", begun)
     monkeypatch.setattr(run, "_carry", begun)
     before = signal.signal(signal.SIGALRM, hangs)
     command_lines.prepare(tmp_path, (root / "configs" / "demo.yaml").read_text())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchport.commands.verify import WRITERS, Flags, answer, findings_of
+from torchport.commands.verify import WRITERS, VerifyFlags, answer, findings_of
 from torchport.errors import BadValueError, OutputError, TorchportError
 from torchport.processes import child
 from torchport.task import Request
@@ -15,7 +15,7 @@ from torchport.verify.report import Cause, Unit, Verification
 def refusal(root, **flags):
     request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
     with pytest.raises(BadValueError) as caught:
-        answer(request, Flags(**flags))
+        answer(request, VerifyFlags(**flags))
     return str(caught.value)
 
 
@@ -55,7 +55,7 @@ def test_a_job_with_a_step_cache_is_refused(root):
     )
     for flags in ({}, {"capture": Path("c")}):
         with pytest.raises(BadValueError, match="A step cache makes other latents on purpose"):
-            answer(request, Flags(**flags))
+            answer(request, VerifyFlags(**flags))
 
 
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), 0.0, -1.0])
@@ -68,7 +68,7 @@ def test_a_captures_folder_is_made_before_the_original_runs(root, tmp_path):
     (tmp_path / "file").touch()
     request = Request("cogvideox", "configs/cogvideox_demo.yaml", paths=(str(root),))
     with pytest.raises(OutputError, match=r"--capture .*file: It is a file, not a folder"):
-        answer(request, Flags(capture=tmp_path / "file"))
+        answer(request, VerifyFlags(capture=tmp_path / "file"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_captures_folder_is_made_before_the_original_runs(root, tmp_path):
             "--steps: The capture says what is compared. Capture with --steps, and leave it out.",
         ),
         (
-            {"report": Path("r.txt")},
+            {"file": Path("r.txt")},
             "--report r.txt: '.txt' is the ending of no format. Known: .html, .json, .sarif.",
         ),
     ],
@@ -119,7 +119,7 @@ def test_the_result_is_printed_before_a_report_that_cannot_be_written(torchport,
     from torchport.commands import verify
 
     one = Verification("m", "c.yaml", {}, {}, "tp", {}, (0,), 8)
-    monkeypatch.setattr(verify, "verify", lambda *_: one)
+    monkeypatch.setattr(verification, "verify", lambda *_: one)
 
     def write(file, verification):
         raise OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")

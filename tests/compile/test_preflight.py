@@ -136,7 +136,7 @@ def port(asked):
 
 def shown(task, monkeypatch):
     """Shows the task's rules as `torchport shard show` does; the patches are in force already."""
-    monkeypatch.setattr(shard, "accept", lambda request, dry: task)
+    monkeypatch.setattr("torchport.task.accept", lambda request, dry: task)
     monkeypatch.setattr("torchport.patch.applied", lambda entries, stage=None: contextlib.nullcontext())
     return shard.rule_rows(task.request)
 

@@ -1,1 +1,1 @@
-"""The commands, one module each, and what they share: the values of flags, printing, exit codes."""
+"""The commands, one module each: its flags, its call, what it prints; and what they share: flags, formats, terminal."""

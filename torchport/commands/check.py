@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from torchport import patch, progress
-from torchport.commands import demo, static_check
-from torchport.commands.findings import Finding, Report, of_entry, of_error
+from torchport.commands import demo, formats, options, static_check, terminal
+from torchport.commands.findings import Finding, Report, exit_code, of_entry, of_error
 from torchport.config.card import Card
 from torchport.config.checkout import existing
 from torchport.config.pack import Pack, find_pack
@@ -65,25 +67,54 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
-    """The command line of `torchport check`.
-
-    Attributes:
-        names: `upstream` or `upstream/file`.
-        model: The name of a card, or None.
-        static: Whether nothing is run or imported.
-        upstream_path: Where the upstream stands, if it is not installed.
-        paths: The packs.
-    """
+class CheckFlags:
+    """The flags of the command, and the names of upstreams: `upstream` or `upstream/file`."""
 
     names: tuple[str, ...] = ()
     model: str | None = None
     static: bool = False
-    upstream_path: Path | None = None
+    upstream_path: str | None = None
+    form: str = "text"
+    files: tuple[Path, ...] = ()
     paths: tuple[str, ...] = ()
 
 
-def report_of(flags: Flags) -> Report:
+@terminal.command("check")
+@click.argument("names", nargs=-1)
+@click.option("--model", metavar="NAME", help="Check a card and its patches, and count their calls with tiny weights.")
+@click.option("--static", is_flag=True, help="In seconds: read files and upstream's source; run and import nothing.")
+@options.upstream_path
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(list(formats.FORMATS)),
+    default="text",
+    show_default=True,
+    help="The format of the findings.",
+)
+@options.report(".sarif, .xml (JUnit), .json or .txt", multiple=True)
+@options.paths
+def command(**given: Any) -> None:
+    """Tries patches against the upstreams that are installed, and reads cards and configs.
+
+    It checks the packs that --path names, or torchport's own if none is named.
+
+    The exit code is 0 if there is no finding. It is 3 for drift, 4 for a patch that comes too late or leaves an alias,
+    5 for a patch that is not called, and 1 if there is nothing but other findings. If several apply, it is the lowest
+    of 3, 4 and 5.
+    """
+    terminal.log_to_stderr()
+    flags = CheckFlags(**given)
+    for file in flags.files:
+        formats.check_file(file, formats.FORMATS)
+    report = report_of(flags)
+    for file in flags.files:
+        formats.write(report, file, formats.FORMATS)
+    terminal.say(formats.FORMATS[flags.form](report))
+    sys.exit(exit_code(report.findings))
+
+
+def report_of(flags: CheckFlags) -> Report:
     """Returns what is found over what a command line names; over the packs of --path if it names nothing.
 
     Raises:

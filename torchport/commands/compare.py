@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from torchport.commands import options, terminal
 from torchport.errors import BadValueError
-from torchport.verify import runs
-from torchport.verify.runs import Difference, Distance, FinishedRun, distance
+
+if TYPE_CHECKING:
+    from torchport.verify.runs import Difference, Distance, FinishedRun
 
 OTHER_MESH = "Run the job of A again on another mesh: --set mesh=..., with --out of its own"
+
+
+@terminal.command("compare")
+@click.argument("a", metavar="A", type=options.FILE)
+@click.argument("b", metavar="B", type=options.FILE)
+@click.option("--floor", type=options.FILE, metavar="DIR", help="A run of A's job on another mesh.")
+@options.as_json
+def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
+    """Compares two runs by their output folders: frames before the codec, and latents step by step.
+
+    The latents after each step are there if both runs had `keep_steps: true`. The differences of --floor from A are
+    printed beside those of B: they are what rounding alone makes.
+    """
+    terminal.log_to_stderr()
+    comparison = compare(a, b, floor)
+    if as_json:
+        terminal.say(json.dumps(data(comparison), indent=2, ensure_ascii=False))
+    else:
+        terminal.say("\n".join(lines(comparison)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +61,8 @@ class Comparison:
     @property
     def other_video(self) -> list[Difference]:
         """The differences for which A and B show different things."""
+        from torchport.verify import runs
+
         return [row for row in self.b.differences if row.key in runs.WHAT]
 
     @property
@@ -57,6 +83,8 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
         BadValueError: Two of the folders are one, or `floor` is no run of A's job on another mesh.
         SaveError: A folder without a whole run, a damaged artefact, or videos of two sizes.
     """
+    from torchport.verify import runs
+
     for other, place in ((b, str(b)), (floor, f"--floor {floor}")):
         if other is not None and other.resolve() == a.resolve():
             raise BadValueError(place, "It is the folder of the first run", "Name another run")
@@ -64,8 +92,8 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
     of_floor = None if floor is None else runs.read(floor)
     if of_floor is not None:
         _check_floor(first, of_floor)
-    second = distance(first, runs.read(b))
-    return Comparison(first, second, None if of_floor is None else distance(first, of_floor))
+    second = runs.distance(first, runs.read(b))
+    return Comparison(first, second, None if of_floor is None else runs.distance(first, of_floor))
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
@@ -74,6 +102,8 @@ def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
     Raises:
         BadValueError: It is one.
     """
+    from torchport.verify import runs
+
     lossy = runs.lossy(floor.manifests)
     if lossy is not None:
         fact = f"It was made with {lossy}, which is lossy: a floor shows rounding alone"

@@ -16,7 +16,7 @@ from torchport.errors import NotCalledError, PatchError, TorchportError
 from torchport.processes import child
 
 
-def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
+def not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
     """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
 
     Args:
@@ -31,7 +31,6 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
     from torchport.task.family import family
 
     card, document = pack.card(model)
-    place = None if upstream_path is None else str(upstream_path)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "out")
@@ -39,7 +38,7 @@ def not_called_by(pack: Pack, model: str, upstream_path: Path | None) -> Report:
         if family(pack, card, document).TAKES_IMAGE == ALWAYS:
             options["image"] = Path(name, "image.png")
             Image.linear_gradient("L").save(options["image"])
-        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=place, **options)
+        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **options)
         try:
             with progress.waiting(f"run {model}'s demo"):
                 child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))

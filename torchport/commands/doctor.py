@@ -1,4 +1,4 @@
-"""Reports on this machine: devices, versions, disk, checkpoints, and settings known to fail together."""
+"""`torchport doctor`: this machine's devices, versions, disk, checkpoints, and settings known to fail together."""
 
 from __future__ import annotations
 
@@ -8,21 +8,32 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from torchport.commands import options, terminal
 from torchport.config import card, machine, xla_flags
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.files import cache
-from torchport.load import tiny
 from torchport.progress import size_text
-from torchport.save import manifest
-from torchport.stages.module import file_of
-from torchport.task import devices
 
 State = Literal["ok", "note", "bad"]
+
+
+@terminal.command("doctor")
+@options.paths
+def command(paths: tuple[str, ...]) -> None:
+    """Checks devices, versions, disk, checkpoints, and settings that are known to fail."""
+    findings = examine(paths)
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        terminal.say(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
+    terminal.say(advice(findings, paths))
+    if any(finding.state == "bad" for finding in findings):
+        sys.exit(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +70,8 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
 
 
 def _versions() -> list[Diagnosis]:
+    from torchport.save import manifest
+
     versions = manifest.versions()
     findings = []
     try:
@@ -84,6 +97,8 @@ def _within(version: str, specifier: str) -> bool:
 
 
 def _devices() -> list[Diagnosis]:
+    from torchport.task import devices
+
     findings = []
     platforms: tuple[machine.Platform, ...] = ("tpu", "cuda", "cpu")
     for name in platforms:
@@ -98,6 +113,8 @@ def _devices() -> list[Diagnosis]:
 
 
 def _tpu_kinds() -> set[str]:
+    from torchport.task import devices
+
     count, kind, _ = devices.visible_devices("tpu")
     return {kind} if count else set()
 
@@ -131,6 +148,9 @@ def _jax_cache() -> list[Diagnosis]:
 
 def _checkpoints(pack: Pack) -> list[Diagnosis]:
     from huggingface_hub.constants import HF_HUB_CACHE
+
+    from torchport.load import tiny
+    from torchport.stages.module import file_of
 
     findings = []
     for name, read in pack.cards():

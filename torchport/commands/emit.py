@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchport.commands.new import check
 from torchport.config.checkout import on_path
 from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
@@ -18,7 +17,7 @@ from torchport.new.draft import Wish
 from torchport.new.folder import Home
 from torchport.new.target import package_folder
 from torchport.patch import Entry, read, upstreams
-from torchport.scan.finding import Finding, Report
+from torchport.scan.finding import ScanFinding, ScanReport
 from torchport.scan.syntax import MODULE
 
 AT_IMPORT = "it runs while its module is imported, where no patch of a function reaches it"
@@ -31,7 +30,7 @@ class Drawn:
     """A patch to draft, with the findings that it is for."""
 
     wish: Wish
-    findings: Sequence[Finding]
+    findings: Sequence[ScanFinding]
 
 
 @dataclasses.dataclass
@@ -46,10 +45,10 @@ class Outcome:
 
     written: list[patch.Written] = dataclasses.field(default_factory=list)
     there: list[str] = dataclasses.field(default_factory=list)
-    left: list[tuple[Finding, str]] = dataclasses.field(default_factory=list)
+    left: list[tuple[ScanFinding, str]] = dataclasses.field(default_factory=list)
 
 
-def emit(report: Report, path: Path, out: Path, paths: Sequence[str] = ()) -> tuple[list[str], int]:
+def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -> tuple[list[str], int]:
     """Drafts patches into the folder of a pack; returns the lines to print and the exit code: 1 if something is left.
 
     Args:
@@ -72,7 +71,7 @@ def emit(report: Report, path: Path, out: Path, paths: Sequence[str] = ()) -> tu
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
 
 
-def home_of(report: Report, path: Path, out: Path) -> Home:
+def home_of(report: ScanReport, path: Path, out: Path) -> Home:
     """Returns the folder of the pack; the codebase must be on the search path.
 
     Raises:
@@ -84,7 +83,7 @@ def home_of(report: Report, path: Path, out: Path) -> Home:
     return folder.home(out, [path, *(one for one in found if one is not None)], "--emit")
 
 
-def _search_folder(path: Path, report: Report) -> Path:
+def _search_folder(path: Path, report: ScanReport) -> Path:
     """Returns the folder that must be on the search path so that the codebase's packages can be imported.
 
     It is the one that most findings are imported from: `src/` where the packages lie in it.
@@ -100,7 +99,7 @@ def _search_folder(path: Path, report: Report) -> Path:
     return current
 
 
-def _start(one: Finding) -> Path | None:
+def _start(one: ScanFinding) -> Path | None:
     """Returns the folder that a finding's module is imported from; None where its file is not named as its module."""
     names = one.target.partition(":")[0].split(".")
     file = Path(os.path.realpath(one.file)).with_suffix("")
@@ -108,16 +107,16 @@ def _start(one: Finding) -> Path | None:
     return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
 
 
-def _open(report: Report) -> list[Finding]:
+def _open(report: ScanReport) -> list[ScanFinding]:
     wanted = "path" if report.entries else "unknown"
     return [one for one in report.findings if one.verdict == "rewrite" and one.reach == wanted]
 
 
-def _drawn(findings: Sequence[Finding], outcome: Outcome) -> Iterator[Drawn]:
+def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:
     """Yields the patches to draft: stubs, then functions to replace, then statements to rewrite in other functions."""
-    stubs: dict[tuple[str, str], list[Finding]] = {}
-    functions: dict[str, list[Finding]] = {}
-    statements: list[Finding] = []
+    stubs: dict[tuple[str, str], list[ScanFinding]] = {}
+    functions: dict[str, list[ScanFinding]] = {}
+    statements: list[ScanFinding] = []
     for one in findings:
         at_import = one.name == MODULE
         if at_import and one.kind == "kernel":
@@ -132,7 +131,7 @@ def _drawn(findings: Sequence[Finding], outcome: Outcome) -> Iterator[Drawn]:
     yield from _of_functions(functions, statements)
 
 
-def _of_functions(functions: Mapping[str, list[Finding]], statements: Sequence[Finding]) -> Iterator[Drawn]:
+def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
     """Yields the functions to replace, and the statements to rewrite where no such function takes care of them."""
     helpers = {target.replace(":", "."): target for target in functions}
     home = {one: one.target if one.target in functions else helpers.get(one.uses) for one in statements}
@@ -145,7 +144,7 @@ def _of_functions(functions: Mapping[str, list[Finding]], statements: Sequence[F
         yield Drawn(Wish(one.target, "rewrite", names.file(one.target), one.line, why=one.meaning.why), [one])
 
 
-def _stub(findings: Sequence[Finding]) -> Drawn:
+def _stub(findings: Sequence[ScanFinding]) -> Drawn:
     package, _, rest = findings[0].uses.partition(".")
     importers = list(dict.fromkeys(one.target.partition(":")[0] for one in findings))
     why = f"{package} is a package of GPU kernels, which is imported and not installed."
@@ -202,7 +201,7 @@ def _is_for(entry: Entry, wish: Wish, error: TakenNameError | ConflictError) -> 
     return entry.target == wish.target
 
 
-def _lines(report: Report, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
+def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
     yield report.count()
     if outcome.written:
         tests = _many(sum(bool(one.test) for one in outcome.written), "test", "tests")
@@ -228,14 +227,14 @@ def _lines(report: Report, outcome: Outcome, out: Path, root: Path, paths: Seque
         yield f"list        {', '.join(listed)} under 'patches' of the card, for the stages that need them"
     packages = sorted({one.names.partition("/")[0] for one in outcome.written})
     if packages:
-        yield f"then        {check(out, Path(as_named(root)), *packages)}"
+        yield f"then        {folder.check_command(out, as_named(root), *packages)}"
 
 
 def _many(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
-def _listed(report: Report, outcome: Outcome, paths: Sequence[str]) -> list[str]:
+def _listed(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
     """Returns the files of patches that a card needs: those that were drafted, and those that cover the others."""
     covering = {id for one in report.findings if one.reach in ("path", "unknown") for id in one.covered_by}
     names = {one.names for one in outcome.written}

@@ -6,7 +6,10 @@ import inspect
 import re
 import textwrap
 
+import click
+
 from torchport import errors
+from torchport.commands import terminal
 from torchport.commands.examples import EXAMPLES
 from torchport.scan.rules import RULES
 
@@ -19,6 +22,19 @@ traceback first.
 
 In the examples, `up` is the package that the patches change, and `some` is a model card. Fields that every patch must
 have, such as `why` and `fits`, are left out, and so is everything else that does not matter."""
+
+
+@terminal.command("explain")
+@click.argument("id", required=False)
+@click.option("--all", "everything", is_flag=True, help="Print every error, as the page docs/errors.md.")
+def command(id: str | None, everything: bool) -> None:
+    """Explains an error, such as TP107, or a finding of scan, such as PS401.
+
+    It prints what the id means, a wrong and a right example, and the cure.
+    """
+    if id is None and not everything:
+        raise errors.UnknownNameError("torchport explain", "No id is named", "Name one, such as TP107, or add --all")
+    terminal.say(page().rstrip() if id is None else section(id))
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""The formats in which `torchport check` writes its report."""
+"""The formats of findings, and the files that reports are written to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 
 from torchport import __version__, errors
@@ -22,6 +22,7 @@ from torchport.files import folder
 from torchport.files.atomic import writing
 from torchport.scan.rules import RULES
 
+AnyReport = TypeVar("AnyReport")
 _LEVELS = {"covered": "note", "unknown": "warning"}
 """The level of a scan's finding, by what is to be done about it; everything else is an error."""
 
@@ -178,22 +179,25 @@ ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif", ".xml": "junit"}
 """The format of a file that `--report` names, by its ending."""
 
 
-def check_files(files: Sequence[Path]) -> None:
-    """Refuses files that no report can be written to, before minutes are spent on it.
+def check_file(file: Path, formats: Collection[str]) -> None:
+    """Refuses a file that no report can be written to, before minutes are spent on it.
+
+    Args:
+        file: The file.
+        formats: The formats that the command can write.
 
     Raises:
-        BadValueError: An ending that is no format's.
+        BadValueError: Its ending is none of theirs.
         OutputError: It cannot be written.
     """
-    for file in files:
-        if file.suffix not in ENDINGS:
-            known = ", ".join(f"{ending} ({form})" for ending, form in ENDINGS.items())
-            raise BadValueError(f"--report {file}", f"'{file.suffix}' is the ending of no format", f"Known: {known}")
-        folder.check_writable("--report", file)
+    endings = {ending: form for ending, form in ENDINGS.items() if form in formats}
+    if file.suffix not in endings:
+        known = ", ".join(f"{ending} ({form})" for ending, form in endings.items())
+        raise BadValueError(f"--report {file}", f"'{file.suffix}' is the ending of no format", f"Known: {known}")
+    folder.check_writable("--report", file)
 
 
-def write(report: Report, files: Sequence[Path]) -> None:
-    """Writes a report to files, each in the format of its ending."""
-    for file in files:
-        with writing(file) as temporary:
-            temporary.write_text(FORMATS[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")
+def write(report: AnyReport, file: Path, formats: Mapping[str, Callable[[AnyReport], str]]) -> None:
+    """Writes a report to a file, in the format of its ending."""
+    with writing(file) as temporary:
+        temporary.write_text(formats[ENDINGS[file.suffix]](report) + "\n", encoding="utf-8")

@@ -2,55 +2,81 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
+from typing import Any
 
+import click
+
+from torchport.commands import options, terminal
 from torchport.config.checkout import existing, on_path
-from torchport.new import folder, model, patch
-from torchport.new.draft import Wish
+
+out = click.option("--out", required=True, type=options.FILE, metavar="DIR", help="The folder of your pack.")
 
 
-def new_patch(wish: Wish, out: Path, upstream_path: Path | None) -> list[str]:
-    """Writes a patch that is to be filled in; returns the lines to print.
+@terminal.group("new")
+def command() -> None:
+    """Writes drafts into a pack: a patch to fill in, or the card of a model."""
 
-    Args:
-        wish: What is wanted.
-        out: The folder of the pack.
-        upstream_path: The checkout of upstream, if it is not installed.
 
-    Raises:
-        OutputError: The folder is an upstream's.
-        TorchportError: The target cannot be patched, or the patch is there already.
+@command.command("patch")
+@click.argument("target", metavar="PACKAGE.MODULE:NAME")
+@click.option(
+    "--kind",
+    required=True,
+    type=click.Choice(["replace", "wrap", "rewrite", "op", "stub", "value"]),
+    help="What kind of patch: docs/patches.md. A value is refused, with the functions that read it.",
+)
+@out
+@options.upstream_path
+@click.option("--file", metavar="NAME", help="Its files in patches/<package>/, without endings [the module's name].")
+@click.option("--line", type=click.IntRange(1), metavar="N", help="For rewrite: the statement's line in upstream.")
+@click.option("--importer", "importers", multiple=True, metavar="MODULE", help="For stub: who imports it. Repeatable.")
+@click.option("--why", metavar="TEXT", help="What fails without it.")
+def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
+    """Writes an entry, a function with the target's parameters, a test that fails until both are filled in, a lock row.
+
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
+    from torchport.new import folder, patch
+    from torchport.new.draft import Wish
+
+    wish = Wish(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        home = folder.home(out, patch.upstreams(wish, checkout))
-        one = patch.write(wish, home)
+        draft = patch.write(wish, folder.home(out, patch.upstreams(wish, checkout)))
     listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
-    left = [f"fill in     {each}." for each in (*one.left, listed)]
-    return [*one.lines, *left, f"then        {check(out, upstream_path, wish.package)}"]
+    left = [f"fill in     {step}." for step in (*draft.left, listed)]
+    last = f"then        {folder.check_command(out, upstream_path, wish.package)}"
+    terminal.say("\n".join([*draft.lines, *left, last]))
 
 
-def new_model(wish: model.Wish, out: Path, upstream_path: Path | None) -> list[str]:
-    """Writes a model card, its job and its family, which are to be filled in; returns the lines to print.
+@command.command("model")
+@click.argument("name")
+@click.option(
+    "--entry",
+    "entries",
+    required=True,
+    multiple=True,
+    metavar="[COMPONENT=]PACKAGE.MODULE:CLASS",
+    help="A class of the model, the network first. Repeatable.",
+)
+@out
+@options.upstream_path
+@click.option("--checkpoint", metavar="DIR|REPO@REV", help="The published weights.")
+def new_model(out: Path, upstream_path: str | None, **given: Any) -> None:
+    """Writes a model card, its demo's config and its stages, with `tiny:` from the class's own arguments.
 
-    Args:
-        wish: What is wanted.
-        out: The folder of the pack.
-        upstream_path: The checkout of upstream, if it is not installed.
-
-    Raises:
-        OutputError: The folder is an upstream's.
-        TorchportError: There is no such class, or a file is there already.
+    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
+    from torchport.new import folder, model
+
+    wish = model.Wish(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        home = folder.home(out, model.upstreams(wish, checkout))
-        lines = model.write(wish, home, checkout)
-    return [*lines, f"then        {check(out, upstream_path)}"]
+        lines = model.write(wish, folder.home(out, model.upstreams(wish, checkout)), checkout)
+    terminal.say("\n".join([*lines, f"then        {folder.check_command(out, upstream_path)}"]))
 
 
-def check(out: Path, upstream_path: Path | None, *names: str) -> str:
-    """Returns the command that checks what was written."""
-    flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
-    return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])
+def _named(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags that were given; the others keep the defaults of a wish."""
+    return {name: value for name, value in given.items() if value is not None}

@@ -2,15 +2,86 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from torchport import patch
-from torchport.errors import UnknownNameError, nearest
+from torchport.commands import options, terminal
+from torchport.config.checkout import existing
+from torchport.config.pack import find_pack
+from torchport.errors import DRIFT_EXIT_CODE, UnknownNameError, nearest
 from torchport.files.folder import as_named
 from torchport.patch.declared import versions
 from torchport.patch.declared.lock import read_lock
+
+
+@terminal.group("patches")
+def command() -> None:
+    """Lists, shows and locks patches."""
+
+
+@command.command("list")
+@click.argument("names", nargs=-1)
+@options.paths
+def list_patches(names: tuple[str, ...], paths: tuple[str, ...]) -> None:
+    """Lists the patches of the named upstreams or files, or all patches."""
+    for row in rows(find_pack(paths).folders, names):
+        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        notes = ["plumbing"] * row["plumbing"] + ["not locked"] * (not row["locked"] and row["kind"] != "op")
+        noted = f"  ({', '.join(notes)})" if notes else ""
+        terminal.say(f"{row['id']:36} {row['kind']:8} {promise:10} {row['target']}{noted}  {row['place']}")
+
+
+@command.command("show")
+@click.argument("id")
+@options.paths
+def show_patch(id: str, paths: tuple[str, ...]) -> None:
+    """Shows everything about one patch, as YAML."""
+    import yaml
+
+    text = yaml.safe_dump(details(find_pack(paths).folders, id), sort_keys=False)
+    click.echo(text, nl=False)  # YAML escapes control characters itself
+
+
+@command.command("lock")
+@click.argument("names", nargs=-1)
+@click.option(
+    "--check", "only_check", is_flag=True, help="Only print what would change; exit with 3 if anything would."
+)
+@options.upstream_path
+@options.paths
+def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | None, paths: tuple[str, ...]) -> None:
+    """Records the reviewed source of every target, of the named upstreams or of all.
+
+    The locks of the packs that --path names are written, or torchport's own if none is named.
+    """
+    from torchport.commands.check import require_applied, stages_of
+
+    checkout = None if upstream_path is None else existing(upstream_path)
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+    pack = find_pack(paths)
+    stages = stages_of(pack)
+    check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout, stages=stages)
+    lines = lock(pack.folders, names, only_check, check_apply, [one.patches for one in pack.checked])
+    for line in lines:
+        terminal.say(line)
+    terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")
+    if only_check and lines:
+        sys.exit(DRIFT_EXIT_CODE)
+
+
+@command.command("schema")
+def print_schema() -> None:
+    """Prints the JSON Schema of a patch file, as `torchport schema patch` does."""
+    from torchport.commands.schema import schema
+
+    terminal.say_json(schema("patch"))
 
 
 def entries_of(folders: patch.Folders, names: Sequence[str] = ()) -> list[patch.Entry]:

@@ -3,82 +3,102 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from torchport.commands import options, terminal
 from torchport.errors import BadValueError
 from torchport.files import folder
-from torchport.plan import plan, report, sweep
-from torchport.task import Execution, Request
+
+if TYPE_CHECKING:
+    from torchport.task import Request
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
-    """The flags of the command; None, False and () are those that were not given."""
+class PlanFlags:
+    """The flags of the command that are not those of a request."""
 
-    model: str
-    config: str
     topology: str | None = None
     strategy: str | None = None
     sweep: bool = False
     jobs: int | None = None
-    upstream_path: Path | None = None
     overrides: tuple[str, ...] = ()
     scores: str | None = None
     stage: str | None = None
-    report: Path | None = None
+    file: Path | None = None
     xla_flags: str | None = None
     keep: Path | None = None
-    paths: tuple[str, ...] = ()
+    as_json: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the command prints: the same as data and as text, and whether everything fits."""
+@terminal.command("plan")
+@options.model()
+@options.config()
+@options.topology("the config's machine")
+@options.strategy
+@click.option("--sweep", is_flag=True, help="Compare all strategies and meshes of the slice in one table.")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Compilations at once [by processors and memory].")
+@options.upstream_path
+@options.overrides
+@click.option("--scores", type=click.Choice(["bounded", "any"]), help="Assume bounded scores, or any [bounded].")
+@click.option("--stage", metavar="denoise|decode|all", help="Compile one stage alone [all with a network].")
+@options.xla_flags
+@click.option("--keep", type=options.FILE, metavar="DIR", help="Keep the plan and the dump.")
+@options.report("an HTML page")
+@options.as_json
+@options.paths
+def command(**given: Any) -> None:
+    """Tells, without a TPU, whether a job fits on a slice and how fast it should be; the exit code is 1 if not."""
+    terminal.log_to_stderr()
+    from torchport.task import Execution, Request
 
-    data: dict[str, Any]
-    lines: list[str]
-    fits: bool = True
+    flags = options.taken(PlanFlags, given)
+    overrides = options.with_fields(flags.overrides, strategy=flags.strategy)
+    request = Request(**given, overrides=overrides, execution=Execution(xla_flags=flags.xla_flags))
+    outcome = answer(request, flags, shlex.join(["torchport", *sys.argv[1:]]))
+    outcome.say(flags.as_json)
+    sys.exit(outcome.exit_code)
 
 
-def answer(flags: Flags, command: str) -> Answer:
+def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     """Returns what the flags ask for; a page, if one is asked for, has been written.
 
     Args:
-        flags: Those of the command line.
-        command: The command line itself, which the page names.
+        request: The job.
+        flags: What is to be known of it.
+        line: The command line itself, which the page names.
 
     Raises:
         BadValueError: Flags that do not go together.
         OutputError: A file that cannot be written.
         TorchportError: Whatever the job is refused for.
     """
-    if flags.report is not None:
-        folder.check_writable("--report", flags.report)
+    if flags.file is not None:
+        folder.check_writable("--report", flags.file)
     _check(flags)
-    overrides = (*flags.overrides, f"strategy={flags.strategy}") if flags.strategy else flags.overrides
-    place = None if flags.upstream_path is None else str(flags.upstream_path)
-    how = Execution(xla_flags=flags.xla_flags)
-    request = Request(
-        flags.model, flags.config, paths=flags.paths, upstream_path=place, overrides=overrides, execution=how
-    )
+    from torchport.plan import plan, report, sweep
+
     bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
-        return Answer(sweep.data(swept), sweep.lines(swept))
+        return terminal.Answer(sweep.data(swept), sweep.lines(swept))
     job = plan.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
-    if flags.report is not None:
-        report.write(flags.report, job, command)
-    return Answer(job.model_dump(mode="json"), report.lines(job), job.fits)
+    if flags.file is not None:
+        report.write(flags.file, job, line)
+    return terminal.Answer(job.model_dump(mode="json"), report.lines(job), int(not job.fits))
 
 
-def _check(flags: Flags) -> None:
+def _check(flags: PlanFlags) -> None:
     """Refuses flags that nothing would read."""
     if flags.sweep and flags.strategy is not None:
         raise BadValueError(f"--strategy {flags.strategy}", "A sweep takes every strategy", "Leave out one of the two")
-    for name in ("stage", "report"):
-        if flags.sweep and getattr(flags, name) is not None:
-            fact = f"--{name} is given, and a sweep is a table of denoising steps"
+    for name, value in {"--stage": flags.stage, "--report": flags.file}.items():
+        if flags.sweep and value is not None:
+            fact = f"{name} is given, and a sweep is a table of denoising steps"
             raise BadValueError("torchport plan --sweep", fact, "Leave it out")
     if flags.jobs is not None and not flags.sweep:
         raise BadValueError(f"--jobs {flags.jobs}", "There is one plan to make", "Add --sweep, or leave it out")

@@ -3,30 +3,87 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchport.commands import findings, formats
+import click
+
+from torchport.commands import findings, formats, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
-from torchport.files import folder
-from torchport.files.atomic import writing
-from torchport.scan.finding import Finding, Report
+from torchport.scan.finding import ScanFinding, ScanReport
 from torchport.scan.scanning import scan
 
 
-def report_of(path: Path, entries: Sequence[str], paths: Sequence[str]) -> Report:
-    """Returns what a scan of a codebase finds, with the patches of the packs that are named.
+@dataclasses.dataclass(frozen=True)
+class ScanFlags:
+    """The flags of the command, and the codebase."""
 
-    Raises:
-        ConfigError: The command line names what is not there, or a file of patches has a mistake.
+    codebase: Path
+    entries: tuple[str, ...]
+    everything: bool
+    as_json: bool
+    as_sarif: bool
+    file: Path | None
+    emit: Path | None
+    paths: tuple[str, ...]
+
+    def form(self) -> str:
+        """Returns the format that is asked for on the terminal.
+
+        Raises:
+            BadValueError: Two are, or one beside `--emit`.
+        """
+        if self.as_json and self.as_sarif:
+            raise BadValueError(
+                "--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report"
+            )
+        form = "json" if self.as_json else "sarif" if self.as_sarif else "text"
+        if self.emit is not None and form != "text":
+            fact = f"It prints what it drafts, and --{form} prints the findings"
+            raise BadValueError(f"--emit {self.emit}", fact, f"Write these to a file: --report findings.{form}")
+        return form
+
+
+@terminal.command("scan")
+@click.argument("codebase", metavar="PATH", type=options.FILE)
+@click.option("--entry", "entries", multiple=True, metavar="PKG.MOD:CLASS", help="What you run of it. Repeatable.")
+@click.option("--all", "everything", is_flag=True, help="Also list what the entry does not lead to.")
+@options.as_json
+@click.option("--sarif", "as_sarif", is_flag=True, help="Print SARIF.")
+@options.report(".sarif, .json or .txt")
+@click.option("--emit", type=options.FILE, metavar="DIR", help="Draft the patches into this pack.")
+@options.paths
+def command(**given: Any) -> None:
+    """Lists what in a codebase will not port to TPU, and which patches take care of it. It imports none of it.
+
+    The exit code is 1 if something that the entry leads to needs a patch that is not there, else 0. With --emit it is 1
+    if no patch could be drafted for something.
     """
-    return scan(path, entries, find_pack(paths).folders)
+    terminal.log_to_stderr()
+    flags = ScanFlags(**given)
+    form = flags.form()
+    writers = formats_of(flags.everything)
+    if flags.file is not None:
+        formats.check_file(flags.file, writers)
+    report = scan(flags.codebase, flags.entries, find_pack(flags.paths).folders)
+    if flags.file is not None:
+        formats.write(report, flags.file, writers)
+    if flags.emit is not None:
+        from torchport.commands.emit import emit
+
+        lines, code = emit(report, flags.codebase, flags.emit, flags.paths)
+        terminal.say("\n".join(lines))
+        sys.exit(code)
+    terminal.say(writers[form](report))
+    sys.exit(exit_code(report))
 
 
-def shown(report: Report, everything: bool = False) -> list[Finding]:
+def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
     """Returns the findings to show: those on the path, and files that could not be read; or all."""
     if everything:
         return list(report.findings)
@@ -34,7 +91,7 @@ def shown(report: Report, everything: bool = False) -> list[Finding]:
     return [one for one in report.findings if one.reach == wanted or not one.meaning.in_code]
 
 
-def text(report: Report, everything: bool = False) -> str:
+def text(report: ScanReport, everything: bool = False) -> str:
     """Returns a line for each finding, and a last line that counts those on the path."""
     some = shown(report, everything)
     lines = [printable(_line(one)) for one in some]
@@ -47,7 +104,7 @@ def text(report: Report, everything: bool = False) -> str:
 _ABSENT = "install it, or stub it and rewrite what calls it"
 
 
-def _line(one: Finding) -> str:
+def _line(one: ScanFinding) -> str:
     place = f"{one.file}:{one.line}" if one.line else one.file
     if not one.meaning.in_code:
         return f"{place}: {one.rule} {one.kind}: {one.text}"
@@ -60,7 +117,7 @@ def _line(one: Finding) -> str:
     return f"{place}: {one.rule} {one.kind} in {one.name}: {one.text} [{where}{facts}]"
 
 
-def as_json(report: Report, everything: bool = False) -> str:
+def as_json(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings with all that is known of them, and what they were counted over."""
     rows = [_row(one) for one in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
@@ -68,72 +125,32 @@ def as_json(report: Report, everything: bool = False) -> str:
     return json.dumps({**facts, "absent": absent, "findings": rows}, indent=2)
 
 
-def _row(one: Finding) -> dict[str, Any]:
+def _row(one: ScanFinding) -> dict[str, Any]:
     rule = one.meaning
     row = {key: value for key, value in dataclasses.asdict(one).items() if key != "sure"}
     said = {"kind": rule.kind, "verdict": one.verdict, "why": rule.why, "do": rule.do}
     return {**row, **said, "effort": rule.effort, "draft": rule.draft}
 
 
-def sarif(report: Report, everything: bool = False) -> str:
+def sarif(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings as SARIF 2.1.0: covered ones as notes, unknown ones as warnings, the others as errors."""
     return formats.sarif(findings.Report([_as_finding(one) for one in shown(report, everything)]))
 
 
-def _as_finding(one: Finding) -> findings.Finding:
+def _as_finding(one: ScanFinding) -> findings.Finding:
     covered = f" Covered by {', '.join(one.covered_by)}." if one.covered_by else ""
     said = f"{one.text}. {one.meaning.do}{covered}" if one.meaning.in_code else f"{one.text}. {one.meaning.do}"
     place = f"{one.file}:{one.line}" if one.line else one.file
     return findings.Finding(one.rule, place, said, one.target, one.verdict)
 
 
-FORMATS: dict[str, Callable[[Report, bool], str]] = {"text": text, "json": as_json, "sarif": sarif}
-ENDINGS = {".txt": "text", ".json": "json", ".sarif": "sarif"}
-"""The format of a file that `--report` names, by its ending."""
+def formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
+    """Returns what writes a report, by the name of its format."""
+    writers = {"text": text, "json": as_json, "sarif": sarif}
+    return {name: functools.partial(writer, everything=everything) for name, writer in writers.items()}
 
 
-def form_of(as_json: bool, as_sarif: bool) -> str | None:
-    """Returns the format that is asked for on the terminal; None for text.
-
-    Raises:
-        BadValueError: Two are.
-    """
-    if as_json and as_sarif:
-        raise BadValueError("--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report")
-    return "json" if as_json else "sarif" if as_sarif else None
-
-
-def check_form(emit: Path, form: str | None) -> None:
-    """Refuses `--emit` beside a format of its own on the terminal.
-
-    Raises:
-        BadValueError: Both are asked for.
-    """
-    if form is not None:
-        fact = f"It prints what it drafts, and --{form} prints the findings"
-        raise BadValueError(f"--emit {emit}", fact, f"Write these to a file: --report findings.{form}")
-
-
-def check_file(file: Path) -> None:
-    """Refuses a file that no report can be written to.
-
-    Raises:
-        BadValueError: Its ending is no format's.
-        OutputError: It cannot be written.
-    """
-    if file.suffix not in ENDINGS:
-        known = ", ".join(f"{ending} ({form})" for ending, form in ENDINGS.items())
-        raise BadValueError(f"--report {file}", f"'{file.suffix}' is the ending of no format", f"Known: {known}")
-    folder.check_writable("--report", file)
-
-
-def write(report: Report, file: Path, everything: bool = False) -> None:
-    """Writes a report to a file, in the format of its ending."""
-    with writing(file) as temporary:
-        temporary.write_text(FORMATS[ENDINGS[file.suffix]](report, everything) + "\n", encoding="utf-8")
-
-
-def exit_code(report: Report) -> int:
+def exit_code(report: ScanReport) -> int:
     """Returns 1 if something on the path needs a patch that is not there, else 0."""
     wanted = "path" if report.entries else "unknown"
     return int(any(one.verdict == "rewrite" and one.reach == wanted for one in report.findings))

@@ -9,12 +9,22 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import click
+
 from torchport import patch
+from torchport.commands import terminal
 from torchport.config import Frozen, card, step_cache
 from torchport.patch.declared import entry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Kind = Literal["card", "job", "patch"]
+
+
+@terminal.command("schema")
+@click.argument("kind", type=click.Choice(["card", "job", "patch"]))
+def command(kind: Kind) -> None:
+    """Prints the JSON Schema of model cards, configs or patch files, so that editors complete and check them."""
+    terminal.say_json(schema(kind))
 
 
 def schema(kind: Kind) -> dict[str, Any]:

@@ -5,17 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchport import shard
-from torchport.compile import network, preflight
-from torchport.compile.in_force import in_force
-from torchport.config.card import Rule, Spec, dims_of
-from torchport.config.pack import find_pack
+from torchport.commands import options, terminal
 from torchport.progress import size_text
-from torchport.shard import RuleT, activations
-from torchport.stages import family
-from torchport.task import Request, Task, accept
+
+if TYPE_CHECKING:
+    from torchport.config.card import Rule, Spec
+    from torchport.shard import RuleT
+    from torchport.stages import family
+    from torchport.task import Request, Task
+
+
+@terminal.group("shard")
+def command() -> None:
+    """Shows sharding rules and what they match."""
+
+
+@command.command("show")
+@options.model()
+@options.config("the published network, on the strategy's mesh")
+@options.strategy
+@options.upstream_path
+@options.overrides
+@options.paths
+def show(**given: Any) -> None:
+    """Prints every rule: its spec, how many tensors it matches, and their bytes on each device."""
+    terminal.say("\n".join(lines(rule_rows(request_of(**given)))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +64,15 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
     Raises:
         UnknownNameError: There is no such model or strategy.
     """
+    from torchport.config.pack import find_pack
+    from torchport.task import Request
+
     overrides = tuple(fields.pop("overrides", ()))
     if config is None:
         pack = find_pack(paths)
         card, _ = pack.card(model)
         config, overrides = pack.demo(card), (f"checkpoint={json.dumps(card.checkpoint)}", "dtypes={}", *overrides)
-    if strategy is not None:
-        overrides = (*overrides, f"strategy={strategy}")
+    overrides = options.with_fields(overrides, strategy=strategy)
     return Request(model, config, paths=paths, overrides=overrides, **fields)
 
 
@@ -65,6 +83,10 @@ def rule_rows(request: Request) -> list[RuleRow]:
         ShardError: Whatever `run` refuses of rules, axes, heads and meshes; see `preflight`.
         ConfigError: The model or the config.
     """
+    from torchport.compile import network
+    from torchport.compile.in_force import in_force
+    from torchport.task import accept
+
     task = accept(dataclasses.replace(request, stage="all"), dry=True)
     with in_force(task, task.stages):
         network.check_classes(task)
@@ -73,6 +95,10 @@ def rule_rows(request: Request) -> list[RuleRow]:
 
 
 def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
+    from torchport import shard
+    from torchport.compile import preflight
+    from torchport.shard import activations
+
     strategy, rehearsal = task.card.strategies[task.job.strategy], preflight.rehearse(task, stage)
     shapes = shard.named_shapes(dict(rehearsal.module.named_parameters()) | dict(rehearsal.module.named_buffers()))
     for rule, weight_rules in _by_rule(strategy.weights[name], rehearsal.weights):
@@ -99,6 +125,8 @@ def _rows(task: Task, stage: family.Stage, name: str) -> Iterator[RuleRow]:
 
 def _by_rule(rules: Sequence[RuleT], fitted: Mapping[str, RuleT]) -> Iterator[tuple[RuleT, dict[str, RuleT]]]:
     """Yields each rule with the tensors whose first match it is."""
+    from torchport import shard
+
     for rule in rules:
         yield (
             rule,
@@ -121,6 +149,8 @@ def _row(
 
 
 def _spec(spec: Spec | None) -> str:
+    from torchport.config.card import dims_of
+
     if spec is None or spec == "replicate":
         return spec or "free"
     dims = ["-" if not axes else axes[0] if len(axes) == 1 else f"({', '.join(axes)})" for axes in dims_of(spec)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import dataclasses
 import errno
 import io
+import json
 import logging
 import os
-import re
 import sys
 import threading
 import traceback
@@ -44,23 +45,9 @@ class Command(click.Command):
         return rest
 
 
-def count(what: str) -> Callable[[click.Context, click.Parameter, str | None], int | None]:
-    """Returns what reads the value of a flag that says what it counts, `steps=2`: a callback of click's.
-
-    Args:
-        what: What is counted.
-    """
-
-    def number_of(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-        if value is None:
-            return None
-        name, _, digits = value.partition("=")
-        if name != what or not re.fullmatch(r"[1-9]\d{0,5}", digits):
-            flag = max(parameter.opts, key=len)
-            raise BadValueError(f"{flag} {value}", f"It is no number of {what}", f"Write {flag} {what}=2")
-        return int(digits)
-
-    return number_of
+def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Returns a decorator that makes such a command of a function."""
+    return click.command(name, cls=Command)
 
 
 class Group(click.Group):
@@ -78,6 +65,11 @@ class Group(click.Group):
             if ctx.parent is None and trace and (ctx.params.get("verbose") or log.isEnabledFor(logging.DEBUG)):
                 _complain(_lines(trace.rstrip()))
             raise
+
+
+def group(name: str) -> Callable[[Callable[..., None]], click.Group]:
+    """Returns a decorator that makes such a group of a function."""
+    return click.group(name, cls=Group)
 
 
 def _texts(value: Any) -> list[str]:
@@ -115,6 +107,27 @@ def _check(option: click.Parameter, value: str) -> None:
 def say(text: str) -> None:
     """Prints lines to standard output, with control characters escaped so that no text can control the terminal."""
     click.echo(_lines(text))
+
+
+def say_json(data: Any) -> None:
+    """Prints plain data as JSON."""
+    say(json.dumps(data, indent=2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command prints, as data and as text, and its exit code."""
+
+    data: Any
+    lines: list[str]
+    exit_code: int = 0
+
+    def say(self, as_json: bool) -> None:
+        """Prints it as JSON or as text."""
+        if as_json:
+            say_json(self.data)
+        else:
+            say("\n".join(self.lines))
 
 
 def _lines(text: str) -> str:

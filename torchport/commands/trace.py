@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchport.config.pack import find_pack
+import click
+
+from torchport.commands import options, terminal
 from torchport.progress import size_text
-from torchport.task import Request
-from torchport.trace.notes import Stopper
-from torchport.trace.trace import Report
+
+if TYPE_CHECKING:
+    from torchport.task import Request
+    from torchport.trace.notes import Stopper
+    from torchport.trace.trace import TraceReport
 
 SHOWN = 10
 """Constants that are listed, the largest ones."""
 
 
-def request_of(
-    model: str, config: str | None, upstream_path: Path | None, overrides: tuple[str, ...], paths: tuple[str, ...]
-) -> Request:
+@terminal.command("trace")
+@options.model()
+@options.config("the card's demo")
+@options.upstream_path
+@click.option("--without-patches", is_flag=True, help="Without the card's patches: what upstream itself stops at.")
+@options.overrides
+@options.as_json
+@options.paths
+def command(without_patches: bool, as_json: bool, **given: Any) -> None:
+    """Lists every place that stops the networks from being traced; the exit code is 1 if there is one.
+
+    No weights are read. After a stopper the trace goes on with a value that it names. It also lists the constants of
+    the programs, and what makes a second program.
+    """
+    terminal.log_to_stderr()
+    from torchport.trace.trace import trace
+
+    report = trace(request_of(**given), not without_patches)
+    terminal.Answer(data(report), lines(report, not without_patches)).say(as_json)
+    sys.exit(1 if report.stoppers else 0)
+
+
+def request_of(model: str, config: str | None, **fields: Any) -> Request:
     """Returns the job to trace: without a config, the card's demo.
 
     Raises:
         UnknownNameError: There is no such model.
     """
+    from torchport.config.pack import find_pack
+    from torchport.task import Request
+
     if config is None:
-        pack = find_pack(paths)
+        pack = find_pack(fields["paths"])
         config = pack.demo(pack.card(model)[0])
-    place = None if upstream_path is None else str(upstream_path)
-    return Request(model, config, paths=paths, upstream_path=place, overrides=overrides)
+    return Request(model, config, **fields)
 
 
-def data(report: Report) -> dict[str, Any]:
+def data(report: TraceReport) -> dict[str, Any]:
     """Returns a report as plain data."""
     return dataclasses.asdict(report)
 
 
-def lines(report: Report, patched: bool) -> list[str]:
+def lines(report: TraceReport, patched: bool) -> list[str]:
     """Returns a report as text.
 
     Args:
@@ -68,7 +94,7 @@ def _of_stopper(stopper: Stopper) -> Iterator[str]:
     yield from (f"  {line}" for line in stopper.entry.splitlines())
 
 
-def _of_programs(report: Report) -> Iterator[str]:
+def _of_programs(report: TraceReport) -> Iterator[str]:
     for program in report.programs:
         if not program.because:
             yield f"{program.stage}: one program, called {program.times} times"
@@ -78,7 +104,7 @@ def _of_programs(report: Report) -> Iterator[str]:
             yield f"{program.stage}: another program {program.because}"
 
 
-def _last(report: Report, patched: bool) -> str:
+def _last(report: TraceReport, patched: bool) -> str:
     stages = ", ".join(report.stages) or "no stage"
     patches = "with" if patched else "without"
     if not report.stoppers:

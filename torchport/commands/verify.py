@@ -5,76 +5,118 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchport.commands import findings, formats
-from torchport.config.pack import find_pack
+import click
+
+from torchport.commands import options, terminal
 from torchport.errors import BadValueError, OutputError, PatchError
 from torchport.files import atomic, folder
-from torchport.task import Request
-from torchport.verify import capture, report
-from torchport.verify.report import Cause, Verification
-from torchport.verify.verification import Options, capture_original, verify
+
+if TYPE_CHECKING:
+    from torchport.commands import findings
+    from torchport.task import Request
+    from torchport.verify.report import Cause, Verification
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
-    """The flags of the command that are not those of `torchport run`."""
+class VerifyFlags:
+    """The flags of the command that are not those of a request."""
 
-    steps: str | None = None
     against: str = "original"
-    capture: Path | None = None
+    steps: str | None = None
     decode: bool = False
     floor: str | None = None
-    report: Path | None = None
+    capture: Path | None = None
     capture_limit: float | None = None
+    strategy: str | None = None
+    overrides: tuple[str, ...] = ()
+    file: Path | None = None
+    as_json: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the command prints, as data and as text, and its exit code."""
+@terminal.command("verify")
+@options.model()
+@options.config()
+@click.option("--against", default="original", show_default=True, metavar="original|run:DIR", help="What is compared.")
+@click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [the first of each network].")
+@click.option("--decode", is_flag=True, help="Compare the decoder's frames, too, given the same latents.")
+@click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
+@click.option("--capture", type=options.FILE, metavar="DIR", help="Run the original alone, into DIR.")
+@click.option("--capture-limit", type=float, metavar="GIB", help="The most that --capture writes, in GiB [2].")
+@options.prompt("the card's own")
+@options.negative_prompt
+@options.seed
+@options.checkpoint
+@options.image
+@options.upstream_path
+@options.strategy
+@options.overrides
+@options.cache
+@options.report(".html, .json or .sarif")
+@options.as_json
+@options.paths
+def command(**given: Any) -> None:
+    """Proves that a port makes the same picture as the original, or names the module and the patch at fault.
 
-    data: dict[str, Any]
-    lines: list[str]
-    exit_code: int
-    verification: Verification | None = None
+    The exit code is 1 for another picture, and 0 for the same one and for an unclear one. It is 2 where torchport
+    refuses to run, and 130 after Ctrl-C.
+    """
+    terminal.log_to_stderr()
+    from torchport.processes import stopping
+    from torchport.task import Request
+
+    flags = options.taken(VerifyFlags, given)
+    request = Request(**given, overrides=options.with_fields(flags.overrides, strategy=flags.strategy))
+    with stopping.unwinding():
+        outcome, verification = answer(request, flags)
+    outcome.say(flags.as_json)
+    if flags.file is not None:
+        assert verification is not None, "flags that have no verification were refused"
+        write_report(flags.file, verification)
+    sys.exit(outcome.exit_code)
 
 
-def answer(request: Request, flags: Flags) -> Answer:
-    """Returns what a verification says.
+def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verification | None]:
+    """Returns what a verification says, and the verification; None where the original is captured alone.
 
     Args:
         request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
         flags: What is verified.
 
     Raises:
-        TorchportError: Flags that do not go joint_effect; whatever a run refuses.
+        TorchportError: Flags that do not go together; whatever a run refuses.
     """
     _check(flags)
+    from torchport.config.pack import find_pack
+    from torchport.verify import capture, report
+    from torchport.verify.verification import Options, capture_original, verify
+
     if request.prompt is None:
         request = dataclasses.replace(request, prompt=find_pack(request.paths).card(request.model)[0].tiny.prompt)
     steps = None if flags.steps is None else _steps(flags.steps)
-    options = Options(steps, flags.decode, flags.floor, _reference(flags.against))
+    wanted = Options(steps, flags.decode, flags.floor, _reference(flags.against))
     if flags.capture is not None:
         _make_folder(flags.capture)
         limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
-        words = capture_original(request, options, flags.capture, limit)
-        return Answer({"capture": str(flags.capture), "holds": words}, [f"captured in {flags.capture}: {words}"], 0)
-    result: Verification = verify(request, options)
-    return Answer(report.data(result), report.lines(result), result.exit_code, result)
+        words = capture_original(request, wanted, flags.capture, limit)
+        lines = [f"captured in {flags.capture}: {words}"]
+        return terminal.Answer({"capture": str(flags.capture), "holds": words}, lines), None
+    result = verify(request, wanted)
+    return terminal.Answer(report.data(result), report.lines(result), result.exit_code), result
 
 
-def write_report(file: Path, outcome: Answer) -> None:
+def write_report(file: Path, verification: Verification) -> None:
     """Writes the report of a verification, in the format that the file's name ends with.
 
     Raises:
         OutputError: It cannot be written.
     """
-    assert outcome.verification is not None, "flags that have no verification were refused"
     with _named(f"--report {file}"):
-        WRITERS[file.suffix](file, outcome.verification)
+        WRITERS[file.suffix](file, verification)
 
 
 def _make_folder(path: Path) -> None:
@@ -96,15 +138,15 @@ def _named(flag: str) -> Iterator[None]:
         raise OutputError(flag, error.fact, "Free space there, or name another place") from error
 
 
-def _check(flags: Flags) -> None:
-    """Refuses flags that do not go joint_effect, and a report that cannot be written.
+def _check(flags: VerifyFlags) -> None:
+    """Refuses flags that do not go together, and a report that cannot be written.
 
     Raises:
         BadValueError: They do not; or the ending of no format.
         OutputError: The report cannot be written.
     """
     if flags.capture is not None:
-        others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.report}
+        others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.file}
         for flag in (flag for flag, given in others.items() if given):
             raise BadValueError(flag, "--capture runs the original alone", "Leave one of the two out")
         limit = flags.capture_limit
@@ -116,15 +158,17 @@ def _check(flags: Flags) -> None:
         for flag, given in {"--steps": flags.steps, "--decode": flags.decode}.items():
             if given:
                 raise BadValueError(flag, "The capture says what is compared", f"Capture with {flag}, and leave it out")
-    if flags.report is not None:
-        if flags.report.suffix not in WRITERS:
-            fact = f"'{flags.report.suffix}' is the ending of no format"
-            raise BadValueError(f"--report {flags.report}", fact, f"Known: {', '.join(WRITERS)}")
-        folder.check_writable("--report", flags.report)
+    if flags.file is not None:
+        if flags.file.suffix not in WRITERS:
+            fact = f"'{flags.file.suffix}' is the ending of no format"
+            raise BadValueError(f"--report {flags.file}", fact, f"Known: {', '.join(WRITERS)}")
+        folder.check_writable("--report", flags.file)
 
 
 def findings_of(verification: Verification) -> findings.Report:
     """Returns the patches at fault as findings, each at the entry's line; without one, what differs, at the job."""
+    from torchport.commands import findings
+
     if verification.exit_code and not verification.causes:
         text = verification.first_line
         return findings.Report([findings.Finding(PatchError.id, f"{verification.config}:1", text, "", "verify")])
@@ -143,15 +187,25 @@ def _broken(verification: Verification, cause: Cause) -> str:
     return f"{verdict}: the error of {cause.unit} is {cause.words(cause.with_it)}{without}."
 
 
+def _write_html(file: Path, verification: Verification) -> None:
+    from torchport.verify import report
+
+    report.write(file, verification)
+
+
 def _write_json(file: Path, verification: Verification) -> None:
+    from torchport.verify import report
+
     atomic.write_json(file, report.data(verification))
 
 
 def _write_sarif(file: Path, verification: Verification) -> None:
-    formats.write(findings_of(verification), [file])
+    from torchport.commands import formats
+
+    formats.write(findings_of(verification), file, formats.FORMATS)
 
 
-WRITERS = {".html": report.write, ".json": _write_json, ".sarif": _write_sarif}
+WRITERS = {".html": _write_html, ".json": _write_json, ".sarif": _write_sarif}
 """What writes a report, by the ending of its name."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+import shlex
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,3 +139,15 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     if not os.access(above, os.W_OK | os.X_OK):
         raise OutputError(place, f"You may not write in {as_named(above)}", "Name a folder that can be written")
     return Home(root, place)
+
+
+def check_command(out: Path, upstream_path: Path | str | None, *names: str) -> str:
+    """Returns the command that checks what was written.
+
+    Args:
+        out: The folder of the pack.
+        upstream_path: The checkout of upstream, if it is not installed.
+        names: The upstreams to check; all of them if none is named.
+    """
+    flags = ["--upstream-path", str(upstream_path)] if upstream_path is not None else []
+    return shlex.join(["torchport", "check", "--static", *names, "--path", str(out), *flags])

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchport.scan.finding import Finding as Finding
-    from torchport.scan.finding import Report as Report
+    from torchport.scan.finding import ScanFinding as ScanFinding
+    from torchport.scan.finding import ScanReport as ScanReport
     from torchport.scan.scanning import scan as scan
 
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
         from torchport.scan import scanning
 
         return scanning.scan
-    if name in ("Finding", "Report"):
+    if name in ("ScanFinding", "ScanReport"):
         from torchport.scan import finding
 
         return getattr(finding, name)

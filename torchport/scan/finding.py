@@ -15,7 +15,7 @@ Verdict = Literal["covered", "rewrite", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class ScanFinding:
     """One thing in the source that will not port.
 
     Attributes:
@@ -79,7 +79,7 @@ class Absent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ScanReport:
     """What a scan found.
 
     Attributes:
@@ -91,7 +91,7 @@ class Report:
             Packages of kernels are findings.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[ScanFinding, ...]
     files: int
     lines: int
     entries: tuple[str, ...] = ()

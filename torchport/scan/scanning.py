@@ -19,7 +19,7 @@ from torchport.scan.codebase import Class, Codebase, Unit
 from torchport.scan.context import Site
 from torchport.scan.detect import is_kernel, sites
 from torchport.scan.files import Source, Unread
-from torchport.scan.finding import Absent, Finding, Reach, Report
+from torchport.scan.finding import Absent, Reach, ScanFinding, ScanReport
 from torchport.scan.reach import Reached, roots
 from torchport.scan.rules import BY_KIND
 from torchport.scan.syntax import MODULE, Act, chain_of
@@ -33,7 +33,7 @@ _DEEPEST = 50_000
 """Calls inside each other: the parser nests 3000 levels, and the deepest walk takes some calls for each."""
 
 
-def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> Report:
+def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
     """Returns what in a codebase will not port.
 
     Args:
@@ -60,7 +60,7 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     return dataclasses.replace(report, findings=tuple(findings))
 
 
-def _place(one: Finding) -> tuple[str, int, str]:
+def _place(one: ScanFinding) -> tuple[str, int, str]:
     return one.file, one.line, one.rule
 
 
@@ -87,7 +87,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> Report:
+def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
     codebase = Codebase(sources, _package_of(path))
     chosen = [_entry(codebase, entry) for entry in entries]
     patches = coverage.read(codebase, folders)
@@ -106,7 +106,9 @@ def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Se
         _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
     ]
     lines = sum(source.lines for source in sources)
-    return Report(tuple(findings), len(sources), lines, tuple(entries), tuple(_absent(path, codebase, patches, before)))
+    return ScanReport(
+        tuple(findings), len(sources), lines, tuple(entries), tuple(_absent(path, codebase, patches, before))
+    )
 
 
 def _absent(path: Path, codebase: Codebase, patches: coverage.Patches, reached: Reached) -> Iterator[Absent]:
@@ -136,10 +138,10 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
         yield node.module.partition(".")[0]
 
 
-def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> Finding:
+def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> ScanFinding:
     file = _named(path, site.unit.module.source.path)
     said = _text(site.node)
-    return Finding(BY_KIND[site.kind], file, site.line, site.unit.target, said, site.uses, reach, ids, site.sure)
+    return ScanFinding(BY_KIND[site.kind], file, site.line, site.unit.target, said, site.uses, reach, ids, site.sure)
 
 
 def _all_sites(codebase: Codebase) -> list[Site]:
@@ -265,5 +267,5 @@ def _named(root: Path, below: str) -> str:
     return folder.as_named(root if folder.has_file(root) else root / below)
 
 
-def _of_unread(root: Path, one: Unread) -> Finding:
-    return Finding(one.rule, _named(root, one.path), one.line, "", one.why, reach="unknown")
+def _of_unread(root: Path, one: Unread) -> ScanFinding:
+    return ScanFinding(one.rule, _named(root, one.path), one.line, "", one.why, reach="unknown")

@@ -30,7 +30,7 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 
 
 @dataclasses.dataclass
-class Report:
+class TraceReport:
     """What a trace found.
 
     Attributes:
@@ -48,7 +48,7 @@ class Report:
     skipped: dict[str, str]
 
 
-def trace(request: Request, patched: bool = True) -> Report:
+def trace(request: Request, patched: bool = True) -> TraceReport:
     """Returns what stops the networks of a job from being traced.
 
     Args:
@@ -63,7 +63,7 @@ def trace(request: Request, patched: bool = True) -> Report:
     calls = None if patched else child.call("torchport.trace.trace:called", request, ended=_ended)
     if not patched:  # blocks that a stopper changes cannot be stacked, and patches may be what makes them equal
         request = dataclasses.replace(request, overrides=(*request.overrides, "stacked=false"))
-    report: Report = child.call("torchport.trace.trace:traced", request, calls, ended=_ended)
+    report: TraceReport = child.call("torchport.trace.trace:traced", request, calls, ended=_ended)
     return report
 
 
@@ -91,7 +91,7 @@ def _without_output(call: recorder.NetworkCall) -> recorder.NetworkCall:
     return dataclasses.replace(call, output=None, kept={})
 
 
-def traced(request: Request, calls: Calls | None) -> Report:
+def traced(request: Request, calls: Calls | None) -> TraceReport:
     """Returns what a trace found: a process's own side.
 
     Args:
@@ -101,7 +101,7 @@ def traced(request: Request, calls: Calls | None) -> Report:
     task = accept(request, dry=True)
     devices.prepare(task.machine)
     notes = Notes(Owners.of_task(task))
-    report = Report([], [], [], [], {})
+    report = TraceReport([], [], [], [], {})
     for stage in task.stages:
         if stage.network is None or stage.like is None:
             reason = "it runs on the host" if stage.network is None else "its inputs are not known beforehand"

@@ -1,0 +1,118 @@
+"""Flags that several commands have: each is declared here once, with one type, one metavar and one meaning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Function], Function]
+Result = TypeVar("Result")
+
+FILE = click.Path(path_type=Path)
+"""The type of a flag whose value is a path: of a file, or of a folder."""
+
+paths = click.option(
+    "--path",
+    "paths",
+    multiple=True,
+    metavar="DIR",
+    help="A folder with patches/ or configs/, on top of torchport's own; its Python runs. Repeatable.",
+)
+upstream_path = click.option(
+    "--upstream-path", metavar="DIR", help="A checkout of an upstream that pip cannot install."
+)
+overrides = click.option(
+    "--set", "overrides", multiple=True, metavar="A.B=C", help="Overrides a field of the config. Repeatable."
+)
+strategy = click.option(
+    "--strategy", metavar="NAME", help="The set of sharding rules [the config's; without a config, the card's first]."
+)
+backend = click.option(
+    "--backend",
+    type=click.Choice(["torchax", "original"]),
+    default="torchax",
+    show_default=True,
+    help="torchax compiles with JAX; original runs upstream in eager PyTorch.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+negative_prompt = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")
+seed = click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The seed of the noise [42].")
+checkpoint = click.option(
+    "--checkpoint", metavar="DIR|REPO@REV", help="The weights, or `tiny` for small ones [the card's]."
+)
+image = click.option("--image", type=FILE, metavar="FILE", help="The first frame, for image-to-video.")
+cache = click.option("--cache/--no-cache", default=True, help="Let JAX keep compiled programs on disk [yes].")
+xla_flags = click.option("--xla-flags", metavar="NAME", help="A named set of compiler flags: docs/profiling.md.")
+
+
+def model(default: str = "") -> Decorator[Any]:
+    """Returns the flag `--model`.
+
+    Args:
+        default: What is taken without it, in words. It is required if there is nothing.
+    """
+    return _required("--model", "NAME", "A model card; `torchport models` lists them", default)
+
+
+def config(default: str = "") -> Decorator[Any]:
+    """Returns the flag `--config`; see `model`."""
+    return _required("--config", "FILE", "The job, such as configs/demo.yaml: sizes, machine", default)
+
+
+def topology(default: str = "") -> Decorator[Any]:
+    """Returns the flag `--topology`; see `model`."""
+    return _required("--topology", "NAME", "The TPU slice, such as v6e:2x4; it may be absent", default)
+
+
+def prompt(default: str) -> Decorator[Any]:
+    """Returns the flag `--prompt`.
+
+    Args:
+        default: What is taken without it, in words.
+    """
+    return click.option("--prompt", metavar="TEXT", help=f"What the video shows [{default}].")
+
+
+def report(formats: str, multiple: bool = False) -> Decorator[Any]:
+    """Returns the flag `--report`.
+
+    Args:
+        formats: The formats that the command can write, in words.
+        multiple: Whether it may be given more than once.
+    """
+    more = " Repeatable." if multiple else ""
+    name = "files" if multiple else "file"
+    return click.option(
+        "--report", name, multiple=multiple, type=FILE, metavar="FILE", help=f"Also write a report: {formats}.{more}"
+    )
+
+
+def _required(flag: str, metavar: str, meaning: str, default: str) -> Decorator[Any]:
+    text = f"{meaning} [{default}]." if default else f"{meaning}."
+    return click.option(flag, required=not default, metavar=metavar, help=text)
+
+
+def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:
+    """Calls a class or a function with those flags that are its parameters, and takes them out.
+
+    Args:
+        kind: The class or function.
+        given: The values of flags by their names.
+    """
+    return kind(**{name: given.pop(name) for name in inspect.signature(kind).parameters if name in given})
+
+
+def with_fields(overrides: tuple[str, ...], **fields: object) -> tuple[str, ...]:
+    """Returns the overrides of a config, with fields that have a flag of their own behind those of `--set`.
+
+    Args:
+        overrides: Those of `--set`.
+        fields: The values of the other flags; None for one that was not given.
+    """
+    return (*overrides, *(f"{name}={value}" for name, value in fields.items() if value is not None))

@@ -1,0 +1,174 @@
+"""`torchport run`: makes a video, or runs one stage of it; with --prompts, makes many."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from torchport.commands import options, terminal
+from torchport.errors import BadValueError
+
+if TYPE_CHECKING:
+    from torchport import series
+    from torchport.processes.hosts import Cluster
+    from torchport.run import Summary
+    from torchport.task import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFlags:
+    """The flags of the command that are not those of a request, its execution or a cluster."""
+
+    prompts: Path | None
+    together: int | None
+    strategy: str | None
+    overrides: tuple[str, ...]
+    save_every: int | None
+    quiet: bool
+    verbose: bool
+
+
+def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Reads the value of --profile, `steps=2`: it says what it counts."""
+    if value is None:
+        return None
+    name, _, digits = value.partition("=")
+    if name != "steps" or not re.fullmatch(r"[1-9]\d{0,5}", digits):
+        raise BadValueError(f"--profile {value}", "It is no number of steps", "Write --profile steps=2")
+    return int(digits)
+
+
+@terminal.command("run")
+@options.model()
+@options.config()
+@options.prompt("required for the stage encode")
+@click.option(
+    "--prompts",
+    type=options.FILE,
+    metavar="FILE",
+    help="Many videos: a line of JSON for each, with its prompt. Each gets a folder in --out.",
+)
+@click.option(
+    "--together",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --prompts: videos that go through a stage before the next stage is loaded [4].",
+)
+@options.negative_prompt
+@options.seed
+@options.checkpoint
+@options.image
+@options.upstream_path
+@click.option("--out", type=options.FILE, metavar="DIR", help="Output folder [outputs/<run>].")
+@click.option("--inputs", type=options.FILE, metavar="DIR", help="The folder with earlier artefacts [--out].")
+@click.option("--stage", default="all", show_default=True, metavar="encode|denoise|decode|all", help="Stages to run.")
+@options.backend
+@options.strategy
+@options.overrides
+@click.option("--save-every", type=click.IntRange(1), metavar="N", help="Steps between two savings [the config's].")
+@click.option("--jit/--no-jit", default=True, help="Compile networks, or run op by op and name what makes NaN [yes].")
+@options.xla_flags
+@click.option("--profile", callback=_steps, metavar="steps=N", help="Trace N steps after the first two.")
+@click.option("--memory", is_flag=True, help="Print the devices' memory after each stage.")
+@options.cache
+@options.paths
+@click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
+@click.option("--coordinator", metavar="HOST:PORT", help="On several hosts: the address of process 0.")
+@click.option("--processes", type=click.IntRange(1), metavar="N", help="On several hosts: the number of processes.")
+@click.option("--process", type=click.IntRange(0), metavar="I", help="On several hosts: this process's number, from 0.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only errors and the path of the video.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every patch, upstream's own log, and whole tracebacks.")
+def command(**given: Any) -> None:
+    """Makes a video, or runs one stage of it; with --prompts, makes many."""
+    flags = options.taken(RunFlags, given)
+    terminal.log_to_stderr(flags.quiet, flags.verbose)
+    from torchport.processes import hosts
+    from torchport.run import run
+    from torchport.task import Execution, Request
+
+    overrides = options.with_fields(flags.overrides, strategy=flags.strategy, save_every=flags.save_every)
+    cluster = options.taken(hosts.cluster_of, given)
+    execution = options.taken(Execution, given)
+    request = Request(**given, overrides=overrides, execution=execution)
+    if flags.prompts is not None:
+        sys.exit(_make_series(flags.prompts, request, flags, cluster))
+    if flags.together is not None:
+        raise BadValueError(f"--together {flags.together}", "There is no --prompts", "Add it, or leave this out")
+    summary = run(request, cluster)
+    if hosts.first():
+        terminal.say("\n".join(lines(summary, flags.quiet)))
+
+
+def lines(summary: Summary, quiet: bool = False) -> list[str]:
+    """Returns the lines.
+
+    Args:
+        summary: Of the run.
+        quiet: Whether to say no more than where the video is.
+    """
+    from torchport.config.card import DENOISING
+
+    place = str(summary.video or summary.folder)
+    if quiet:
+        return [place]
+    stages = dict.fromkeys(key.split()[0] for key in summary.seconds)
+    width, text = max([8, *map(len, stages)]), [""]
+    for stage in stages:
+        parts = {key.split()[1]: seconds for key, seconds in summary.seconds.items() if key.startswith(stage + " ")}
+        shares = ", ".join(f"{verb} {seconds:.1f}" for verb, seconds in parts.items() if seconds >= 0.05)
+        text.append(f"{stage:{width}} {sum(parts.values()):7.1f} s   ({shares})")
+    if summary.steps:
+        running = sum(summary.seconds.get(f"{stage} run", 0.0) for stage in DENOISING)
+        text.append(f"{'':{width}} {running / summary.steps:7.2f} s/step")
+    if summary.upstream is not None:
+        text.append(f"{summary.upstream}")
+    return [*text, "", place]
+
+
+def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
+    """Makes the videos of a file of prompts, prints a table of them, and returns the exit code: 1 if one failed."""
+    from torchport import series
+    from torchport.config.prompts import read_prompts
+    from torchport.processes import hosts
+
+    out = _folder_of_series(file, request)
+    videos = series.accepted(request, read_prompts(file))
+    try:
+        series.make(videos, out, flags.together or series.TOGETHER, cluster)
+    finally:
+        if hosts.first():
+            _print_series(videos, flags.quiet)
+    return int(any(video.state == "failed" for video in videos))
+
+
+def _folder_of_series(file: Path, request: Request) -> Path:
+    """Returns the folder of the videos' folders.
+
+    Raises:
+        BadValueError: There is none, or a flag says what each line says.
+    """
+    place = f"--prompts {file}"
+    if request.prompt is not None:
+        raise BadValueError(place, "--prompt is given too", "Leave one out: each line of the file has a prompt")
+    if request.stage != "all" or request.inputs is not None:
+        flag = "--inputs" if request.inputs is not None else f"--stage {request.stage}"
+        raise BadValueError(place, f"{flag} is given too", "Leave it out: each video goes through all stages")
+    if request.out is None:
+        raise BadValueError(place, "There is no --out", "Name the folder that has, or gets, a folder for each video")
+    return request.out
+
+
+def _print_series(videos: list[series.Video], quiet: bool) -> None:
+    from torchport import save, series
+
+    if not quiet:
+        terminal.say("\n".join(["", *series.lines(videos)]))
+        return
+    for video in videos:
+        if video.state in ("done", "reused"):
+            terminal.say(str(video.task.folder / save.VIDEO))
