@@ -1,6 +1,7 @@
 """The devices that this process has, and jobs that they cannot carry."""
 
 import dataclasses
+import os
 import types
 
 import jax
@@ -122,3 +123,21 @@ def test_preparing_another_machine_leaves_jax_alone(monkeypatch):
 def test_host_memory_is_what_can_be_taken_without_swapping(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: types.SimpleNamespace(available=12345, total=99999))
     assert devices.host_memory() == 12345
+
+
+def hushed(monkeypatch, folder):
+    """The variables that are set where a machine's devices are files of a folder."""
+    monkeypatch.setattr(devices, "DEVICES", folder)
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": "mine"})
+    devices.hush_libtpu()
+    return os.environ
+
+
+def test_libtpu_is_told_what_it_cannot_find_out_only_where_there_is_no_chip(monkeypatch, tmp_path):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the driver itself
+    assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+    for name in ("vfio/0", "accel0"):
+        (tmp_path / name).touch()
+        assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine"}
+        (tmp_path / name).unlink()

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic import tpu_info
 
 from torchport.config.machine import HOST, TPU_CHIPS, parse_machine
 from torchport.errors import TopologyError
+from torchport.task.devices import CHIPS, DEVICES
 from torchport.tpu import absent
 from torchport.tpu.absent import describe, environment
 
@@ -111,26 +112,8 @@ def test_the_environment_is_returned_and_never_written():
     assert dict(os.environ) == before
 
 
-def hushed(monkeypatch, folder):
-    """The variables that are set where a machine's devices are files of a folder."""
-    monkeypatch.setattr(absent, "DEVICES", folder)
-    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": "mine"})
-    absent.hush()
-    return os.environ
-
-
-def test_libtpu_is_told_what_it_cannot_find_out_only_where_there_is_no_chip(monkeypatch, tmp_path):
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "vfio").touch()  # the driver itself
-    assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-    for name in ("vfio/0", "accel0"):
-        (tmp_path / name).touch()
-        assert hushed(monkeypatch, tmp_path) == {"TPU_WORKER_HOSTNAMES": "mine"}
-        (tmp_path / name).unlink()
-
-
 @REAL
-@pytest.mark.skipif(any(any(absent.DEVICES.glob(name)) for name in absent.CHIPS), reason="There is a TPU here.")
+@pytest.mark.skipif(any(any(DEVICES.glob(name)) for name in CHIPS), reason="There is a TPU here.")
 def test_a_machine_without_a_tpu_is_examined_without_a_word_of_libtpu(root):
     code = "from torchport.task import devices; print(devices.visible_devices('tpu'), devices.visible_devices('cuda'))"
     unset = {name: value for name, value in os.environ.items() if name not in environment()}

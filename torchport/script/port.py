@@ -19,7 +19,7 @@ from torchport.config import Document, Frozen, validated
 from torchport.config.card import Axis, Card, Implementation, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
 from torchport.script.applied import Session, sessions
-from torchport.tpu import absent
+from torchport.task.devices import hush_libtpu
 
 CALL = "(call)"
 """The name of the static argument that says how a module is called; no parameter has it."""
@@ -138,7 +138,7 @@ def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
         order = [list(mesh.axis_names).index(axis) for axis in shard.AXES if axis in sizes]
         devices = mesh.devices.transpose(order).reshape([sizes.get(axis, 1) for axis in shard.AXES])
         return Mesh(devices, shard.AXES, axis_types=(AxisType.Auto,) * len(shard.AXES))
-    absent.hush()
+    hush_libtpu()
     there, count = jax.devices(), math.prod(sizes.values())
     if count > len(there):
         shard.check_mesh(sizes, len(there), f"this process ({there[0].platform})", rules.MESH)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 from torchport.config.machine import Machine, Platform
 from torchport.errors import MachineError
 from torchport.processes import hosts
 from torchport.progress import size_text
-from torchport.tpu import absent
+
+UNKNOWN_TO_LIBTPU = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+"""What libtpu finds out for itself where there is a TPU. Where there is none it writes lines of errors, unless these
+are set. A slice that is described has its own sizes, whatever stands here."""
+DEVICES, CHIPS = Path("/dev"), ("accel*", "vfio/[0-9]*")
+"""Where Linux shows TPU chips, and the names of their files, by either of two drivers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +155,7 @@ def visible_devices(platform: Platform) -> tuple[int, str, int | None]:
     """Returns how many devices of a platform the processes of this run see, their kind, and their memory in bytes."""
     import jax
 
-    absent.hush()
+    hush_libtpu()
     try:
         devices = jax.devices("gpu" if platform == "cuda" else platform)
     except RuntimeError:
@@ -164,3 +171,12 @@ def host_memory() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def hush_libtpu() -> None:
+    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet.
+
+    JAX loads it as soon as any device is asked for, also for one of a CPU.
+    """
+    if not any(any(DEVICES.glob(pattern)) for pattern in CHIPS):
+        os.environ.update({name: value for name, value in UNKNOWN_TO_LIBTPU.items() if name not in os.environ})

@@ -14,23 +14,9 @@ from typing import Any
 
 from torchport.config.machine import TPU_CHIPS, Machine
 from torchport.errors import TopologyError
+from torchport.task.devices import UNKNOWN_TO_LIBTPU
 
 INSTALL = "pip install 'torchport[plan]' on Linux x86-64, which is where libtpu is"
-
-UNKNOWN = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-"""What libtpu finds out for itself where there is a TPU. Where there is none it writes lines of errors, unless these
-are set. A slice that is described has its own sizes, whatever stands here."""
-DEVICES, CHIPS = Path("/dev"), ("accel*", "vfio/[0-9]*")
-"""Where Linux shows TPU chips, and the names of their files, by either of two drivers."""
-
-
-def hush() -> None:
-    """Keeps libtpu from writing lines of errors to stderr where there is no TPU; JAX must not have loaded it yet.
-
-    JAX loads it as soon as any device is asked for, also for one of a CPU.
-    """
-    if not any(any(DEVICES.glob(pattern)) for pattern in CHIPS):
-        os.environ.update({name: value for name, value in UNKNOWN.items() if name not in os.environ})
 
 
 def environment(dump: Path | None = None) -> dict[str, str]:
@@ -47,7 +33,7 @@ def environment(dump: Path | None = None) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",  # a TPU that is there is neither woken nor held
         "TPU_SKIP_MDS_QUERY": "1",  # outside Google's cloud the metadata server does not answer, and libtpu waits
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes, or one beside a job that holds the TPU
-        **UNKNOWN,
+        **UNKNOWN_TO_LIBTPU,
     }
     if dump is None:
         return variables
