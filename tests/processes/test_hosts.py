@@ -12,6 +12,7 @@ import types
 
 import pytest
 from fakes.artefacts import frames_of, same_frames
+from fakes.plain_pack import PlainPack
 from safetensors.torch import load_file
 
 from torchport import save
@@ -31,6 +32,7 @@ PATIENCE = 300
 @contextlib.contextmanager
 def started(folder, root, *commands):
     """Starts Python processes that find each other; gives them and their logs, and leaves none behind."""
+    path = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -43,7 +45,7 @@ def started(folder, root, *commands):
             running.append(
                 subprocess.Popen(
                     [sys.executable, *command, *flags],
-                    env=os.environ | {"PYTHONPATH": str(root)},
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
                     cwd=root,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -97,6 +99,20 @@ def test_two_processes_make_what_one_makes(alone, tmp_path, root):
     assert {file.name for file in outs[0].iterdir()} == {file.name for file in alone.iterdir()}
     assert not outs[1].exists()
     assert str(outs[0] / "video.mp4") in said[0] and "video.mp4" not in said[1] and "compile" not in said[1]
+
+
+def test_a_plain_network_over_two_processes_makes_what_one_makes(tmp_path, monkeypatch, root):
+    """The same path with a network of two layers: its tensor-parallel axis crosses the processes."""
+    pack = PlainPack(tmp_path, monkeypatch)
+    one, two, unused = (tmp_path / name for name in ("one", "two", "unused"))
+    run(Request("plain", "small", "A cat", out=one, paths=(str(pack.root),)))
+    words = ["-m", "torchport", "run", "--model", "plain", "--config", "small", "--prompt", "A cat"]
+    words += ["--path", str(pack.root)]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    codes, said = finished(tmp_path, root, *([*words, "--out", str(out)] for out in (two, unused)))
+    assert codes == [0, 0], "\n".join(said)
+    assert difference(two, one, "denoise", "latents") <= 1e-5
+    assert not unused.exists()
 
 
 # Slow: two processes make two videos of the demo. Quick tests hold the parts: tests/test_series.py makes series, and
