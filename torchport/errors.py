@@ -28,7 +28,8 @@ TorchportError
 │   ├── ReplacementError       TP213  the Python file or function of an entry is missing or unusable
 │   ├── StubCalledError        TP214  code called something from a package that is not installed
 │   ├── TwinModuleError        TP215  a patched module is there twice, under two names
-│   └── NothingAppliedError    TP216  the code under a set of patches imported nothing that they change
+│   ├── NothingAppliedError    TP216  the code under a set of patches imported nothing that they change
+│   └── UnreadableError        TP217  a Python file that is to be read, and not run, cannot be
 ├── LoadError              TP300  weights
 │   ├── CheckpointMissingError TP301  no such folder, repository or file
 │   ├── CheckpointBrokenError  TP302  a file that is truncated or is not safetensors
@@ -337,6 +338,22 @@ class NothingAppliedError(PatchError):
     """Code ran under `torchport exec` or `torchport.applied`, and imported nothing that the patches change."""
 
     id = "TP216"
+
+
+class UnreadableError(PatchError):
+    """A Python file cannot be read: it is not Python, nested too deep, too large, no text, or cannot be opened.
+
+    torchport reads the sources of upstreams and of patches, and runs nothing of them.
+
+    Attributes:
+        line: The line of the mistake; 0 where Python names none.
+        kind: What it is, as `torchport scan` calls it: `syntax-error`, `python-2`, `encoding`, `too-large` or
+            `unreadable`.
+    """
+
+    id = "TP217"
+    line: int = 0
+    kind: str = ""
 
 
 class LoadError(TorchportError):

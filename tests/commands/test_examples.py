@@ -33,6 +33,7 @@ from torchport.task import Request
 NOT_PROVED = {
     "TP200": "a process that ends",
     "TP207": "a lock file",
+    "TP217": "another Python's source",
     "TP302": "weights", "TP303": "weights",
     "TP405": "a network", "TP801": "a network",
     "TP501": "a TPU", "TP502": "no TPU compiler",

@@ -1,6 +1,7 @@
 """`torchport scan`: its lines, its formats, its exit code."""
 
 import json
+import sys
 
 import pytest
 from fakes import sarif
@@ -146,7 +147,8 @@ def test_an_entry_whose_file_cannot_be_read_is_refused_with_the_reason(torchport
     (tmp_path / "src/up").mkdir(parents=True)
     (tmp_path / "src/up/net.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
     code, out, err = torchport("scan", ".", "--entry", "up.net:Net", capsys=capsys)
-    said = "Its file src/up/net.py:2 could not be read. Python cannot read it: invalid syntax. Mend the file: "
+    version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    said = f"Its file src/up/net.py:2 could not be read. {version} cannot read it: invalid syntax. Mend the file: "
     assert (code, out, err) == (2, [], [f"error[TP107] --entry up.net:Net: {said}torchport explain PS901."])
 
 

@@ -32,8 +32,8 @@ from torchport.config.checkout import existing
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import AbsentPackageError, PatchError, TargetError, TorchportError, UnsupportedError
 from torchport.patch.declared import replacement
-from torchport.patch.source.source import is_there, shown
 from torchport.processes import child
+from torchport.source.modules import is_there, shown
 
 
 @dataclasses.dataclass(frozen=True)

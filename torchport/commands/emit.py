@@ -15,7 +15,7 @@ from torchport.files.folder import as_named, has_file
 from torchport.new import folder, patch
 from torchport.new.draft import Wish
 from torchport.new.folder import Home
-from torchport.new.target import package_folder
+from torchport.new.target import folder_of
 from torchport.patch import Entry, read, upstreams
 from torchport.scan.finding import ScanFinding, ScanReport
 from torchport.scan.syntax import MODULE
@@ -79,7 +79,7 @@ def home_of(report: ScanReport, path: Path, out: Path) -> Home:
     """
     modules = {one.target.partition(":")[0] for one in report.findings if one.target}
     packages = {name.partition(".")[0] for name in modules}
-    found = [package_folder(name) for name in sorted(packages)]
+    found = [folder_of(name) for name in sorted(packages)]
     return folder.home(out, [path, *(one for one in found if one is not None)], "--emit")
 
 

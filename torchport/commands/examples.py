@@ -368,6 +368,13 @@ with torchport.applied(patches=["up"], paths=["."]):
     import up.m""",
         "Name the model of the code that runs. Import its upstream inside the `with`, by the name that the card has.",
     ),
+    "TP217": Example(
+        "command",
+        "torchport patches lock up --upstream-path old_checkout  # its up/m.py is written for Python 2",
+        "torchport patches lock up --upstream-path new_checkout",
+        "Mend the file on the line that the error names. If it is written for another version of Python, get the "
+        "version of it that is for the one that runs torchport.",
+    ),
     "TP301": Example(
         "command",
         'torchport run --model some --config configs/demo.yaml --prompt "A cat" --checkpoint ~/no-such-folder',

@@ -9,7 +9,6 @@ Over 400 lines: patches, cards and configs are one pack, and what names another 
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torchport.errors import (
     TargetError,
     TorchportError,
     UnknownNameError,
+    UnreadableError,
     UnsupportedError,
     nearest,
 )
@@ -37,10 +37,11 @@ from torchport.files.folder import as_named
 from torchport.patch import patch_set
 from torchport.patch.declared import versions
 from torchport.patch.declared.reading import LOCK
-from torchport.patch.declared.replacement import does_not_load, file_of
+from torchport.patch.declared.replacement import file_of
 from torchport.patch.source import checks, drift
-from torchport.patch.source.parsed import parsed, tree_of
-from torchport.patch.source.source import binding_at
+from torchport.patch.source.parsed import parsed
+from torchport.source.bindings import binding_at
+from torchport.source.parsing import tree_of
 from torchport.stages import module as family_module
 
 
@@ -219,8 +220,7 @@ def _tree(entry: patch.Entry) -> ast.Module | None:
     """Returns the file of an entry's function, which can be read: it has been; None for an entry without one."""
     if not entry.reference:
         return None
-    path = file_of(entry, entry.reference)
-    return tree_of(path, lambda error: does_not_load(entry, path, error))
+    return tree_of(file_of(entry, entry.reference))
 
 
 def _unlocked(entry: patch.Entry, entries: Sequence[patch.Entry]) -> Finding:
@@ -321,7 +321,7 @@ def _draft(pack: Pack, card: Card, document: Document) -> Iterator[TorchportErro
     if card.call is None:
         place = document.place(["family"])
         file = pack.family_file(card, place)
-        yield from drafts.of_family(file, tree_of(file, functools.partial(_does_not_load, file, place)), place)
+        yield from drafts.of_family(file, tree_of(file), place)
 
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
@@ -333,22 +333,17 @@ def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[Tor
         place, (file, _, function) = document.place(["components", name, "build"]), component.build.partition(":")
         path = family.with_name(file)
         try:
-            tree = tree_of(path, functools.partial(_does_not_load, path, place))
-        except TorchportError as error:
-            yield error
+            tree = tree_of(path)
+        except UnreadableError as error:
+            known = [file.name for file in sorted(path.parent.glob("*.py"))]
+            absent = ReplacementError(place, f"There is no '{as_named(path)}'", nearest(path.name, known))
+            yield error if path.exists() else absent
             continue
         binding = binding_at(tree, (function,))
         if binding.node is None and not binding.open:
             known = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
             fact = f"'{as_named(path)}' has no function '{function}'"
             yield ReplacementError(place, fact, nearest(function, known))
-
-
-def _does_not_load(file: Path, place: str, error: Exception) -> ReplacementError:
-    line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-    what = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    fact = f"'{as_named(file)}{line}' does not load: {type(error).__name__}: {what}".rstrip(".")
-    return ReplacementError(place, fact, "Mend the file")
 
 
 def _check_demo(pack: Pack, card: Card, document: Document, report: Report) -> None:
@@ -399,14 +394,15 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
 
     Raises:
         UnknownNameError: There is no such file.
-        ReplacementError: It is not Python, or lacks a name.
+        ReplacementError: It lacks a name.
+        UnreadableError: It is not Python.
     """
     check_call(card, document)
     if card.call is not None:
         return set(card.call.networks)
     place = document.place(["family"])
     file = pack.family_file(card, place)
-    tree = tree_of(file, functools.partial(_does_not_load, file, place))
+    tree = tree_of(file)
     bindings = {name: binding_at(tree, (name,)) for name in family_module.NAMES}
     names = [name for name, binding in bindings.items() if binding.node is not None or binding.open]
     family_module.check_complete(as_named(file), names, place, False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torchport.new.target import Function, is_literal
-from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, read_source
+from torchport.new.target import is_literal
+from torchport.source.modules import SourceFile
+from torchport.source.names import Classes, Home, definition
+from torchport.source.parameters import STARRED, Function, parameters
 
 DEEPEST = 8
 """Bases that are followed, one above the other."""
@@ -58,17 +59,14 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
     required = [one for one in given or () if one.required]
     if source.module.partition(".")[0] != "transformers" or len(required) != 1:
         return given
-    found = definition(source, required[0].annotation)
-    return given if found is None or not isinstance(found[1], ast.ClassDef) else arguments(found[0], found[1])
+    annotated = _classes(Classes(None).names(source.module, tuple(required[0].annotation.split("."))))
+    return next((arguments(*place) for place in annotated), given)
 
 
 def _of_function(init: Function) -> Iterator[Argument]:
-    spec = init.args
-    positional = [*spec.posonlyargs, *spec.args]
-    defaults: list[ast.expr | None] = [None] * (len(positional) - len(spec.defaults))
-    pairs = list(zip(positional, [*defaults, *spec.defaults], strict=True))[1:]
-    for one, default in (*pairs, *zip(spec.kwonlyargs, spec.kw_defaults, strict=True)):
-        yield _argument(one.arg, one.annotation, default)
+    for one in parameters(init)[1:]:
+        if one.kind not in STARRED:
+            yield _argument(one.name, one.argument.annotation, one.default)
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
@@ -78,43 +76,38 @@ def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) 
     return Argument(name, value, default is None, written, words <= _PLAIN)
 
 
-def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
+Place = tuple[SourceFile, ast.ClassDef]
+"""A class, with its module."""
+
+
+def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
     """Yields a class and those above it, as far as source shows them."""
-    pending: list[tuple[SourceFile, ast.ClassDef]] = [(source, node)]
+    pending: list[Place] = [(source, node)]
     for _ in range(DEEPEST):
         if not pending:
             return
         home, one = pending.pop(0)
         yield home, one
-        bases = (found for base in one.bases if (found := definition(home, ast.unparse(base))) is not None)
-        pending += [(where, base) for where, base in bases if isinstance(base, ast.ClassDef)]
+        pending += _classes(Classes(None).bases(home.module, one))
+
+
+def _classes(homes: Iterable[Home]) -> Iterator[Place]:
+    for place in map(definition, homes):
+        if place is not None and isinstance(place[1], ast.ClassDef):
+            yield place[0], place[1]
 
 
 def derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
-    """Returns whether every class above a class is known from source, so that none of them is of another package."""
+    """Returns whether every class above a class is known from source, and none of them is of torch."""
     return all(
-        (found := definition(home, ast.unparse(base))) is not None and isinstance(found[1], ast.ClassDef)
+        home.module.partition(".")[0] != "torch"
+        and len(list(_classes(Classes(None).bases(home.module, one)))) >= len(one.bases) - _derives_from_object(one)
         for home, one in _lineage(source, node)
-        for base in one.bases
-        if ast.unparse(base) != "object"
     )
 
 
-def definition(source: SourceFile, name: str) -> tuple[SourceFile, ast.stmt] | None:
-    """Returns where a plain name of a module is defined, in it or where it is imported from; None if unknown."""
-    for _ in range(DEEPEST):
-        node = source.where((name,)).node if name.isidentifier() else None
-        if not isinstance(node, ast.ImportFrom):
-            return None if node is None else (source, node)
-        alias = next((one for one in node.names if name == (one.asname or one.name)), None)
-        try:
-            home = read_source(imported_from(node, source.module, source)) if alias is not None else None
-        except ModuleNotFoundError:
-            return None
-        if home is None or alias is None:
-            return None
-        source, name = home, alias.name
-    return None
+def _derives_from_object(node: ast.ClassDef) -> bool:
+    return "object" in map(ast.unparse, node.bases)
 
 
 def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:

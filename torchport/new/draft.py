@@ -16,7 +16,8 @@ from torchport.new import function, trial
 from torchport.new.target import Target, check_name, find
 from torchport.new.trial import Trial
 from torchport.patch.source import proposal
-from torchport.patch.source.source import is_there, read_source
+from torchport.source import parsing
+from torchport.source.modules import is_there, read_source
 
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")
 WHY = "say here what fails, or is slow, without it"
@@ -155,6 +156,11 @@ def _left(name: str, file: str, test: str, *more: str) -> list[str]:
 def _changed(wish: Wish) -> Draft:
     """Returns the draft of a `replace` or `wrap`."""
     target = find(wish.target, wish.place)
+    with parsing.nesting(target.source.shown, target.node.lineno):
+        return _change(wish, target)
+
+
+def _change(wish: Wish, target: Target) -> Draft:
     if wish.kind == "value":
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
@@ -208,7 +214,7 @@ def _rewritten(wish: Wish) -> Draft:
         fact = f"Line {line} is not in the body of a function {what}: {target.place} is a {target.kind}"
         remedy = f"Name a line from {target.node.lineno + 1} to {last}" if target.kind != "class" else "Name a method"
         raise BadValueError(f"--line {line}", fact, remedy)
-    one = proposal.statement(target.module, target.source.text, line, wish.why, wish.files)
+    one = proposal.statement(target.source, line, wish.why, wish.files)
     if one is None or "rewrite" not in one.fields or one.fields["target"] != wish.target:
         fact = f"The statement on line {line} of {what} cannot be rewritten ({target.place})"
         raise TargetError(wish.place, fact, "Name an outer statement, or write --kind replace", target=wish.target)

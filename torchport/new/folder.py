@@ -13,6 +13,8 @@ from pathlib import Path
 from torchport.errors import OutputError, TakenNameError
 from torchport.files import atomic, folder
 from torchport.files.folder import as_named
+from torchport.source import parsing
+from torchport.source.bindings import DEFINITIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Home:
             OutputError: It cannot be read.
         """
         path = self.root / file
-        return folder.text(path) if os.path.lexists(path) else ""
+        try:
+            return folder.text(path) if os.path.lexists(path) else ""
+        except (OSError, UnicodeDecodeError) as error:
+            fact = f"It cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise OutputError(as_named(path), fact, "Mend the file first") from error
 
     def write(self, pieces: Sequence[Piece]) -> list[str]:
         """Writes all pieces, or none if one of them cannot be; returns a line for each.
@@ -89,16 +95,11 @@ class Home:
 
 def _check_free(path: Path, before: str, text: str) -> None:
     """Refuses Python that defines a name which the file has."""
-    try:
-        tree = ast.parse(before)
-    except SyntaxError as error:
-        fact = f"It is not Python: line {error.lineno}, {error.msg}"
-        raise OutputError(as_named(path), fact, "Mend the file first") from error
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    known = {node.name: node.lineno for node in tree.body if isinstance(node, kinds)}
+    tree = parsing.tree(before, as_named(path))
+    known = {node.name: node.lineno for node in tree.body if isinstance(node, DEFINITIONS)}
     known |= {name.id: name.lineno for name in ast.walk(tree) if isinstance(name, ast.Name) and _is_stored(name)}
     for node in ast.parse(text).body:
-        if isinstance(node, kinds) and node.name in known:
+        if isinstance(node, DEFINITIONS) and node.name in known:
             place = f"{as_named(path)}:{known[node.name]}"
             raise TakenNameError(place, f"'{node.name}' is there already", "Choose another file with --file")
 

@@ -7,7 +7,8 @@ import keyword
 import re
 from collections.abc import Sequence
 
-from torchport.new.target import Function, Target, parameters
+from torchport.new.target import Target, parameters
+from torchport.source.parameters import Function
 
 FUTURE = "from __future__ import annotations\n"
 ORIGINAL = "original"

@@ -20,8 +20,9 @@ from torchport.files.folder import as_named
 from torchport.new import constructor, shrinking
 from torchport.new.folder import Home, Piece
 from torchport.new.function import name_of
-from torchport.new.target import Target, find, package_folder
+from torchport.new.target import Target, find, folder_of
 from torchport.patch.source import proposal
+from torchport.source import parsing
 
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
@@ -136,7 +137,8 @@ def _part(name: str, target: Target, place: str) -> Part:
     if not isinstance(target.node, ast.ClassDef):
         fact = f"{target.name} ({target.place}) is a {target.kind}"
         raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
-    arguments = constructor.configuration(target.source, target.node)
+    with parsing.nesting(target.source.shown, target.node.lineno):
+        arguments = constructor.configuration(target.source, target.node)
     if arguments is None:
         return Part(name, target, {}, [], [])
     plain = [one for one in arguments if one.plain]
@@ -172,7 +174,7 @@ def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
 
 def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a card must not be written into."""
-    folders = [package_folder(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
+    folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
     return [*([checkout] if checkout else []), *(one for one in folders if one is not None)]
 
 

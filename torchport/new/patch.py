@@ -12,7 +12,7 @@ from torchport.files.folder import as_named
 from torchport.new import function
 from torchport.new.draft import Draft, Wish, draft
 from torchport.new.folder import Home, Piece
-from torchport.new.target import package_folder
+from torchport.new.target import folder_of
 from torchport.patch import patch_set
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.reading import LOCK, read_file
@@ -104,5 +104,5 @@ def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
 def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a draft must not be written into."""
     modules = [wish.target.partition(":")[0], *wish.importers]
-    found = [package_folder(module) for module in modules if module.partition(".")[0] != "torch"]
+    found = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
     return [*([checkout] if checkout else []), *(one for one in found if one is not None)]

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import inspect
 import re
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Literal
 
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, BadValueError, TargetError, nearest
 from torchport.patch.source import proposal
-from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, at_import, is_there, read_source, shown
+from torchport.source.bindings import definitions
+from torchport.source.modules import SourceFile, is_there, package_folder, read_source
+from torchport.source.parameters import POSITIONAL, Function
+from torchport.source.parameters import parameters as written
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["function", "method", "static method", "class method", "property", "class"]
 _TARGET = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
+_STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 _PLAIN = {"staticmethod", "classmethod", "property", "cached_property", "abstractmethod", "override", "final"}
 
 
@@ -51,7 +53,7 @@ class Target:
     @property
     def place(self) -> str:
         """`file:line` in upstream."""
-        return f"{shown(self.source.file)}:{self.node.lineno}"
+        return f"{self.source.shown}:{self.node.lineno}"
 
     @property
     def is_async(self) -> bool:
@@ -84,17 +86,13 @@ def check_name(target: str, place: str) -> None:
         raise BadValueError(place, fact, "Write package.module:function, or package.module:Class.method")
 
 
-def package_folder(module: str) -> Path | None:
+def folder_of(module: str) -> Path | None:
     """Returns the folder of a module's top-level package, or its file. None if there is no such source."""
     try:
         source = read_source(module)
     except ModuleNotFoundError:
         return None
-    if source is None:
-        return None
-    file = Path(source.file)
-    depth = len(module.split(".")) - (file.name != "__init__.py")
-    return file.parents[depth - 1] if depth else file
+    return None if source is None else package_folder(source)
 
 
 def find(target: str, place: str) -> Target:
@@ -151,10 +149,10 @@ def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
 def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str, ...], place: str) -> AliasError:
     home = source.module
     if isinstance(node, ast.ImportFrom):
-        home = imported_from(node, source.module, source)
+        home = source.imported_from(node)
         name = next((one.name for one in node.names if parts[0] in (one.asname, one.name)), parts[0])
         home = f"{home}:{'.'.join([name, *parts[1:]])}"
-    fact = f"{target} is imported ({shown(source.file)}:{node.lineno}: {ast.unparse(node)})"
+    fact = f"{target} is imported ({source.shown}:{node.lineno}: {ast.unparse(node)})"
     package = re.split(r"[.:]", home)[0]
     if is_there(package):
         return AliasError(place, fact, f"Name it where it is defined: {home}", target=target)
@@ -170,7 +168,7 @@ def _calls(source: SourceFile, name: str) -> list[str]:
     found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-            one = proposal.statement(source.module, source.text, node.lineno, f"It calls {name}.")
+            one = proposal.statement(source, node.lineno, f"It calls {name}.")
             if one is not None and "rewrite" in one.fields:
                 found.append(f"{one.fields['target']} --kind rewrite --line {node.lineno}")
     return found
@@ -180,19 +178,18 @@ def _absent(target: str, source: SourceFile, parts: tuple[str, ...], depth: int,
     holder = source.where(parts[:depth]).node if depth else source.tree
     if isinstance(holder, Function):
         what = ".".join(parts[:depth])
-        fact = f"{what} ({shown(source.file)}:{holder.lineno}) is a function, and no patch can name what is inside it"
+        fact = f"{what} ({source.shown}:{holder.lineno}) is a function, and no patch can name what is inside it"
         remedy = f"Patch {what}, or rewrite a statement of it: {source.module}:{what} --kind rewrite --line N"
         return TargetError(place, fact, remedy, target=target)
     body = getattr(holder, "body", [])
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    known = [node.name for node in at_import(body) if isinstance(node, kinds)]
+    known = [node.name for node in definitions(body)]
     if isinstance(holder, ast.ClassDef) and holder.bases:
         bases = ", ".join(map(ast.unparse, holder.bases))
-        fact = f"{'.'.join(parts[:depth])} ({shown(source.file)}:{holder.lineno}) does not define '{parts[depth]}'"
+        fact = f"{'.'.join(parts[:depth])} ({source.shown}:{holder.lineno}) does not define '{parts[depth]}'"
         remedy = f"If it is inherited from {bases}, name the class that defines it"
         remedy += f". {nearest(parts[depth], known)}" if known else ""
         return TargetError(place, fact, remedy, target=target)
-    fact = f"There is no '{parts[min(depth, len(parts) - 1)]}' in {shown(source.file)} that a patch can name"
+    fact = f"There is no '{parts[min(depth, len(parts) - 1)]}' in {source.shown} that a patch can name"
     return TargetError(place, fact, nearest(parts[min(depth, len(parts) - 1)], known), target=target)
 
 
@@ -203,7 +200,7 @@ def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.st
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
             read = (one.id if isinstance(one, ast.Name) else getattr(one, "attr", None) for one in ast.walk(outer))
             readers += [f"{outer.name} (line {outer.lineno})"] if name in read else []
-    fact = f"{target} is a value ({shown(source.file)}:{node.lineno}), and other modules may hold it already"
+    fact = f"{target} is a value ({source.shown}:{node.lineno}), and other modules may hold it already"
     several = f"; in this module: {', '.join(readers[:4])}" if readers else ""
     return TargetError(place, fact, f"Replace, wrap or rewrite a function that reads it{several}", target=target)
 
@@ -234,6 +231,16 @@ class Parameters:
     unknown: list[str]
 
 
+class _Default:
+    """A default in a signature: its text, or `...` where that is no literal."""
+
+    def __init__(self, node: ast.expr) -> None:
+        self._text = ast.unparse(node) if is_literal(node) else "..."
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def parameters(node: Function, before: str | None = None) -> Parameters:
     """Returns a function's parameters.
 
@@ -241,24 +248,15 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
         node: Its definition.
         before: A parameter that stands before all of them.
     """
-    spec: ast.arguments = copy.deepcopy(node.args)
-    positional = [*spec.posonlyargs, *spec.args]
-    every = [*positional, *spec.kwonlyargs, *(one for one in (spec.vararg, spec.kwarg) if one is not None)]
+    every = written(node)
+    first = every[0].kind if every and every[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
+    result = [Parameter(before, first)] if before is not None else []
     for one in every:
-        one.annotation = None
-    with_default = [one.arg for one in positional[len(positional) - len(spec.defaults) :]]
-    pairs = [*zip(with_default, spec.defaults, strict=True)]
-    pairs += [(one.arg, value) for one, value in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if value]
-    unknown = [f"{name}={ast.unparse(value)}" for name, value in pairs if not is_literal(value)]
-    spec.defaults = [value if is_literal(value) else ast.Constant(...) for value in spec.defaults]
-    spec.kw_defaults = [
-        value if value is None or is_literal(value) else ast.Constant(...) for value in spec.kw_defaults
-    ]
-    if before is not None:
-        (spec.posonlyargs if spec.posonlyargs else spec.args).insert(0, ast.arg(before))
-    stars = [f"*{spec.vararg.arg}"] if spec.vararg else []
-    names = [one.arg for one in positional] + stars + [one.arg for one in spec.kwonlyargs]
-    return Parameters(ast.unparse(spec), [*names, *([f"**{spec.kwarg.arg}"] if spec.kwarg else [])], unknown)
+        default = Parameter.empty if one.default is None else _Default(one.default)
+        result.append(Parameter(one.name, one.kind, default=default))
+    unknown = [f"{one.name}={ast.unparse(one.default)}" for one in every if one.default and not is_literal(one.default)]
+    names = [f"{_STARS.get(one.kind, '')}{one.name}" for one in every]
+    return Parameters(str(Signature(result))[1:-1], names, unknown)
 
 
 def is_literal(node: ast.expr) -> bool:

@@ -28,8 +28,7 @@ from torchport.patch.live import hook, stub, twins
 from torchport.patch.live.change import Change, Placed, change
 from torchport.patch.live.registry import registry
 from torchport.patch.source import drift
-from torchport.patch.source.checks import check_sources
-from torchport.patch.source.source import is_imported
+from torchport.patch.source.checks import check_sources, is_imported
 
 
 class _PatchSet:

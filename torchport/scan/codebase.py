@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
 from torchport.scan.files import Source
-from torchport.scan.syntax import MODULE, Act, Body, Function, bodies, chain_of
+from torchport.scan.syntax import MODULE, Act, Body, bodies, chain_of
+from torchport.source.flow import taken
+from torchport.source.modules import imported_from
+from torchport.source.parameters import STARRED, Function, Written, parameters
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12
@@ -47,23 +50,19 @@ class Unit:
         return self.module.classes.get(self.body.owner)
 
     @functools.cached_property
+    def _written(self) -> list[Written]:
+        node = self.body.node
+        return parameters(node) if isinstance(node, Function) else []
+
+    @functools.cached_property
     def parameters(self) -> list[ast.arg]:
         """Its parameters by position, then those by keyword alone."""
-        node = self.body.node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return []
-        return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        return [one.argument for one in self._written if one.kind not in STARRED]
 
     @functools.cached_property
     def defaults(self) -> dict[str, ast.expr]:
         """What its parameters are where a call leaves them out."""
-        node = self.body.node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return {}
-        positional = [*node.args.posonlyargs, *node.args.args]
-        pairs = list(zip(reversed(positional), reversed(node.args.defaults), strict=False))
-        pairs += [(arg, value) for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value]
-        return {arg.arg: value for arg, value in pairs}
+        return {one.name: one.default for one in self._written if one.default is not None}
 
     @functools.cached_property
     def first(self) -> str:
@@ -331,22 +330,11 @@ def _bind_value(module: Module, name: str, value: ast.expr) -> None:
 def _bind(module: Module, node: ast.AST, bound: dict[str, str]) -> None:
     if isinstance(node, ast.Import):
         for alias in node.names:
-            bound[alias.asname or alias.name.partition(".")[0]] = (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            )
+            bound[taken(alias)] = alias.name if alias.asname else taken(alias)
     elif isinstance(node, ast.ImportFrom):
-        home = home_of(module, node)
+        home = imported_from(node, module.name, module.is_package)
         for alias in node.names:
             if alias.name == "*":
                 module.stars.append(home)
             else:
-                bound[alias.asname or alias.name] = f"{home}.{alias.name}"
-
-
-def home_of(module: Module, node: ast.ImportFrom) -> str:
-    """Returns the module that `from ... import` names, in full."""
-    if not node.level:
-        return node.module or ""
-    parts = module.name.split(".")
-    parts = parts[: len(parts) - node.level + module.is_package]
-    return ".".join([*parts, *([node.module] if node.module else [])])
+                bound[taken(alias)] = f"{home}.{alias.name}"

@@ -20,6 +20,7 @@ from torchport.scan.context import Site
 from torchport.scan.detect import AUTOCAST, MAKES_GROUP
 from torchport.scan.reach import Closed, Reached
 from torchport.scan.syntax import Act
+from torchport.source.parsing import tree_of
 
 _GENERIC = ("torch", "torchax")
 _GROUPS = ("process-group", "parallel-state", "cuda-import")
@@ -108,7 +109,7 @@ def _lines(unit: Unit, match: str) -> Iterator[tuple[int, int]]:
 def _add_given(result: Patches, folder: Path) -> None:
     """Notes what the families beside patches pass on by name: the keys of dictionaries, and keywords."""
     for file in sorted(folder.glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(file)):
             keys = node.keys if isinstance(node, ast.Dict) else []
             names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
             for name in names:

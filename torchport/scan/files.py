@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import io
 import os
-import re
-import stat
-import tokenize
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-LARGEST = 5_000_000
-"""Bytes of the largest file that is read: the largest modules that people write have a tenth of it."""
+from torchport.errors import UnreadableError
+from torchport.scan.rules import BY_KIND
+from torchport.source import parsing
+
 _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
-_PRINT = re.compile(r"^\s*(print\s+[\"'\w]|exec\s+[\"']|raise\s+\w+\s*,|except\s+[\w.]+\s*,\s*\w+\s*:)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,9 +77,11 @@ def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
             if _is_loop(path):
                 unread.append(Unread(_below(root, path), 0, "PS905", "It is a link that leads back to itself"))
             elif entry.is_dir() and _is_entered(entry.name):
-                real = os.path.realpath(path)
-                if entry.is_symlink() and Path(os.path.realpath(root)).is_relative_to(real):
+                real, top = os.path.realpath(path), Path(os.path.realpath(root))
+                if entry.is_symlink() and top.is_relative_to(real):
                     unread.append(Unread(_below(root, path), 0, "PS905", "It is a link to a folder that it lies in"))
+                elif entry.is_symlink() and not Path(real).is_relative_to(top):
+                    unread.append(Unread(_below(root, path), 0, "PS905", "It is a link out of the folder"))
                 elif real not in entered:
                     entered.add(real)
                     pending.append(path)
@@ -114,32 +112,7 @@ def _is_loop(path: Path) -> bool:
 
 def _read_file(file: Path, name: str) -> Source | Unread:
     try:
-        facts = file.stat()
-        if not stat.S_ISREG(facts.st_mode):
-            return Unread(name, 0, "PS906", "It is no file, but a folder, pipe or device")
-        if facts.st_size > LARGEST:
-            size = f"{facts.st_size / 1e6:.0f} MB"
-            return Unread(name, 0, "PS904", f"It has {size}, more than the {LARGEST // 10**6} MB that are read")
-        data = file.read_bytes()
-    except OSError as error:
-        return Unread(name, 0, "PS906", f"It cannot be opened: {error.strerror}")
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = data.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        return Unread(name, 0, "PS903", f"Its bytes are no text: {' '.join(str(error).split())}")
-    return _parse(name, text)
-
-
-def _parse(name: str, text: str) -> Source | Unread:
-    try:
-        with warnings.catch_warnings():  # of somebody's escapes in strings
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text)
-    except SyntaxError as error:
-        if _PRINT.search(text):
-            return Unread(name, error.lineno or 0, "PS902", "It is written for Python 2")
-        return Unread(name, error.lineno or 0, "PS901", f"Python cannot read it: {error.msg}")
-    except (ValueError, RecursionError, MemoryError) as error:
-        return Unread(name, 0, "PS901", f"Python cannot read it: {' '.join(str(error).split()) or 'nested too deep'}")
-    return Source(name, tree, text.count("\n") + 1)
+        text = parsing.text_of(file, name)
+        return Source(name, parsing.tree(text, name), text.count("\n") + 1)
+    except UnreadableError as error:
+        return Unread(name, error.line, BY_KIND[error.kind], error.fact)

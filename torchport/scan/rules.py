@@ -311,7 +311,7 @@ _ALL = (
     Rule(
         "PS905",
         "link-loop",
-        "A link leads back to itself, or to a folder that it lies in.",
+        "A link leads back to itself, to a folder that it lies in, or out of the folder that is scanned.",
         "It was not followed.",
         "Remove the link, if nothing needs it.",
         "none",

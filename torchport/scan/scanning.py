@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
-from torchport.patch.source.source import is_there
 from torchport.scan import coverage, files, parallel
 from torchport.scan.codebase import Class, Codebase, Unit
 from torchport.scan.context import Site
@@ -23,6 +22,7 @@ from torchport.scan.finding import Absent, Reach, ScanFinding, ScanReport
 from torchport.scan.reach import Reached, roots
 from torchport.scan.rules import BY_KIND
 from torchport.scan.syntax import MODULE, Act, chain_of
+from torchport.source.modules import is_there
 
 _TRAINS = {
     "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",

@@ -9,8 +9,9 @@ import ast
 import dataclasses
 import enum
 
+from torchport.source.parameters import Function
+
 MODULE = "<module>"
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 Guards = tuple[tuple[ast.expr, bool], ...]
 """Conditions, each with the value that it must have."""
 NEVER: tuple[ast.expr, bool] = (ast.Constant(False), True)

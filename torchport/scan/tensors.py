@@ -10,8 +10,10 @@ import enum
 import re
 from collections.abc import Callable, Iterable
 
+from torchport.errors import UnreadableError
 from torchport.scan.codebase import Unit
 from torchport.scan.syntax import Act, Event, chain_of
+from torchport.source import parsing
 
 
 class Kind(enum.Enum):
@@ -283,9 +285,10 @@ def names_tensor(annotation: ast.expr) -> bool:
     """Returns whether an annotation is a tensor, or may be one: `Tensor`, `Optional[Tensor]`, `Tensor | None`."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         try:
-            annotation = ast.parse(annotation.value, mode="eval").body
-        except SyntaxError:
+            body = parsing.tree(annotation.value.strip(), "").body
+        except UnreadableError:
             return False
+        annotation = body[0].value if body and isinstance(body[0], ast.Expr) else annotation
     if isinstance(annotation, ast.Subscript):
         outer = chain_of(annotation.value)[-1:]
         inner = annotation.slice

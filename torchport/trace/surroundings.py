@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from torchport.compile.failure.frames import live
+from torchport.source import parsing
 from torchport.trace.notes import OWN, Notes, Raised
 
 
@@ -100,7 +101,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 @functools.cache
 def is_needed(file: str, line: int) -> bool:
     """Returns whether a line of a file is an import statement that no `try` around it does without."""
-    tree = ast.parse("".join(linecache.getlines(file)))
+    tree = parsing.tree("".join(linecache.getlines(file)), file)
     imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
     if not any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in imports):
         return False  # it asks whether the package is there
@@ -189,7 +190,8 @@ def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any
     A `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
     """
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    source = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    forward = type(module).forward
+    source = parsing.tree(textwrap.dedent(inspect.getsource(forward)), inspect.getfile(forward))
     for node in ast.walk(source):
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             names = [one.id for one in node.value.elts if isinstance(one, ast.Name) and one.id in given]

@@ -8,6 +8,7 @@ import yaml
 
 from torchport.patch.declared.entry import Entry, mistake
 from torchport.patch.source import proposal
+from torchport.source.modules import SourceFile
 
 SOURCE = textwrap.dedent("""
 class Net:
@@ -48,7 +49,7 @@ def line_of(text):
 
 def proposed(text):
     """Returns the proposal for the line with a text, and its entry as it is read."""
-    made = proposal.statement("up.model", SOURCE, line_of(text), "A test.")
+    made = proposal.statement(SourceFile("up.model", "up.py", SOURCE), line_of(text), "A test.")
     [data] = yaml.safe_load(made.text)
     entry = Entry.model_validate(data)
     assert mistake(entry) is None
@@ -109,12 +110,12 @@ def test_a_function_is_replaced_where_its_statement_returns_early():
 
 @pytest.mark.parametrize("text", ["class Net", "def forward", "TABLE"])
 def test_what_stands_outside_all_functions_cannot_be_rewritten(text):
-    assert proposal.statement("up.model", SOURCE, line_of(text), "A test.") is None
+    assert proposal.statement(SourceFile("up.model", "up.py", SOURCE), line_of(text), "A test.") is None
 
 
 def test_a_statement_that_stands_twice_is_rewritten_twice():
     text = "def f(x):\n    y = x.item()\n    print(y)\n    y = x.item()\n    return y\n"
-    [data] = yaml.safe_load(proposal.statement("up", text, 2, "A test.").text)
+    [data] = yaml.safe_load(proposal.statement(SourceFile("up", "up.py", text), 2, "A test.").text)
     assert Entry.model_validate(data).rewrite.times == 2
 
 
@@ -145,7 +146,7 @@ def f(x, given, n):
     ],
 )
 def test_of_a_branch_on_a_name_the_statement_that_makes_the_name_is_rewritten(line, match):
-    [data] = yaml.safe_load(proposal.statement("up", ORIGIN, line, "A test.").text)
+    [data] = yaml.safe_load(proposal.statement(SourceFile("up", "up.py", ORIGIN), line, "A test.").text)
     assert Entry.model_validate(data).rewrite.match == match
 
 
@@ -184,5 +185,5 @@ def test_every_kind_of_entry_follows_the_schema_and_says_what_to_write():
 
 def test_a_branch_with_its_body_on_one_line_is_rewritten_as_a_whole():
     text = "def f(x):\n    if x.any(): x = x + 1\n    return x\n"
-    [data] = yaml.safe_load(proposal.statement("up", text, 2, "A test.").text)
+    [data] = yaml.safe_load(proposal.statement(SourceFile("up", "up.py", text), 2, "A test.").text)
     assert data["rewrite"]["match"] == "if x.any():\n    x = x + 1\n"

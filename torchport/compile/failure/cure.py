@@ -22,10 +22,13 @@ from torchport.errors import (
     HostTensorError,
     NoLoweringError,
     TracedValueError,
+    UnreadableError,
 )
 from torchport.foreign import is_absence, is_cuda
 from torchport.patch.source import proposal
 from torchport.patch.source.proposal import Proposal
+from torchport.source import parsing
+from torchport.source.modules import SourceFile
 
 Cure = tuple[str, str, Proposal | None]
 """Fact, remedy, and an entry to paste."""
@@ -73,7 +76,11 @@ class Failure:
         if self.frame.owner in ("family", "patch") or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))
-        return proposal.statement(self.frame.module, text, self.frame.line, why) if text else None
+        source = SourceFile(self.frame.module, self.frame.file, text)
+        try:
+            return proposal.statement(source, self.frame.line, why) if text else None
+        except UnreadableError:  # its file is another one by now, or nested too deep: there is no entry to paste
+            return None
 
     def remedy(self, cure: str, entry: Proposal | None) -> str:
         """Returns the remedy: the entry to paste, or whose code is to be mended."""
@@ -206,8 +213,8 @@ def _versions(package: str) -> dict[str, str]:
 
 def _import_at(frame: Frame) -> ast.stmt | None:
     """Returns the import statement on a frame's line. None where the import is a call."""
-    text = "".join(linecache.getlines(frame.file))
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    tree = parsing.tree("".join(linecache.getlines(frame.file)), frame.file)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     return next((n for n in nodes if n.lineno <= frame.line <= (n.end_lineno or n.lineno)), None)
 
 

@@ -24,7 +24,7 @@ from torchport.patch.live.target import (
 )
 from torchport.patch.rewriting import recompile, rewrite
 from torchport.patch.source import signature
-from torchport.patch.source.source import source_of
+from torchport.patch.source.checks import source_of
 
 
 class Change(Protocol):

@@ -12,7 +12,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from torchport.patch.rewriting.flow import Chain, Function, blocks
+from torchport.source.flow import Chain, blocks
+from torchport.source.parameters import Function
 
 _HOLE = re.compile(r"\$(\.\.\.)?([A-Za-z_][A-Za-z0-9_]*)")
 _ONE, _MANY = "_torchport_hole_one_", "_torchport_hole_many_"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torchport.errors import RewriteError
 from torchport.patch.declared.entry import Entry
-from torchport.patch.rewriting.flow import Function
+from torchport.source.parameters import Function
 
 _FUTURE = 0
 for _feature in __future__.all_feature_names:

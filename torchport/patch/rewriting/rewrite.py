@@ -15,8 +15,9 @@ from typing import Any
 
 from torchport.errors import ConflictError, RewriteError, SignatureError
 from torchport.patch.declared.entry import Entry, Rewrite
-from torchport.patch.rewriting.flow import Function, arguments, binds, in_scope, names_bound, read_after, reads
 from torchport.patch.rewriting.pattern import PatternError, Run, runs, statements
+from torchport.source.flow import arguments, binds, in_scope, names_bound, read_after, reads
+from torchport.source.parameters import Function
 
 _RESERVED = "__torchport_"
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchport.errors import TargetError
-from torchport.patch.source.source import SourceFile, read_source, shown
+from torchport.errors import UnreadableError
+from torchport.source.modules import SourceFile, read_source, shown
 
 
 def line_of(module: str, name: str | None, original: str) -> str | None:
@@ -28,7 +28,7 @@ def line_of(module: str, name: str | None, original: str) -> str | None:
     wanted = {name, original} - {None}
     for node in _statements(source.tree):
         if wanted & set(_names_in(node)):
-            return f"{shown(source.file)}:{node.lineno}"
+            return f"{source.shown}:{node.lineno}"
     return None
 
 
@@ -41,8 +41,8 @@ def importer(module: str) -> str | None:
             near = name.partition(".")[0] == module.partition(".")[0]
             source = source_of_module(name, rf"{absolute}|\b{leaf}\b" if near else absolute)
             for node in ast.walk(source.tree) if source else ():
-                if isinstance(node, (ast.Import, ast.ImportFrom)) and module in _imports(node, name, source):
-                    return f"{shown(source.file)}:{node.lineno}" if source else None
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and source and module in _imports(node, source):
+                    return f"{source.shown}:{node.lineno}"
     return None
 
 
@@ -72,7 +72,7 @@ def source_of_module(module: str, needle: str | None = None) -> SourceFile | Non
             return None
         source = SourceFile(module, file, text) if module == "__main__" else read_source(module)
         return source if source is None or source.tree else None
-    except (OSError, ImportError, TargetError):
+    except (OSError, ImportError, UnreadableError):
         return None  # only a message is poorer for it
 
 
@@ -90,20 +90,9 @@ def _names_in(node: ast.stmt) -> list[str]:
     return [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
 
 
-def _imports(node: ast.Import | ast.ImportFrom, name: str, source: SourceFile | None) -> set[str]:
+def _imports(node: ast.Import | ast.ImportFrom, source: SourceFile) -> set[str]:
     """Returns the modules that a statement may import."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
-    home = imported_from(node, name, source)
+    home = source.imported_from(node)
     return {home, *(f"{home}.{alias.name}" for alias in node.names)}
-
-
-def imported_from(node: ast.ImportFrom, name: str, source: SourceFile | None) -> str:
-    """Returns the module that a statement of a module imports from, a relative one resolved."""
-    home = node.module or ""
-    if not node.level:
-        return home
-    package = name.split(".")
-    is_package = source is not None and source.file.endswith("__init__.py")
-    kept = package[: len(package) - node.level + (1 if is_package else 0)]
-    return ".".join([*kept, home] if home else kept)

@@ -6,13 +6,39 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchport.config.checkout import below_src
 from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
 from torchport.patch.declared.entry import Entry
 from torchport.patch.rewriting import rewrite
-from torchport.patch.rewriting.flow import Function
 from torchport.patch.source import signature
-from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import Binding, SourceFile, at_import, shown, source_of
+from torchport.source import parsing
+from torchport.source.bindings import Binding, definitions
+from torchport.source.flow import taken
+from torchport.source.modules import SourceFile, read_source
+from torchport.source.parameters import Function, written_signature
+
+
+def source_of(entry: Entry) -> SourceFile | None:
+    """Returns the source of an entry's target module. None if it has none, as a module in C.
+
+    Raises:
+        TargetError: There is no such module.
+        UnreadableError: It cannot be read.
+    """
+    try:
+        return read_source(entry.module)
+    except ModuleNotFoundError as error:
+        fact = f"'{entry.id}' finds no module {entry.module}: {error}"
+        remedy = below_src(entry.module) or "Install the upstream, or give its path"
+        raise TargetError(entry.place, fact, remedy, patch=entry.id) from error
+
+
+def is_imported(entry: Entry) -> bool | None:
+    """Returns whether a target is a name that its module imports from another. None if the source does not say."""
+    source = source_of(entry)
+    node = source.where(entry.path).node if source else None
+    return None if node is None else isinstance(node, (ast.Import, ast.ImportFrom))
+
 
 UNKNOWN: Any = object()
 """What an entry names, where nothing is run and its file does not say what it is: the target alone is checked."""
@@ -55,10 +81,11 @@ def check_source(entry: Entry, loaded: Any, texts: dict[str, str] | None = None)
         _check_home(entry, source, binding.node)
     if loaded is UNKNOWN:
         return
-    if entry.rewrite:
-        _check_rewrite(entry, source, binding.node, loaded, {} if texts is None else texts)
-    else:
-        _check_shape(entry, source, binding.node, loaded)
+    with parsing.nesting(source.shown, binding.node.lineno):
+        if entry.rewrite:
+            _check_rewrite(entry, source, binding.node, loaded, {} if texts is None else texts)
+        else:
+            _check_shape(entry, source, binding.node, loaded)
 
 
 def _check_scope(entry: Entry, binding: Binding) -> None:
@@ -70,7 +97,7 @@ def _check_scope(entry: Entry, binding: Binding) -> None:
     if isinstance(binding.node, ast.ImportFrom) and binding.node.level == 0:
         home = binding.node.module
     elif isinstance(binding.node, ast.Import):
-        home = next(a.name for a in binding.node.names if name in (a.asname, a.name.partition(".")[0]))
+        home = next(a.name for a in binding.node.names if name == taken(a))
     if home is not None and home.partition(".")[0] != entry.package:
         raise walks_out(entry, name, home)
 
@@ -87,10 +114,9 @@ def _no_such_name(entry: Entry, source: SourceFile, binding: Binding) -> TargetE
     if binding.depth:
         holder = source.where(entry.path[: binding.depth]).node
         body = getattr(holder, "body", [])
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    known = [node.name for node in at_import(body) if isinstance(node, kinds)]
+    known = [node.name for node in definitions(body)]
     name = entry.path[binding.depth]
-    fact = f"'{entry.id}' finds no '{name}' in {shown(source.file)}"
+    fact = f"'{entry.id}' finds no '{name}' in {source.shown}"
     remedy = nearest(name, known)
     if len(remedy) > 300:
         remedy = f"Look '{name}' up in the upstream that is installed"
@@ -104,13 +130,12 @@ def _check_home(entry: Entry, source: SourceFile, node: ast.stmt) -> None:
     """
     if not isinstance(node, ast.ImportFrom) or entry.scope == "global":
         return
-    home, name = imported_from(node, entry.module, source), entry.path[0]
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    is_defined = any(isinstance(other, kinds) and other.name == name for other in at_import(source.tree.body))
+    home, name = source.imported_from(node), entry.path[0]
+    is_defined = any(other.name == name for other in definitions(source.tree.body))
     if is_defined or len(entry.path) > 1 or home.partition(".")[0] != entry.package:
         return
-    original = next((alias.name for alias in node.names if name == (alias.asname or alias.name)), name)
-    fact = f"{entry.target} is imported from {home} ({shown(source.file)}:{node.lineno})"
+    original = next((alias.name for alias in node.names if name == taken(alias)), name)
+    fact = f"{entry.target} is imported from {home} ({source.shown}:{node.lineno})"
     raise AliasError(entry.place, fact, f"Write {home}:{original}", patch=entry.id, target=entry.target)
 
 
@@ -124,16 +149,16 @@ def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) 
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return
     if not callable(loaded) or (entry.kind == "replace" and isinstance(loaded, type)):
-        fact = f"{entry.target} ({shown(source.file)}:{node.lineno}) is a function, and '{entry.reference}' is none"
+        fact = f"{entry.target} ({source.shown}:{node.lineno}) is a function, and '{entry.reference}' is none"
         raise SignatureError(entry.place, fact, "Write a function", patch=entry.id, target=entry.target)
     static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
     method = len(entry.path) > 1 and not static
-    signature.check(entry, signature.written_signature(node), loaded, method)
+    signature.check(entry, written_signature(node), loaded, method)
 
 
 def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any, texts: dict[str, str]) -> None:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        fact = f"{entry.target} is imported ({shown(source.file)}:{node.lineno})"
+        fact = f"{entry.target} is imported ({source.shown}:{node.lineno})"
         raise ScopeError(entry.place, fact, "Name the module that defines it", patch=entry.id, target=entry.target)
     if isinstance(node, ast.ClassDef):
         fact = f"{entry.target} is a class"

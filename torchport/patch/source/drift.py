@@ -13,11 +13,13 @@ from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.lock import Locked, LockRow, read_lock
 from torchport.patch.declared.reading import LOCK
 from torchport.patch.declared.versions import installed
-from torchport.patch.source.callees import bindings, callees, definition, home_of, uses
-from torchport.patch.source.fingerprint import bound_hash, changes, parts, tree_hash
-from torchport.patch.source.signature import written_signature
-from torchport.patch.source.source import SourceFile, shown, source_of
+from torchport.patch.source.checks import source_of
 from torchport.processes import git
+from torchport.source import parsing
+from torchport.source.fingerprint import bound_hash, changes, parts, tree_hash
+from torchport.source.modules import SourceFile, package_folder
+from torchport.source.names import bindings, callees, definition, home_of, uses
+from torchport.source.parameters import signature
 
 _GONE = "gone"
 
@@ -33,35 +35,30 @@ def current_row(entry: Entry) -> LockRow | None:
 
     It does not say where that was seen: that costs processes, and only who locks asks; see `_seen`.
     """
-    node = under(entry)
-    if node is None:
+    source = source_of(entry)
+    node = source.where(entry.path).node if source else None
+    if source is None or node is None:
         return None
-    return LockRow(
-        signature=_signature(node),
-        tree=tree_hash(node),
-        statements=" ".join(part.key for part in parts(node)),
-        relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
-    )
+    with parsing.nesting(source.shown, node.lineno):
+        return LockRow(
+            signature=_signature(node),
+            tree=tree_hash(node),
+            statements=" ".join(part.key for part in parts(node)),
+            relies_on=_by_module({name: key for name, (key, _) in _callees(entry).items()}),
+        )
 
 
 def _seen(row: LockRow, entry: Entry, revision: Callable[[Path], git.Revision]) -> LockRow:
     """Returns a row with the versions, or the commit, that its source is seen at now."""
     versions = {name: installed(name) for name in sorted(entry.fits)}
     if None in versions.values():
-        now = revision(_package(entry))
+        source = source_of(entry)
+        assert source is not None
+        now = revision(package_folder(source))
         if now.commit is not None:
             known = {name: version for name, version in versions.items() if version is not None}
             return row.model_copy(update={"versions": known, "commit": now.commit, "dirty": now.dirty})
     return row.model_copy(update={"versions": {name: version or "unknown" for name, version in versions.items()}})
-
-
-def _package(entry: Entry) -> Path:
-    """Returns the folder of the top-level package that an entry's target is in; of a single module its file."""
-    source = source_of(entry)
-    assert source is not None
-    file, names = Path(source.file), entry.module.split(".")
-    depth = len(names) - (file.name != "__init__.py")
-    return file.parents[depth - 1] if depth else file
 
 
 def _by_module(keys: dict[str, str]) -> dict[str, str]:
@@ -82,9 +79,7 @@ def _flat(row: LockRow) -> dict[str, str]:
 def _signature(node: ast.stmt) -> str | None:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
-    bare = ast.FunctionDef(node.name, node.args, [], [], None)
-    written = written_signature(bare)
-    return None if written is None else str(written).replace("=Ellipsis", "=...")
+    return str(signature(node)).replace("=Ellipsis", "=...")
 
 
 def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
@@ -105,15 +100,16 @@ def _callees(entry: Entry) -> dict[str, tuple[str, str]]:
     used = uses(home_of(entry.target)) if itself else []
     source, node = source_of(entry), under(entry)
     if used and source is not None and node is not None:
-        where = f" ({shown(source.file)}:{node.lineno}), by what its names lead to,"
+        where = f" ({source.shown}:{node.lineno}), by what its names lead to,"
         result[entry.target] = bound_hash([], used)[:8], where
     return result
 
 
 def _hash_in_words(name: str, source: SourceFile, node: ast.stmt, why: str) -> tuple[str, str]:
     home = home_of(name)
-    key = bound_hash(bindings(source, home[1]), uses(home))
-    return key[:8], f" ({shown(source.file)}:{node.lineno}), {why},"
+    with parsing.nesting(source.shown, node.lineno):
+        key = bound_hash(bindings(source, home[1]), uses(home))
+    return key[:8], f" ({source.shown}:{node.lineno}), {why},"
 
 
 def check(entry: Entry) -> str:

@@ -18,17 +18,12 @@ from packaging.version import Version
 from torchport.errors import ConflictError, RewriteError
 from torchport.patch.declared.entry import Entry, mistake
 from torchport.patch.rewriting import rewrite
-from torchport.patch.rewriting.flow import (
-    Chain,
-    Function,
-    arguments,
-    blocks,
-    exposed,
-    inner_blocks,
-    names_bound,
-    read_after,
-)
 from torchport.patch.rewriting.pattern import runs, statements
+from torchport.source import parsing
+from torchport.source.bindings import definitions
+from torchport.source.flow import Chain, arguments, blocks, exposed, inner_blocks, names_bound, read_after
+from torchport.source.modules import SourceFile
+from torchport.source.parameters import Function
 
 LONGEST = 4
 """Lines of a statement that is written out in a `match`; the blocks of a longer one become holes."""
@@ -139,20 +134,27 @@ def function(target: str, module: str, why: str, parameters: str, *, importing: 
     return Proposal(written(fields, "torch"), f"{home}/cuda", write)
 
 
-def statement(module: str, text: str, line: int, why: str, file: str = "tracing") -> Proposal | None:
+def statement(source: SourceFile, line: int, why: str, file: str = "tracing") -> Proposal | None:
     """Returns a rewrite of the statement on a line of upstream, or of its function where that cannot be rewritten.
 
     Args:
-        module: The upstream module.
-        text: Its source.
+        source: The upstream module.
         line: From 1.
         why: Of the entry.
         file: The name of the files that the entry and its function go into, without their endings.
 
     Returns:
         None for a statement outside all functions, or in one that no entry can name: no patch can change it.
+
+    Raises:
+        UnreadableError: The source is not Python, or nested too deep.
     """
-    spot = _spot(ast.parse(text), line)
+    with parsing.nesting(source.shown, line):
+        return _statement(source.module, source.text, source.tree, line, why, file)
+
+
+def _statement(module: str, text: str, tree: ast.Module, line: int, why: str, file: str) -> Proposal | None:
+    spot = _spot(tree, line)
     origin = None if spot is None else _origin(spot)
     if origin is not None:
         spot, line = origin, origin.statement.lineno
@@ -212,7 +214,7 @@ def _spot(tree: ast.Module, line: int) -> _Spot | None:
     names: list[str] = []
     body: list[ast.stmt] = tree.body
     while True:
-        inside = next((node for node in _definitions(body) if _covers(node, line)), None)
+        inside = next((node for node in definitions(body) if _covers(node, line)), None)
         if inside is None:
             return None
         names.append(inside.name)
@@ -243,15 +245,6 @@ def _origin(spot: _Spot) -> _Spot | None:
     statement = makers[0].statement if len(makers) == 1 else None
     plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1 and names_bound([statement]) == {test.id}
     return makers[0] if plain else None
-
-
-def _definitions(body: Sequence[ast.stmt]) -> Iterator[Function | ast.ClassDef]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node
-        else:
-            for block in inner_blocks(node):
-                yield from _definitions(block)
 
 
 def _changes(spot: _Spot, put: str) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -10,15 +9,7 @@ from typing import Any
 
 from torchport.errors import SignatureError
 from torchport.patch.declared.entry import Entry
-
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-
-# Decorators of which the signature of what they make is known to be that of the function under them.
-_KEEPING = {
-    "staticmethod", "classmethod", "property", "cached_property", "cache", "lru_cache", "abstractmethod", "no_grad",
-    "inference_mode", "disable", "override", "final", "deprecated",
-}  # fmt: skip
+from torchport.source.parameters import BY_NAME, POSITIONAL
 
 
 def live_signature(function: Any) -> Signature | None:
@@ -27,33 +18,6 @@ def live_signature(function: Any) -> Signature | None:
         return inspect.signature(function)
     except (ValueError, TypeError):
         return None
-
-
-def written_signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature | None:
-    """Returns a function's signature from its source. None if a decorator may have changed it."""
-    for decorator in function.decorator_list:
-        named = decorator.func if isinstance(decorator, ast.Call) else decorator
-        name = named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")
-        if name not in _KEEPING:
-            return None
-    spec = function.args
-    positional = [*spec.posonlyargs, *spec.args]
-    first_default = len(positional) - len(spec.defaults)
-    parameters = []
-    for index, argument in enumerate(positional):
-        kind = _POSITIONAL[0] if index < len(spec.posonlyargs) else _POSITIONAL[1]
-        parameters.append(_parameter(argument, kind, index >= first_default))
-    if spec.vararg:
-        parameters.append(_parameter(spec.vararg, Parameter.VAR_POSITIONAL, False))
-    for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        parameters.append(_parameter(argument, Parameter.KEYWORD_ONLY, default is not None))
-    if spec.kwarg:
-        parameters.append(_parameter(spec.kwarg, Parameter.VAR_KEYWORD, False))
-    return Signature(parameters)
-
-
-def _parameter(argument: ast.arg, kind: Any, default: bool) -> Parameter:
-    return Parameter(argument.arg, kind, default=... if default else Parameter.empty)
 
 
 def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], method: bool) -> None:
@@ -82,7 +46,7 @@ def check(entry: Entry, target: Signature | None, loaded: Callable[..., Any], me
 
 def _without_original(entry: Entry, ours: Signature) -> Signature:
     parameters = list(ours.parameters.values())
-    if not parameters or parameters[0].kind not in (*_POSITIONAL, Parameter.VAR_POSITIONAL):
+    if not parameters or parameters[0].kind not in (*POSITIONAL, Parameter.VAR_POSITIONAL):
         fact = f"The wrapper '{entry.reference}' of '{entry.id}' has no parameter for the original"
         raise SignatureError(entry.place, fact, "Take the original as its first parameter", patch=entry.id)
     return ours if parameters[0].kind is Parameter.VAR_POSITIONAL else ours.replace(parameters=parameters[1:])
@@ -100,9 +64,9 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     """Returns what a replacement lacks to take all calls of its target, or None."""
     theirs, mine = list(target.parameters.values()), list(ours.parameters.values())
     kinds = {parameter.kind for parameter in mine}
-    positional = [parameter for parameter in mine if parameter.kind in _POSITIONAL]
+    positional = [parameter for parameter in mine if parameter.kind in POSITIONAL]
     used: set[str] = set()
-    for index, parameter in enumerate(p for p in theirs if p.kind in _POSITIONAL):
+    for index, parameter in enumerate(p for p in theirs if p.kind in POSITIONAL):
         match = positional[index] if index < len(positional) else None
         exempt = (method and index == 0) or parameter.kind is Parameter.POSITIONAL_ONLY
         problem = _positional_lack(parameter, match, ours, kinds, exempt)
@@ -117,7 +81,7 @@ def _lacking(target: Signature, ours: Signature, method: bool) -> str | None:
     for kind, mark in ((Parameter.VAR_POSITIONAL, "*args"), (Parameter.VAR_KEYWORD, "**kwargs")):
         if any(p.kind is kind for p in theirs) and kind not in kinds:
             return f"does not take {mark}"
-    required = (p for p in mine if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY) and p.default is Parameter.empty)
+    required = (p for p in mine if p.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY) and p.default is Parameter.empty)
     return next((f"asks for '{p.name}'" for p in required if p.name not in used), None)
 
 
@@ -128,7 +92,7 @@ def _positional_lack(
         return f"does not take '{theirs.name}' by position"
     if theirs.default is not Parameter.empty and match is not None and match.default is Parameter.empty:
         return f"asks for '{match.name}', which has a default"
-    if exempt or (match is not None and match.name == theirs.name and match.kind in _BY_NAME):
+    if exempt or (match is not None and match.name == theirs.name and match.kind in BY_NAME):
         return None
     named = ours.parameters.get(theirs.name)
     if match is None or named is None or named.kind is Parameter.POSITIONAL_ONLY:
@@ -138,7 +102,7 @@ def _positional_lack(
 
 def _named_lack(theirs: Parameter, ours: Signature, kinds: set[Any]) -> str | None:
     match = ours.parameters.get(theirs.name)
-    if match is None or match.kind not in _BY_NAME:
+    if match is None or match.kind not in BY_NAME:
         return None if Parameter.VAR_KEYWORD in kinds else f"does not take '{theirs.name}' by name"
     if theirs.default is not Parameter.empty and match.default is Parameter.empty:
         return f"asks for '{theirs.name}', which has a default"

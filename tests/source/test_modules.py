@@ -12,9 +12,8 @@ from fakes.patch_world import World
 from torchport import patch
 from torchport.patch.declared import entry
 from torchport.patch.live import holders
-from torchport.patch.rewriting import flow
-from torchport.patch.source import source
-from torchport.patch.source.source import definition_alone
+from torchport.source import bindings, flow, modules
+from torchport.source.bindings import definition_alone
 
 TEXT = '''\
 """A module."""
@@ -73,7 +72,7 @@ def test_where_it_is_not_sure_nothing_is_cut_out(name):
     assert definition_alone(TEXT, name) is None
 
 
-@pytest.mark.parametrize("module", [ast, inspect, entry, flow, holders, source, sys.modules[World.__module__]])
+@pytest.mark.parametrize("module", [ast, inspect, entry, flow, holders, modules, sys.modules[World.__module__]])
 def test_real_files_are_cut_as_they_are_parsed(module):
     text = inspect.getsource(module)
     tree = ast.parse(text)
@@ -81,7 +80,7 @@ def test_real_files_are_cut_as_they_are_parsed(module):
     cuts = {name: cut for name in names if (cut := definition_alone(text, name)) is not None}
     assert len(cuts) > len(names) / 2
     for name, cut in cuts.items():
-        whole = source.binding_at(tree, [name]).node
+        whole = bindings.binding_at(tree, [name]).node
         assert ast.dump(cut.body[0], include_attributes=True) == ast.dump(whole, include_attributes=True)
 
 
@@ -96,12 +95,12 @@ def test_sources_are_found_by_walking_search_paths_and_no_parent_is_run(world):
     world.write("up/__init__.py", "raise RuntimeError('ran')\n")
     world.write("up/sub/__init__.py", "raise RuntimeError('ran')\n")
     world.write("up/sub/m.py", "def f(): pass\n")
-    assert source.read_source("up.sub.m").text == "def f(): pass\n"
+    assert modules.read_source("up.sub.m").text == "def f(): pass\n"
     assert not [name for name in sys.modules if name.startswith("up")]
     with pytest.raises(ModuleNotFoundError, match=r"no 'up.sub.absent'"):
-        source.read_source("up.sub.absent")
+        modules.read_source("up.sub.absent")
     with pytest.raises(ModuleNotFoundError, match="no 'absentpackage' on the search path"):
-        source.read_source("absentpackage.m")
+        modules.read_source("absentpackage.m")
 
 
 def test_portions_of_a_namespace_package_are_all_searched(world, tmp_path, monkeypatch):
@@ -109,29 +108,29 @@ def test_portions_of_a_namespace_package_are_all_searched(world, tmp_path, monke
         (root / "ns" / "deep").mkdir(parents=True)
         (root / "ns" / "deep" / f"{name}.py").write_text(f"x = '{name}'\n")
     monkeypatch.syspath_prepend(str(tmp_path / "more"))
-    assert source.read_source("ns.deep.one").text == "x = 'one'\n"
-    assert source.read_source("ns.deep.two").text == "x = 'two'\n"
+    assert modules.read_source("ns.deep.one").text == "x = 'one'\n"
+    assert modules.read_source("ns.deep.two").text == "x = 'two'\n"
     assert "ns" not in sys.modules
 
 
 def test_a_module_in_c_has_no_source():
-    assert source.read_source("math") is None
-    assert source.read_source("sys") is None
+    assert modules.read_source("math") is None
+    assert modules.read_source("sys") is None
 
 
 def test_a_changed_file_is_read_anew(world):
     world.write("up/m.py", "x = 1\n")
-    assert source.read_source("up.m").text == "x = 1\n"
+    assert modules.read_source("up.m").text == "x = 1\n"
     world.write("up/m.py", "x = 22\n")
-    assert source.read_source("up.m").text == "x = 22\n"
+    assert modules.read_source("up.m").text == "x = 22\n"
 
 
 def test_a_module_that_is_no_python_is_refused(world):
-    from torchport.errors import TargetError
+    from torchport.errors import UnreadableError
 
     world.write("up/m.py", "def f(:\n")
     world.python("def new(): pass\n")
-    with pytest.raises(TargetError, match=r"^up/m.py:1: Python 3.\d+ cannot read it: invalid syntax. Mend the"):
+    with pytest.raises(UnreadableError, match=r"^up/m.py:1: Python 3.\d+ cannot read it: invalid syntax. Mend the"):
         patch.applied(world.one("replace: p.py:new", "up.m:f")).__enter__()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from torchport.source.parameters import Function, parameters
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -56,12 +57,17 @@ def binds(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        return set(map(taken, node.names))
     if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
         return {node.name} if node.name else set()
     if isinstance(node, ast.MatchMapping):
         return {node.rest} if node.rest else set()
     return set()
+
+
+def taken(alias: ast.alias) -> str:
+    """Returns the name that a part of an import statement binds."""
+    return (alias.asname or alias.name).partition(".")[0]
 
 
 def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
@@ -71,9 +77,7 @@ def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 def arguments(function: Function | ast.Lambda) -> set[str]:
     """Returns the names of a function's parameters."""
-    spec = function.args
-    every = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]
-    return {argument.arg for argument in every if argument is not None}
+    return {one.name for one in parameters(function)}
 
 
 def reads(node: ast.AST) -> set[str]:

@@ -10,11 +10,22 @@ import dataclasses
 import difflib
 import hashlib
 from collections.abc import Iterable, Iterator
+from inspect import Parameter
 from typing import Any
+
+from torchport.source.bindings import DEFINITIONS, Definition
+from torchport.source.parameters import parameters
 
 _SKIPPED = {"ctx", "kind", "type_comment", "annotation", "returns", "type_params", "type_ignores"}
 _BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_MARKS = {
+    Parameter.POSITIONAL_ONLY: "/",
+    Parameter.POSITIONAL_OR_KEYWORD: "",
+    Parameter.VAR_POSITIONAL: "*",
+    Parameter.KEYWORD_ONLY: "*,",
+    Parameter.VAR_KEYWORD: "**",
+}
+"""What the hash of a parameter has before its name."""
 
 
 def tree_hash(node: ast.AST) -> str:
@@ -29,7 +40,7 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
         statements: Those that bind it; of loops and conditions the first line alone counts.
         uses: What each name in them leads to.
     """
-    texts = ["".join(_plain_text(one, blocks=isinstance(one, _DEFINITIONS))) for one in statements]
+    texts = ["".join(_plain_text(one, blocks=isinstance(one, DEFINITIONS))) for one in statements]
     return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
 
 
@@ -67,7 +78,7 @@ def parts(node: ast.stmt) -> list[Part]:
 
 
 def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
-    if isinstance(node, _DEFINITIONS):
+    if isinstance(node, DEFINITIONS):
         for decorator in node.decorator_list:
             yield f"@{''.join(_plain_text(decorator))}", decorator, decorator, "@"
         yield f"{type(node).__name__} {node.name}", node, node
@@ -78,20 +89,13 @@ def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:
         yield from _parts(statement)
 
 
-def _header(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[Any, ...]]:
+def _header(node: Definition) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, ast.ClassDef):
         yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
         return
-    spec = node.args
-    positional = [*spec.posonlyargs, *spec.args]
-    defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
-    marks = ["/"] * len(spec.posonlyargs) + [""] * len(spec.args)
-    arguments = [*zip(marks, positional, defaults, strict=True)]
-    arguments += [("*", spec.vararg, None)] if spec.vararg else []
-    arguments += [("*,", *pair) for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
-    arguments += [("**", spec.kwarg, None)] if spec.kwarg else []
-    for mark, argument, default in arguments:
-        yield f"{mark}{argument.arg}={''.join(_plain_text(default))}", argument, default or argument
+    for one in parameters(node):
+        default = "".join(_plain_text(one.default))
+        yield f"{_MARKS[one.kind]}{one.name}={default}", one.argument, one.default or one.argument
 
 
 def _inner(node: ast.AST) -> Iterator[ast.stmt]:
@@ -104,7 +108,7 @@ def _inner(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _without_docstring(node: ast.AST, block: list[ast.stmt]) -> list[ast.stmt]:
-    first = block[0] if block and isinstance(node, _DEFINITIONS) else None
+    first = block[0] if block and isinstance(node, DEFINITIONS) else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return block[1:] if is_text and isinstance(first.value.value, str) else block  # type: ignore[union-attr]
 

@@ -9,7 +9,7 @@ from torchport import patch
 from torchport.errors import DriftError, TargetError
 from torchport.patch.declared import versions
 from torchport.patch.source import drift
-from torchport.patch.source.callees import callees
+from torchport.source.names import callees
 
 ROTARY = """\
 def rotate_half(x):

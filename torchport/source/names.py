@@ -12,11 +12,12 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from torchport.patch.source.capture import imported_from
-from torchport.patch.source.source import SourceFile, at_import, binding, read_source
+from torchport.source import parsing
+from torchport.source.bindings import DEFINITIONS, at_import, binding
+from torchport.source.flow import taken
+from torchport.source.modules import SourceFile, read_source
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MADE_BY = ("__new__", "__init__", "__post_init__")
 _SELF, _SUPER = "<self>", "<super>"
@@ -64,7 +65,7 @@ def callees(targets: Sequence[str]) -> dict[str, Callee]:
         The callees by `module:path`, the nearest first.
 
     Raises:
-        TargetError: A source on the way is not Python.
+        UnreadableError: A source on the way is not Python.
     """
     result: dict[str, Callee] = {}
     pending = list(map(home_of, targets))
@@ -89,7 +90,7 @@ def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
     """Returns the source and statement of a definition. None if the source does not show it.
 
     Raises:
-        TargetError: The source is not Python.
+        UnreadableError: The source is not Python.
     """
     source = _source(home[0])
     node = source.where(home[1]).node if source else None
@@ -115,8 +116,8 @@ def _imported_as(name: str, statements: Sequence[ast.stmt], source: SourceFile) 
     for node in statements:
         for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == name:
-                yield f"{imported_from(node, source.module, source)}.{alias.name}"
-            elif isinstance(node, ast.Import) and (alias.asname or alias.name.partition(".")[0]) == name:
+                yield f"{source.imported_from(node)}.{alias.name}"
+            elif isinstance(node, ast.Import) and taken(alias) == name:
                 yield alias.name if alias.asname else name
 
 
@@ -149,8 +150,9 @@ def _names(source: SourceFile, path: tuple[str, ...]) -> tuple[list[Chain], dict
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         first = _first_argument(node) if len(path) > 1 else None
-        chains |= set(_chains(node if isinstance(node, _DEFINITIONS) else _head(node), first))
-        local |= {name: local.get(name, []) + imports for name, imports in _bound_inside(node).items()}
+        with parsing.nesting(source.shown, node.lineno):
+            chains |= set(_chains(node if isinstance(node, DEFINITIONS) else _head(node), first))
+            local |= {name: local.get(name, []) + imports for name, imports in _bound_inside(node).items()}
     return sorted(chains), local
 
 
@@ -177,7 +179,7 @@ def _bound_inside(node: ast.stmt) -> dict[str, list[Imports]]:
     for inner in _nodes_in(node) if local or isinstance(node, _FUNCTIONS) else ():
         if isinstance(inner, (ast.Import, ast.ImportFrom)):
             for alias in inner.names:
-                local.setdefault((alias.asname or alias.name).partition(".")[0], []).append(inner)
+                local.setdefault(taken(alias), []).append(inner)
     return local
 
 
@@ -189,7 +191,7 @@ def _local(scope: ast.AST) -> set[str]:
         inner = pending.pop()
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
             names.add(inner.id)
-        if isinstance(inner, _DEFINITIONS):
+        if isinstance(inner, DEFINITIONS):
             names.add(inner.name)
         pending += [] if isinstance(inner, (*_SCOPES, ast.ClassDef)) else _children(inner)
     return names
@@ -250,17 +252,17 @@ def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
 def _import_names(scope: ast.AST) -> set[str]:
     """Returns the names that imports in a scope bind, which lead out of it."""
     imports = (inner for inner in _nodes_in(scope) if isinstance(inner, (ast.Import, ast.ImportFrom)))
-    return {(alias.asname or alias.name).partition(".")[0] for inner in imports for alias in inner.names}
+    return {taken(alias) for inner in imports for alias in inner.names}
 
 
 class _Lookup:
     """One look-up of a chain of names, inside one package. Nothing is asked twice, so that a circle ends.
 
     Args:
-        package: The top-level package.
+        package: The top-level package; None to look into all of them.
     """
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str | None) -> None:
         self._package = package
         self._asked: set[tuple[object, ...]] = set()
 
@@ -278,7 +280,7 @@ class _Lookup:
         if not nodes:
             for star in at_import(source.tree.body):
                 if isinstance(star, ast.ImportFrom) and star.names[0].name == "*":
-                    yield from self._in(imported_from(star, module, source), chain)
+                    yield from self._in(source.imported_from(star), chain)
         others = [node for node in nodes if not isinstance(node, (ast.Import, ast.ImportFrom, ast.If))]
         for node in nodes:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -292,22 +294,25 @@ class _Lookup:
         """Yields the definition to which names lead of which the first is bound by an import."""
         for alias in node.names:
             if isinstance(node, ast.ImportFrom) and (alias.asname or alias.name) == chain[0]:
-                home = imported_from(node, source.module, source)
+                home = source.imported_from(node)
                 known = _source(home)
                 if known is not None and alias.name in known.names:
                     yield from self._in(home, (alias.name, *chain[1:]))
                 else:
                     yield from self._in_module(f"{home}.{alias.name}", chain[1:]) or self._in(home, chain)
-            elif isinstance(node, ast.Import) and (alias.asname or alias.name.partition(".")[0]) == chain[0]:
+            elif isinstance(node, ast.Import) and taken(alias) == chain[0]:
                 yield from self._in_module(alias.name if alias.asname else chain[0], chain[1:])
 
+    def _may_enter(self, module: str) -> bool:
+        return self._package in (None, module.partition(".")[0])
+
     def _in(self, module: str, chain: Chain) -> Iterator[Home]:
-        if module.partition(".")[0] == self._package:
+        if self._may_enter(module):
             yield from self.names(module, chain)
 
     def _in_module(self, module: str, chain: Chain) -> list[Home]:
         """Returns what names lead to from a module: a name of it, or one of a submodule that the first of them is."""
-        source = _source(module) if chain and module.partition(".")[0] == self._package else None
+        source = _source(module) if chain and self._may_enter(module) else None
         if source is not None and chain[0] in source.names:
             return list(self.names(module, chain))
         deeper = self._in_module(f"{module}.{chain[0]}", chain[1:]) if chain else []
@@ -330,22 +335,25 @@ class _Lookup:
         if not inherited and binding(node.body, name) is not None:
             yield home[0], (*home[1], name)
             return
-        chains = (chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1])
-        above = (cls for chain in chains for cls in self._classes(home[0], chain))
-        homes = (list(self.method(cls, name, inherited=False)) for cls in above)
+        homes = (list(self.method(cls, name, inherited=False)) for cls in self.bases(home[0], node))
         yield from next(filter(None, homes), [])
 
-    def _classes(self, module: str, chain: Chain) -> Iterator[Home]:
+    def bases(self, module: str, node: ast.ClassDef) -> Iterator[Home]:
+        """Yields the classes right above one, as far as source shows them."""
+        chains = (chain for base in node.bases for chain in list(_chains(ast.Expr(base), None))[:1])
+        return (cls for chain in chains for cls in self.classes(module, chain))
+
+    def classes(self, module: str, chain: Chain) -> Iterator[Home]:
         """Yields the class that names lead to."""
         source = _source(module)
         node = source.names.get(chain[0]) if source else None
         if isinstance(node, ast.ClassDef) and len(chain) == 1:
             yield module, (node.name,)
         elif isinstance(node, (ast.Import, ast.ImportFrom)) and source is not None:
-            yield from _Classes(self._package).from_import(node, source, chain)
+            yield from Classes(self._package).from_import(node, source, chain)
 
 
-class _Classes(_Lookup):
+class Classes(_Lookup):
     """A look-up that ends at a class itself."""
 
     def _in_class(self, home: Home, chain: Chain) -> Iterator[Home]:

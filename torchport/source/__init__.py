@@ -1,0 +1,1 @@
+"""Python source, read and never run: modules, names, parameters, hashes."""

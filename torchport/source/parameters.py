@@ -1,0 +1,74 @@
+"""The parameters of a function, as its source has them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from inspect import Parameter, Signature
+from typing import Any
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+# Decorators of which the signature of what they make is known to be that of the function under them.
+_KEEPING = {
+    "staticmethod", "classmethod", "property", "cached_property", "cache", "lru_cache", "abstractmethod", "no_grad",
+    "inference_mode", "disable", "override", "final", "deprecated",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """One parameter as it is written.
+
+    Attributes:
+        argument: Its name and annotation.
+        kind: How a call passes it, as `inspect` says it.
+        default: Its default; None without one.
+    """
+
+    argument: ast.arg
+    kind: Any
+    default: ast.expr | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name, without stars."""
+        return self.argument.arg
+
+
+def parameters(function: Function | ast.Lambda) -> list[Written]:
+    """Returns the parameters of a function, in their order."""
+    spec = function.args
+    positional = [*spec.posonlyargs, *spec.args]
+    defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
+    kinds = [POSITIONAL[0]] * len(spec.posonlyargs) + [POSITIONAL[1]] * len(spec.args)
+    result = [Written(*one) for one in zip(positional, kinds, defaults, strict=True)]
+    if spec.vararg:
+        result.append(Written(spec.vararg, Parameter.VAR_POSITIONAL))
+    for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        result.append(Written(argument, Parameter.KEYWORD_ONLY, default))
+    if spec.kwarg:
+        result.append(Written(spec.kwarg, Parameter.VAR_KEYWORD))
+    return result
+
+
+def signature(function: Function) -> Signature:
+    """Returns a function's signature without its decorators; `...` stands for every default."""
+    bare = [
+        Parameter(one.name, one.kind, default=Parameter.empty if one.default is None else ...)
+        for one in parameters(function)
+    ]
+    return Signature(bare)
+
+
+def written_signature(function: Function) -> Signature | None:
+    """Returns a function's signature from its source. None if a decorator may have changed it."""
+    for decorator in function.decorator_list:
+        named = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = named.attr if isinstance(named, ast.Attribute) else getattr(named, "id", "")
+        if name not in _KEEPING:
+            return None
+    return signature(function)
