@@ -3,7 +3,8 @@
     python benchmarks/attention_gpu.py [--json] [--rounds 7] [--calls 3] [--only 16x128]
 
 Same shapes, same inputs, bfloat16, inference. PyTorch is `scaled_dot_product_attention` with its flash backend and none
-other; JAX is `torchport.attention.stock` with `cudnn`, jitted, and to bring [B, H, S, D] to cuDNN's layout is counted.
+other; JAX is `torchport.kernels.attention.stock` with `cudnn`, jitted, and to bring [B, H, S, D] to cuDNN's layout is
+counted.
 Rows with a length mask the keys from there on: JAX is given the length; PyTorch, whose flash backend takes no mask, the
 keys before it. Milliseconds are medians over rounds in which the two take turns, each in a process of its own, warm;
 PyTorch's are CUDA events', JAX's the wall clock's until the results are there. TFLOP/s count 4 * S * T * H * D over the
@@ -75,7 +76,7 @@ def prepared_jax(case: Case) -> tuple[Callable[[int], float], numpy.ndarray]:
     import jax
     import jax.numpy as jnp
 
-    from torchport.attention import stock
+    from torchport.kernels.attention import stock
 
     options = {"scale": case.head_size**-0.5, "causal": False, "window": None, "implementation": "cudnn"}
     attention = jax.jit(functools.partial(stock.attention, **options))

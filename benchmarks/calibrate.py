@@ -21,10 +21,10 @@ from typing import Annotated, Any
 
 import pydantic
 
-from torchport.attention import tiles
 from torchport.config import Document, Frozen, read_document, validated
 from torchport.config.card import Axis
 from torchport.errors import BadValueError, TorchportError
+from torchport.kernels.attention import tiles
 from torchport.plan import calibration
 from torchport.plan.calibration import Calibration
 from torchport.plan.figures import KernelAttention, Parts

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request
 
 SIZES = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy
 from PIL import Image
 
-from torchport import series
 from torchport.config.prompts import read_prompts
+from torchport.run import series
 from torchport.task import Request
 from torchport.verify import runs
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from torchport import scan
 from torchport.config.pack import find_pack
+from torchport.porting import scan
 
 Labels = dict[tuple[str, str, str], str]
 """The reach of each finding, by file, function and kind."""

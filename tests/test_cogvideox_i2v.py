@@ -15,7 +15,7 @@ from torchport.config.checkout import hushed
 from torchport.errors import ArtefactForeignError, ArtefactMissingError, BadValueError, StoppedError
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping
-from torchport.run import run
+from torchport.run.path import run
 from torchport.stages.module import file_of
 from torchport.task import Request, accept
 

@@ -9,7 +9,7 @@ from scenes.judge import judged
 from scenes.scene import Scene, is_held_out, scenes
 
 from torchport.config.pack import find_pack
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request
 from torchport.verify import runs
 

@@ -24,7 +24,7 @@ from torchport.errors import (
 )
 from torchport.load import tiny
 from torchport.processes.stopping import Stopping
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request, accept
 
 PROMPT, NEGATIVE, SEED, SCALE, STEPS = "A cat walks past a red sign", "blurry", 3, 3.0, 4

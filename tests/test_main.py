@@ -17,7 +17,7 @@ from torchport.commands import run as command
 from torchport.config.checkout import Upstream
 from torchport.processes import hosts
 from torchport.processes.git import Revision
-from torchport.run import Summary
+from torchport.run.path import Summary
 from torchport.task import Execution, Request, devices
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "frames=5", "--set", "steps=3")
@@ -115,7 +115,7 @@ def test_flags_of_a_run_become_a_request(torchport, capsys, monkeypatch, tmp_pat
         requests.append(request)
         return Summary(tmp_path, None, {}, 0)
 
-    monkeypatch.setattr("torchport.run.run", note)
+    monkeypatch.setattr("torchport.run.path.run", note)
     flags = ("--save-every", "2", "--no-jit", "--xla-flags", "quick-compile", "--profile", "steps=3", "--memory")
     assert torchport(*RUN, "--strategy", "tp", *flags, capsys=capsys)[0] == 0
     [request] = requests

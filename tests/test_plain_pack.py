@@ -12,7 +12,7 @@ from torchport import patch, save
 from torchport.compile import network, preflight
 from torchport.errors import TorchportError
 from torchport.load import checkpoint, tiny
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request, accept
 
 FAMILY = "patches/up/stages.py"

@@ -22,7 +22,7 @@ from torchport.config.checkout import hushed
 from torchport.config.pack import find_pack
 from torchport.errors import AttentionError, NotFiniteError
 from torchport.load import tiny
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Execution, Request
 
 FAMILY = loaded(HUNYUAN)
@@ -379,7 +379,7 @@ def test_upstream_is_run_under_float32_whatever_the_callers_default_dtype_is(req
 def test_a_run_tells_of_its_patches_in_one_line_and_of_each_that_is_not_exact(caplog):
     from types import SimpleNamespace
 
-    from torchport.bookkeeping.journey import log_patches
+    from torchport.run.journey import log_patches
 
     rows = [
         {"id": "a", "equivalence": "bitwise", "state": "used", "calls": 3},

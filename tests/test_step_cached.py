@@ -12,7 +12,7 @@ from fakes.artefacts import difference, latents_of
 from torchport.config.step_cache import DeepCache
 from torchport.errors import ArtefactForeignError, BadValueError, StoppedError
 from torchport.processes.stopping import Stopping
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request, accept, step_cache
 
 SMALL = ("height=32", "width=48", "frames=9", "steps=6", "save_every=1")

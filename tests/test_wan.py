@@ -28,7 +28,7 @@ from torchport.errors import (
 )
 from torchport.load import checkpoint, tiny
 from torchport.processes.stopping import Stopping
-from torchport.run import run
+from torchport.run.path import run
 from torchport.stages.module import file_of
 from torchport.task import Request, accept
 

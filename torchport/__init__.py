@@ -3,9 +3,9 @@
 __version__ = "0.1.0"
 
 _LAZY = {
-    "applied": "torchport.script.applied",
-    "arm": "torchport.script.children",
-    "port": "torchport.script.port",
+    "applied": "torchport.own_code.applied",
+    "arm": "torchport.own_code.children",
+    "port": "torchport.own_code.port",
 }
 
 

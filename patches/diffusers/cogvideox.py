@@ -7,8 +7,8 @@ import jax
 import torch
 
 from torchport import engine
-from torchport.attention.for_torch import Stream, self_attention, token_multiple
 from torchport.errors import BadValueError
+from torchport.kernels.attention.for_torch import Stream, self_attention, token_multiple
 
 
 def padded_tokens(original, self, text_embeds, image_embeds):

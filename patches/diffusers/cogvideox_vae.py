@@ -10,7 +10,7 @@ A norm becomes a scale and a shift of each latent position and frame, which the 
 
 import torch
 
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 
 def decode(self, z, return_dict=True):

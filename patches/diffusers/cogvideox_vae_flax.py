@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from torchport import engine
-from torchport.convolution import halo
 from torchport.errors import AbsentPackageError, BadValueError, CheckpointForeignError, UnfilledWeightError, nearest
+from torchport.kernels.convolution import halo
 
 try:
     from flax import nnx

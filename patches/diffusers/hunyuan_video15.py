@@ -5,8 +5,8 @@ Shapes: B batch, S tokens, H heads, D features.
 
 import torch
 
-from torchport.attention.for_torch import Stream, self_attention, token_multiple
 from torchport.errors import BadValueError
+from torchport.kernels.attention.for_torch import Stream, self_attention, token_multiple
 
 
 def image_condition(image_embeds, encoder_hidden_states_3, encoder_attention_mask):

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from torchport.errors import ArtefactForeignError
-from torchport.foreign import tokenizing
+from torchport.load.foreign import tokenizing
 from torchport.stages import frames, guiding
 from torchport.stages.family import (
     Call,

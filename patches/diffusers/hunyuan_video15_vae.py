@@ -7,7 +7,7 @@ the end. So every frame is treated alike, and a chunk needs no program of its ow
 
 import functools
 
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 
 def convolve(self, hidden_states):

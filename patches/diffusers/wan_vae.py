@@ -9,7 +9,7 @@ the next one needs.
 import torch
 from torch import nn
 
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 
 def resnet(self, x, feat_cache=None, feat_idx=(0,)):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
-from torchport.foreign import tokenizing
+from torchport.load.foreign import tokenizing
 from torchport.stages import frames
 from torchport.stages.family import (
     Call,

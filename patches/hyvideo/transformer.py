@@ -6,8 +6,8 @@ Shapes: B batch, S tokens of image and text, L tokens of text, H heads, D featur
 import torch
 from torch.nn import functional
 
-from torchport.attention.for_torch import Stream, attention, self_attention, token_multiple
 from torchport.errors import BadValueError
+from torchport.kernels.attention.for_torch import Stream, attention, self_attention, token_multiple
 
 DENSE = ("flash", "flash2", "flash3", "torch")
 """Attention modes that compute the same thing: softmax over image and valid text tokens."""

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 
 def convolve(self, x):

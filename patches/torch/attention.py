@@ -10,7 +10,7 @@ def scaled_dot_product_attention(
         AttentionError: Dropout, or a mask of all pairs of tokens that is too large to hold.
     """
     from torchport import engine
-    from torchport.attention import sdpa
+    from torchport.kernels.attention import sdpa
 
     inputs = (query, key, value, attn_mask, dropout_p, is_causal)
     return engine.call_jax(sdpa.scaled_dot_product_attention, *inputs, scale=scale, enable_gqa=enable_gqa)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from torchport.tpu.cost import Figures
-from torchport.tune.tune import Candidate
+from torchport.plan.tpu.cost import Figures
+from torchport.plan.tune.tune import Candidate
 
 KEYS = [
     "name",

@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import yaml
 
-from torchport import scan
-from torchport.scan.rules import BY_KIND
+from torchport.porting import scan
+from torchport.porting.scan.rules import BY_KIND
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from fakes.plain_pack import PlainPack
 from fakes.run_folders import frames, latents, write_run
 
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request
 
 MESH = {"mesh": {"dp": 1, "tp": 8}}

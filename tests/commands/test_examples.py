@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from torchport import load, patch, shard
 from torchport.__main__ import cli
-from torchport.attention.tiles import Tile, check_vmem
 from torchport.commands.examples import EXAMPLES
 from torchport.config import machine, parse_document, read_document, validated
 from torchport.config.card import Card, Job, Rule, check_job
 from torchport.config.pack import find_pack
 from torchport.errors import TorchportError, kinds
-from torchport.run import run
+from torchport.kernels.attention.tiles import Tile, check_vmem
+from torchport.run.path import run
 from torchport.save import artefact
 from torchport.task import Request
 

@@ -12,11 +12,11 @@ from torchport.compile.in_force import in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
 from torchport.plan import aot, sweep
-from torchport.run import run
+from torchport.plan.tune import workload
+from torchport.porting.trace import trace
+from torchport.run.path import run
 from torchport.task import Request, accept
 from torchport.task.devices import devices
-from torchport.trace import trace
-from torchport.tune import workload
 from torchport.verify import recording
 
 RAISES = 'raise ValueError("the config has no heads")'

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from torchport.compile import jax_cache
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import accept
 
 pytestmark = pytest.mark.usefixtures("own_jax_cache")

@@ -15,7 +15,7 @@ from torchport.compile.program import Compiled
 from torchport.config.card import WeightRule
 from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError
 from torchport.plan import aot
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request, accept
 from torchport.task.devices import devices
 
@@ -74,7 +74,7 @@ def test_run_and_plan_lower_the_same_programs(model, changes, first, texts, root
         }
         return dataclasses.replace(task, card=task.card.model_copy(update={"stacks": stacks}))
 
-    monkeypatch.setattr("torchport.run.accept", accepted)
+    monkeypatch.setattr("torchport.run.path.accept", accepted)
     config, path = ("configs/hyvideo_demo.yaml", HYVIDEO) if model == "hyvideo" else ("configs/demo.yaml", None)
     request = Request(
         model, str(root / config), prompt="A cat", out=tmp_path, overrides=(*SIZE, *changes), upstream_path=path

@@ -592,7 +592,7 @@ DECODER_FAULT = Fault(
     "a residual dropped in the decoder",
     "hunyuan",
     """
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 def attend(self, x):
     normal = self.norm(x)

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from torchport import save
-from torchport.bookkeeping import resume
 from torchport.errors import TorchportError
 from torchport.files import atomic
-from torchport.run import run
+from torchport.run import resume
+from torchport.run.path import run
 from torchport.task import Request
 
 STEPS = 3

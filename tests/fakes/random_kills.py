@@ -27,9 +27,9 @@ import file_faults
 import torch
 from file_faults import bits, forked
 
-from torchport.bookkeeping.journey import Journey
 from torchport.files import atomic
-from torchport.run import run
+from torchport.run.journey import Journey
+from torchport.run.path import run
 
 STEPS = 20
 SETS = ("height=64", "width=64", "frames=5", f"steps={STEPS}", "save_every=2")

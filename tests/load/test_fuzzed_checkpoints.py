@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torchport import load, save
 from torchport.config import checkout
 from torchport.errors import CheckpointBrokenError, TorchportError
-from torchport.foreign import reading
 from torchport.load import checkpoint, pickled
+from torchport.load.foreign import reading
 
 CHECKPOINTS, STAGE_FILES, BLOCK = 600, 400, 100
 IDENTITY = {"model": "m", "height": 64, "width": 64, "frames": 5}

@@ -320,7 +320,7 @@ def test_a_chat_template_that_breaks_out_or_fails_is_refused(card, tmp_path, tin
 
 
 def test_a_chat_template_that_breaks_out_over_one_prompt_alone_is_refused(request_for, tmp_path, tiny_folder):
-    from torchport.run import run
+    from torchport.run.path import run
 
     root = shutil.copytree(tiny_folder, tmp_path / "copy")
     file = root / "tokenizer" / "chat_template.jinja"

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLCogVideoX
 from fakes.families import PATCHES
 
 from torchport import engine, patch, shard
-from torchport.attention import dispatch as attention
+from torchport.kernels.attention import dispatch as attention
 from torchport.patch.declared import replacement
 
 FILE = PATCHES / "diffusers" / "cogvideox_vae.py"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchport import engine, patch
-from torchport.convolution import for_torch
+from torchport.kernels.convolution import for_torch
 
 FILES = ["torchax/overloads", "diffusers/hunyuan_video15_vae"]
 MESHES = {"none": {}, "eight": {"sp": 8}, "two by four": {"dp": 2, "tp": 4}}
@@ -143,7 +143,7 @@ def test_in_eager_pytorch_it_is_upstreams(pack, made):
 
 def test_padding_before_the_first_frame_may_fill_several_chunks(pack, made, monkeypatch):
     """As on a TPU, whose kernel takes 16 frames at a time."""
-    from torchport.convolution import canvas
+    from torchport.kernels.convolution import canvas
 
     decoder, z = made(*TINY).decoder, latents(5, 1, 2)
     exact = decoded(decoder, z)

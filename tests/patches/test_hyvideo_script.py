@@ -23,7 +23,7 @@ REASON = "needs a checkout of hyvideo: TORCHPORT_HYVIDEO=DIR pytest -m upstream"
 @pytest.fixture(scope="module")
 def checkpoint():
     """The card's tiny checkpoint."""
-    from torchport.run import shared
+    from torchport.run.path import shared
     from torchport.task import Request, accept
 
     task = accept(Request("hyvideo", "configs/hyvideo_demo.yaml", upstream_path=DIR), dry=True)

@@ -13,9 +13,9 @@ from diffusers import AutoencoderKLWan
 from fakes.artefacts import difference
 
 from torchport import engine, patch
-from torchport.attention import dispatch as attention
 from torchport.config.pack import find_pack
-from torchport.convolution import canvas, dispatch, kernel
+from torchport.kernels.attention import dispatch as attention
+from torchport.kernels.convolution import canvas, dispatch, kernel
 
 INTERPRETED = attention.Context(interpret=True)
 TINY = {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}

@@ -11,17 +11,17 @@ import torch
 from jax.sharding import PartitionSpec
 
 from torchport import shard
-from torchport.attention import dispatch, tiles
 from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
+from torchport.kernels.attention import dispatch, tiles
 from torchport.plan import aot, calibration, collectives, plan, report
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
+from torchport.plan.tpu import absent, hlo
 from torchport.processes import child
 from torchport.shard.grid import Spot
 from torchport.stages import recorder
 from torchport.task import Execution, Request, accept
-from torchport.tpu import absent, hlo
 
 needs_libtpu = pytest.mark.skipif(
     not absent.installed(),

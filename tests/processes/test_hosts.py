@@ -20,7 +20,7 @@ from torchport.config import machine
 from torchport.errors import BadValueError, MachineError
 from torchport.processes import hosts, watch
 from torchport.processes.hosts import Cluster, cluster_of
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request, devices
 
 SMALL = ("height=64", "width=96", "frames=5", "steps=2", "strategy=ulysses", "mesh={dp: 2, sp: 4}")
@@ -115,8 +115,8 @@ def test_a_plain_network_over_two_processes_makes_what_one_makes(tmp_path, monke
     assert not unused.exists()
 
 
-# Slow: two processes make two videos of the demo. Quick tests hold the parts: tests/test_series.py makes series, and
-# the test above joins two processes.
+# Slow: two processes make two videos of the demo. Quick tests hold the parts: tests/run/test_series.py makes series,
+# and the test above joins two processes.
 # pytest -m slow tests/processes/test_hosts.py -k file_of_prompts
 @pytest.mark.slow
 def test_two_processes_make_a_file_of_prompts_together(alone, tmp_path, root):

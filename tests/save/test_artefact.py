@@ -482,7 +482,7 @@ def test_our_own_artefact_is_preferred_to_a_hand_written_ports(written):
 
 def test_a_run_denoises_what_a_hand_written_port_encoded(request_for, tmp_path):
     """The same embeddings under the hand-written ports' names give the same latents, without a manifest."""
-    from torchport.run import run
+    from torchport.run.path import run
 
     steps = ("height=64", "width=64", "frames=5", "steps=1")
     run(request_for(stage="encode", overrides=steps))
@@ -502,7 +502,7 @@ def test_a_run_denoises_what_a_hand_written_port_encoded(request_for, tmp_path):
 
 
 def test_latents_of_another_shape_than_the_checkpoint_takes_are_refused_before_anything_runs(request_for, tmp_path):
-    from torchport.run import run
+    from torchport.run.path import run
 
     seeds = tmp_path / "stage_outputs"
     seeds.mkdir()

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchport import save
-from torchport.bookkeeping import resume
 from torchport.errors import SaveError
+from torchport.run import resume
 from torchport.task import accept
 
 PARTIAL = "denoise.partial"
@@ -85,7 +85,7 @@ def mutate(folder, name, draw, forged):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, root):
     """A finished run, and unfinished latents beside it."""
-    from torchport.run import run
+    from torchport.run.path import run
     from torchport.task import Request
 
     folder = tmp_path_factory.mktemp("runs")

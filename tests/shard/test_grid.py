@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchport.plan.tpu import absent
 from torchport.shard import grid
 from torchport.shard.grid import Spot
-from torchport.tpu import absent
 
 needs_libtpu = pytest.mark.skipif(
     not absent.installed(),
@@ -153,7 +153,7 @@ def test_a_mesh_of_a_slice_that_is_not_there_is_compact(root):
         from torchport import shard
         from torchport.shard import grid
         from torchport.config.machine import parse_machine
-        from torchport.tpu.absent import describe
+        from torchport.plan.tpu.absent import describe
         said = {}
         for name, *sizes in json.loads(sys.argv[1]):
             devices = describe(parse_machine(name, "a.yaml:1")).devices

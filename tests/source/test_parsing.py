@@ -6,11 +6,12 @@ import re
 import pytest
 from fakes.patch_world import World
 
-from torchport import patch, scan
+from torchport import patch
 from torchport.commands import static_check
 from torchport.errors import UnreadableError
-from torchport.new import draft
 from torchport.patch.source import drift
+from torchport.porting import scan
+from torchport.porting.draft import draft
 from torchport.source import modules, parsing
 
 PYTHON = r"Python 3.\d+ cannot read it: "

@@ -41,7 +41,7 @@ def not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
         request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **options)
         try:
             with progress.waiting(f"run {model}'s demo"):
-                child.call("torchport.run:run", request, ended=lambda end: _demo_ended(card, end))
+                child.call("torchport.run.path:run", request, ended=lambda end: _demo_ended(card, end))
         except TorchportError as error:
             return Report([of_error(error, "called")])
         report = Report()

@@ -25,6 +25,6 @@ def command(**given: Any) -> None:
 
     Arguments, exit code, traceback and signals are the script's own. Its children call torchport.arm.
     """
-    from torchport.script.program import Flags, run
+    from torchport.own_code.program import Flags, run
 
     run(Flags(**given))

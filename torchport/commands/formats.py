@@ -20,7 +20,7 @@ from torchport.commands.findings import Case, Finding, Report
 from torchport.errors import BadValueError, printable
 from torchport.files import folder
 from torchport.files.atomic import writing
-from torchport.scan.rules import RULES
+from torchport.porting.scan.rules import RULES
 
 AnyReport = TypeVar("AnyReport")
 _LEVELS = {"covered": "note", "unknown": "warning"}

@@ -37,8 +37,8 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.new import folder, patch
-    from torchport.new.draft import Wish
+    from torchport.porting.draft import folder, patch
+    from torchport.porting.draft.draft import Wish
 
     wish = Wish(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
@@ -68,7 +68,7 @@ def new_model(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.new import folder, model
+    from torchport.porting.draft import folder, model
 
     wish = model.Wish(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)

@@ -14,9 +14,9 @@ from torchport.commands import options, terminal
 from torchport.errors import BadValueError
 
 if TYPE_CHECKING:
-    from torchport import series
     from torchport.processes.hosts import Cluster
-    from torchport.run import Summary
+    from torchport.run import series
+    from torchport.run.path import Summary
     from torchport.task import Request
 
 
@@ -88,7 +88,7 @@ def command(**given: Any) -> None:
     flags = options.taken(RunFlags, given)
     terminal.log_to_stderr(flags.quiet, flags.verbose)
     from torchport.processes import hosts
-    from torchport.run import run
+    from torchport.run.path import run
     from torchport.task import Execution, Request
 
     overrides = options.with_fields(flags.overrides, strategy=flags.strategy, save_every=flags.save_every)
@@ -132,9 +132,9 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
     """Makes the videos of a file of prompts, prints a table of them, and returns the exit code: 1 if one failed."""
-    from torchport import series
     from torchport.config.prompts import read_prompts
     from torchport.processes import hosts
+    from torchport.run import series
 
     out = _folder_of_series(file, request)
     videos = series.accepted(request, read_prompts(file))
@@ -164,7 +164,8 @@ def _folder_of_series(file: Path, request: Request) -> Path:
 
 
 def _print_series(videos: list[series.Video], quiet: bool) -> None:
-    from torchport import save, series
+    from torchport import save
+    from torchport.run import series
 
     if not quiet:
         terminal.say("\n".join(["", *series.lines(videos)]))

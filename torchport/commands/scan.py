@@ -15,8 +15,8 @@ import click
 from torchport.commands import findings, formats, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
-from torchport.scan.finding import ScanFinding, ScanReport
-from torchport.scan.scanning import scan
+from torchport.porting.scan.finding import ScanFinding, ScanReport
+from torchport.porting.scan.scanning import scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def command(**given: Any) -> None:
     if flags.file is not None:
         formats.write(report, flags.file, writers)
     if flags.emit is not None:
-        from torchport.commands.emit import emit
+        from torchport.porting.emit import emit
 
         lines, code = emit(report, flags.codebase, flags.emit, flags.paths)
         terminal.say("\n".join(lines))

@@ -45,8 +45,8 @@ def command(implementation: Any, scores: str, as_json: bool, file: Path | None, 
     Head size, heads and tokens are those of --model and --config; --topology replaces the config's machine.
     """
     terminal.log_to_stderr()
-    from torchport.tune import tune
-    from torchport.tune.workload import of_flags
+    from torchport.plan.tune import tune
+    from torchport.plan.tune.workload import of_flags
 
     job = of_flags(**given)
     if file is not None:

@@ -19,7 +19,6 @@ import jax
 import torch
 
 from torchport import load, shard
-from torchport.attention import bound, dispatch
 from torchport.compile import program, step_cache
 from torchport.compile.eager import Eager, How, plainly
 from torchport.compile.finite import FirstNotFinite
@@ -37,8 +36,9 @@ from torchport.errors import (
     together,
 )
 from torchport.files.folder import expand_home
-from torchport.foreign import reading
+from torchport.kernels.attention import bound, dispatch
 from torchport.load import checkpoint, tiny
+from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchport import load, shard
-from torchport.attention import dispatch, sdpa
 from torchport.compile import network
 from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
 from torchport.config.machine import HOST
 from torchport.errors import AttentionError, MeshError
+from torchport.kernels.attention import dispatch, sdpa
 from torchport.load import checkpoint
 from torchport.shard import activations
 from torchport.stages import family, guiding, outputs, recorder

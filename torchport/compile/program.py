@@ -20,12 +20,12 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
-from torchport.attention import dispatch
 from torchport.compile import jax_cache, scopes, stack
 from torchport.compile.eager import How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
 from torchport.errors import BadValueError, MachineError, VmemError
+from torchport.kernels.attention import dispatch
 from torchport.progress import log, waiting
 from torchport.shard.activations import constrain
 from torchport.stages.constants import Constants, converted

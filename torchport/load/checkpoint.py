@@ -15,7 +15,7 @@ from typing import Any
 from torchport.config.card import DTYPES, Card, is_tiny
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, OutputError, nearest
 from torchport.files.folder import expand_home
-from torchport.foreign import brief
+from torchport.load.foreign import brief
 from torchport.progress import log
 
 WHOLE, AGAIN = "Download the checkpoint again, whole", "Download the file again"

@@ -8,8 +8,8 @@ import torch
 
 from torchport.config.card import Card, Component
 from torchport.errors import BadValueError, CheckpointForeignError
-from torchport.foreign import check_values
 from torchport.load import checkpoint, pretrained
+from torchport.load.foreign import check_values
 from torchport.load.layout import Layout, layout_of
 from torchport.load.module import Recipe, account, check_dtype, class_of, published
 

@@ -27,8 +27,8 @@ from torchport.errors import (
     UnknownNameError,
     nearest,
 )
-from torchport.foreign import reading
 from torchport.load import checkpoint, renaming
+from torchport.load.foreign import reading
 from torchport.load.layout import DIFFUSERS, Layout, Stored
 from torchport.progress import track
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, nearest
-from torchport.foreign import reading
 from torchport.load.checkpoint import AGAIN, CODES, WHOLE
+from torchport.load.foreign import reading
 
 LFS = b"version https://git-lfs"
 """How a pointer of Git LFS begins, which stands where the file should be."""

@@ -10,8 +10,8 @@ import torch
 
 from torchport.config.card import Component
 from torchport.errors import BadValueError, CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError
-from torchport.foreign import check_values, reading
 from torchport.load import checkpoint, pickled
+from torchport.load.foreign import check_values, reading
 from torchport.load.module import MOST, SAME, building, check_dtype, check_filled, class_of
 from torchport.progress import log
 

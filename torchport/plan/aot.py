@@ -19,7 +19,6 @@ from typing import Any
 import jax
 
 from torchport import compile, shard
-from torchport.attention import dispatch
 from torchport.compile import network, preflight, step_cache
 from torchport.compile.in_force import in_force, lowerings
 from torchport.config import xla_flags
@@ -27,13 +26,14 @@ from torchport.config.machine import Machine
 from torchport.config.step_cache import StepCache
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import atomic
+from torchport.kernels.attention import dispatch
 from torchport.plan import loras
 from torchport.plan.figures import Overflow
+from torchport.plan.tpu import absent, bundles
 from torchport.processes import child
 from torchport.shard import grid
 from torchport.stages import family, recorder
 from torchport.task import Task
-from torchport.tpu import absent, bundles
 
 SCHEDULED = "*after_codegen.txt"
 """Files of the dump that have a scheduled program; see `hlo`."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torchport.config.machine import Chip
 from torchport.plan.figures import Collective
+from torchport.plan.tpu import hlo
 from torchport.shard import grid
-from torchport.tpu import hlo
 
 MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
 """How many times a collective moves the larger of its input and output through a device's links, before (n - 1) / n."""

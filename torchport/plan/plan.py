@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from torchport import progress, shard
-from torchport.bookkeeping.journey import LOSSY_INT8
 from torchport.compile import network
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
@@ -36,11 +35,12 @@ from torchport.plan.figures import (
     VerificationCost,
 )
 from torchport.plan.step_time import floor_seconds, program_time
+from torchport.plan.tpu import hlo
+from torchport.run.journey import LOSSY_INT8
 from torchport.save.manifest import versions
 from torchport.stages.family import Stage
 from torchport.stages.recorder import BORDERS_LIMIT
 from torchport.task import Request, Task, accept, check_tiling
-from torchport.tpu import hlo
 
 VERIFY_CALLS, VERIFY_LARGE_CALLS = 5, 3
 """Calls of the original that a verification makes for each of the loop's, at most, up to `BORDERS_LIMIT` and above it.

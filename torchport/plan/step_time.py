@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-from torchport.attention import dispatch, tiles, transposed
 from torchport.config.machine import Chip, Machine
+from torchport.kernels.attention import dispatch, tiles, transposed
 from torchport.plan import aot, calibration
 from torchport.plan.collectives import collectives, seconds
 from torchport.plan.figures import (
@@ -27,9 +27,9 @@ from torchport.plan.figures import (
     StepTime,
     Underestimate,
 )
+from torchport.plan.tpu import cost, hlo
 from torchport.shard import grid
 from torchport.task import Task
-from torchport.tpu import cost, hlo
 
 SECOND_ARRAY = 1.025
 """How much longer attention takes with a text's keys in an array of their own, taken in pieces: by the kernel's

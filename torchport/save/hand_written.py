@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError
-from torchport.foreign import reading
+from torchport.load.foreign import reading
 from torchport.progress import log
 
 FILES = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}

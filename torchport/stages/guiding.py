@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError, UnknownKeyError, UnknownNameError, nearest
-from torchport.foreign import reading, unlike_defaults
+from torchport.load.foreign import reading, unlike_defaults
 from torchport.stages.family import Settings
 
 SCALE = "guidance_scale"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torchport import tree
 from torchport.errors import ArtefactForeignError, BadValueError
+from torchport.save import tree
 from torchport.stages.family import Steps
 
 RETURNED = "returned"

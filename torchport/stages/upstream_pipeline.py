@@ -12,7 +12,7 @@ import torch
 
 from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
-from torchport.foreign import tokenizing
+from torchport.load.foreign import tokenizing
 from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import Decoding
 from torchport.stages.family import Call, Settings

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport import save, tree
+from torchport import save
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, BadValueError
 from torchport.load import checkpoint
 from torchport.progress import log, size_text
+from torchport.save import tree
 from torchport.save.manifest import versions
 from torchport.task import Request, Task, accept
 from torchport.verify import recording

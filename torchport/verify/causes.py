@@ -14,7 +14,7 @@ from torchport import engine, patch
 from torchport.compile import network
 from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TorchportError
-from torchport.foreign import brief, refusals
+from torchport.load.foreign import brief, refusals
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from torchport import load, tree
+from torchport import load
+from torchport.save import tree
 from torchport.stages import guiding, outputs
 from torchport.stages.image import MOMENTS, Encoded
 from torchport.stages.replay import Loop

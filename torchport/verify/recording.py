@@ -25,8 +25,8 @@ from torchport.compile.eager import Eager
 from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.errors import MachineError, OutputError
-from torchport.foreign import brief
 from torchport.load import checkpoint
+from torchport.load.foreign import brief
 from torchport.progress import log
 from torchport.stages.family import Stage, Steps
 from torchport.stages.recorder import BORDERS_LIMIT

@@ -17,7 +17,7 @@ import torch
 from torchport import patch
 from torchport.compile import network, preflight
 from torchport.compile.in_force import in_force
-from torchport.foreign import brief, refusals
+from torchport.load.foreign import brief, refusals
 from torchport.stages import outputs
 from torchport.stages.family import Stage, Steps
 from torchport.task import Task

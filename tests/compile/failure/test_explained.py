@@ -9,7 +9,7 @@ from fakes.small_port import SmallPort
 
 from torchport import errors, patch
 from torchport.errors import TorchportError
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request
 
 LAYER = "        y = self.layer(x)\n"

@@ -10,7 +10,7 @@ from fakes.small_port import SmallPort
 
 from torchport import patch
 from torchport.errors import TwinModuleError
-from torchport.run import run
+from torchport.run.path import run
 from torchport.task import Request
 
 

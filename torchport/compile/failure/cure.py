@@ -24,7 +24,7 @@ from torchport.errors import (
     TracedValueError,
     UnreadableError,
 )
-from torchport.foreign import is_absence, is_cuda
+from torchport.load.foreign import is_absence, is_cuda
 from torchport.patch.source import proposal
 from torchport.patch.source.proposal import Proposal
 from torchport.source import parsing

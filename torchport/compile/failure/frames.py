@@ -15,7 +15,7 @@ from typing import Literal
 from torchport.config import Document
 from torchport.config.card import Card
 from torchport.config.pack import Pack
-from torchport.foreign import is_absence
+from torchport.load.foreign import is_absence
 from torchport.patch import Entry
 from torchport.task import Task
 

@@ -1,0 +1,292 @@
+"""The bundles of a kernel: read from the compiler's text, and from a real compilation for a TPU that is not there."""
+
+import importlib.util
+import re
+
+import pytest
+
+from torchport.config.machine import parse_machine
+from torchport.errors import TopologyError, UnknownNameError, VmemError
+from torchport.plan.tpu.bundles import Region, _loops, compile_kernel, read, refused
+
+V6E = parse_machine("v6e:1x1", "a.yaml:1")
+REAL = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/tpu/test_bundles.py`",
+)
+KEY = "= control target key start\nLB: loop body\nPF: predicated region fallthrough\n= control target key end\n\n"
+FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's."
+
+# A grid loop with a region for the first step, one for the steady steps and one for the last; one delay slot.
+GRID = [
+    "   : { s }",
+    "LB: > { s } /* Start region 9 */",
+    "   : > { sbr.rel (%p1_p2) target = $region3 }",
+    "   : {}",
+    "   : > { s = first }",
+    "PF: > { s } /* Start/End empty region 3 :: Start region 4 */",
+    "   : > { %7 = sbr.rel (!%p1) target = $region5 ;; v = vadd }",
+    "   : > { s = slot }",
+    "   : > { v = vmatmul /* a comment\nthat: goes on\n0: 1 */ }",
+    "   : > { v = vmatmul }",
+    "PF: > { sbr.rel (%p3) target = $region6 } /* Start/End empty region 5 */",
+    "   : > { s = slot }",
+    "   : > { v = vmatmul }",
+    "PF: > { s } /* End region 4 :: Start/End empty region 6 */",
+    "   : { %9 = sbr.rel (!%p4) target = $region9 }",
+    "   : > { s = slot }",
+    "   : { s = after }",
+]
+GRID_MATMUL = [0, 0, 0, 0, 1, 0, 0, 0, 2, 2, 0, 0, 1, 0, 0, 0, 0]
+
+# A grid loop whose first tile stands before an inner loop, which a predicate guards.
+INNER = [
+    "LB: > { v } /* Start region 1 */",
+    "   : > { sbr.rel (%p1) target = $region2 }",
+    "   : {}",
+    "LB: >> { v } /* Start region 3 */",
+    "   : >> { v }",
+    "   : >> { sbr.rel (!%p2) target = $region3 }",
+    "   : >> { v }",
+    "PF: > { s } /* Start/End empty region 2 */",
+    "   : > { sbr.rel target = $region1 }",
+    "   : > { s }",
+]
+
+
+def dump(folder, bundles, matmul, kernel="k.1", slots="MATMUL, VALU, VLOAD:FILL, VSTORE:SPILL", capacities="2 4 3 2"):
+    """Writes a kernel's two files as libtpu does, and others that it leaves beside them; the columns are made up."""
+    folder.mkdir(exist_ok=True)
+    lines = [f"{hex(at) if at else '0':>6} {bundle}" for at, bundle in enumerate(bundles)]
+    rows = "".join(f"{count} {at % 3} {count} 1\n" for at, count in enumerate(matmul))
+    (folder / f"17-{kernel}-72-final_bundles.txt").write_text(KEY + "\n".join(lines) + "\n")
+    text = f"== CAPACTIY:\n{slots}\n  {capacities}\n== UTILIZATION:\n{rows}\n"
+    (folder / f"17-{kernel}-70-final_hlo-static-per-bundle-utilization.txt").write_text(text)
+    for other in (
+        f"{kernel}-71-schedule-analysis_final_bundles",
+        f"{kernel}-68-pre-delay_hlo-static",
+        "TLP-7-final_bundles",
+    ):
+        (folder / f"17-{other}.txt").write_text("not this one")
+    (folder / "17-<late-finalization>-68-final_bundles.txt").write_text("nor this one")
+    return folder
+
+
+def refusal(call, kind=TopologyError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_loops_and_predicated_regions_are_a_tree_and_delay_slots_are_not_skipped(tmp_path):
+    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
+    assert found.kernel == "k.1" and found.size == 17 == len(found.counts)
+    first, steady, last = (Region("predicated", *span, depth=1) for span in ((4, 5), (8, 10), (12, 13)))
+    assert found.root == Region("kernel", 0, 17, 0, (Region("loop", 1, 16, 1, (first, steady, last)),))
+
+
+def test_a_steady_grid_step_runs_neither_the_first_steps_region_nor_the_lasts(tmp_path):
+    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
+    assert found.steady() == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13, 14, 15]
+
+
+def test_a_branch_to_an_empty_bundle_that_names_no_region_goes_to_the_exit(tmp_path):
+    lines = ["   : { sbr.rel (%p1) target = $region4 }", "   : {}", *INNER, "PF: {}"]
+    found = read(dump(tmp_path, lines, [1] * len(lines)), "k")
+    assert [(part.kind, part.start, part.end) for part in found.root.inside] == [("predicated", 2, 12)]
+
+
+def test_an_inner_loop_is_the_steady_state_though_work_stands_before_it(tmp_path):
+    found = read(dump(tmp_path, INNER, [2, 2, 0, 2, 0, 1, 1, 0, 0, 0]), "k")
+    inner = Region("loop", 3, 7, 2)
+    guard = Region("predicated", 3, 7, 1, (inner,))
+    assert found.root == Region("kernel", 0, 10, 0, (Region("loop", 0, 10, 1, (guard,)),))
+    assert found.steady() == [3, 4, 5, 6]
+
+
+def test_an_inner_loop_with_little_of_the_matrix_work_is_not_the_steady_state(tmp_path):
+    found = read(dump(tmp_path, INNER, [9, 9, 0, 1, 0, 0, 0, 0, 0, 0]), "k")
+    assert found.steady() == list(range(10))
+
+
+def test_a_kernel_without_loops_is_taken_whole(tmp_path):
+    found = read(dump(tmp_path, ["   : { s }", "   : { s }"], [1, 0]), "k")
+    assert found.steady() == [0, 1]
+
+
+def test_of_two_regions_with_equal_work_the_one_that_does_not_mask_runs(tmp_path):
+    found = read(dump(tmp_path, GRID, [0] * 8 + [1, 1, 0, 0, 2, 0, 0, 0, 0]), "k")
+    assert found.steady() == [1, 2, 3, 5, 6, 7, 10, 11, 12, 13, 14, 15]
+
+
+def test_regions_without_matrix_work_do_not_run_in_the_steady_state(tmp_path):
+    found = read(dump(tmp_path, GRID, [0, 2] + [0] * 15), "k")
+    assert found.steady() == [1, 2, 3, 5, 6, 7, 10, 11, 13, 14, 15]
+
+
+def test_shares_and_spills_are_those_of_the_steady_state(tmp_path):
+    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
+    assert found.slots == {"MATMUL": 2, "VALU": 4, "VLOAD:FILL": 3, "VSTORE:SPILL": 2}
+    assert found.share("MATMUL") == 4 / (2 * 13) and found.share("VSTORE:SPILL") == 1 / 2
+    assert found.spills() == (13, 4)
+
+
+def test_a_slot_that_the_chip_lacks_is_refused(tmp_path):
+    found = read(dump(tmp_path, GRID, GRID_MATMUL), "k")
+    assert refusal(lambda: found.share("MATMULL"), UnknownNameError) == (
+        "bundles of k.1: There is no slot 'MATMULL'. "
+        "Did you mean 'MATMUL'? Known: MATMUL, VALU, VLOAD:FILL, VSTORE:SPILL."
+    )
+
+
+def test_a_kernel_is_found_by_the_name_that_libtpu_makes_of_it(tmp_path):
+    dump(tmp_path, GRID, GRID_MATMUL, kernel="my-kernel_v6e_1x1.1")
+    dump(tmp_path, INNER, [1] * 10, kernel="k.2")
+    assert read(tmp_path, "my-kernel v6e:1x1").size == 17
+    assert read(tmp_path, "k").size == read(tmp_path, "k.2").size == 10
+
+
+def test_a_kernel_that_was_not_dumped_is_refused(tmp_path):
+    text = refusal(lambda: read(dump(tmp_path, GRID, GRID_MATMUL, kernel="splash.1"), "splosh.1"))
+    assert text == (
+        f"{tmp_path}: The compiler left no bundles of a kernel 'splosh.1' there. "
+        "Did you mean 'splash.1'? Known: splash.1."
+    )
+    assert refusal(lambda: read(tmp_path / "none", "k")) == (
+        f"{tmp_path / 'none'}: The compiler left no bundles of a kernel 'k' there. None are known."
+    )
+
+
+def test_a_kernel_that_is_called_twice_must_be_named_as_a_call(tmp_path):
+    dump(tmp_path, GRID, GRID_MATMUL, kernel="k.2")
+    dump(tmp_path, GRID, GRID_MATMUL, kernel="k.3")
+    assert refusal(lambda: read(tmp_path, "k")) == (
+        f"{tmp_path}: It has the bundles of 2 calls of a kernel 'k': k.2, k.3. "
+        "Name one of the calls, and dump each program into an empty folder."
+    )
+    assert read(tmp_path, "k.3").kernel == "k.3"
+
+
+@pytest.mark.parametrize(
+    ("bundles", "fact"),
+    [
+        ([], ": There is no bundle. "),
+        (["   : { sbr.rel target = $region7 }"], ": A branch goes to region 7, which begins nowhere. "),
+        (["   : { s }", "LB: > { s }"], ": bundle 0x1: Its mark of a loop and the branches do not agree. "),
+        ([*GRID[:1], GRID[1].replace(">", ">>"), *GRID[2:]], ": bundle 0x1: Its mark of a loop and the branches do"),
+        ([*GRID[:1], GRID[1].replace("LB", "  "), *GRID[2:]], ": bundle 0x1: Its mark of a loop and the branches do"),
+    ],
+)
+def test_bundles_of_another_form_are_refused(tmp_path, bundles, fact):
+    text = refusal(lambda: read(dump(tmp_path, bundles, [0] * len(bundles)), "k"))
+    assert text.startswith(f"{tmp_path / '17-k.1-72-final_bundles.txt'}{fact}") and text.endswith(FORM)
+
+
+def test_a_bundle_out_of_order_is_refused_with_its_line(tmp_path):
+    file = dump(tmp_path, GRID, GRID_MATMUL) / "17-k.1-72-final_bundles.txt"
+    file.write_text(file.read_text().replace("   0x3 ", "   0x4 "))
+    assert refusal(lambda: read(tmp_path, "k")) == f"{file}:9: Bundle 0x4 is number 0x3. {FORM}"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{"slots": "VALU, XLU, A, B"}, {"slots": "MATMUL, VALU"}, {"capacities": "2 4"}, {"capacities": "2 4 3 x"}],
+)
+def test_counts_of_another_form_are_refused(tmp_path, header):
+    text = refusal(lambda: read(dump(tmp_path, GRID, GRID_MATMUL, **header), "k"))
+    file = tmp_path / "17-k.1-70-final_hlo-static-per-bundle-utilization.txt"
+    assert text == f"{file}:2: No table of slots such as MATMUL with a row for each bundle. {FORM}"
+
+
+def test_counts_of_another_program_are_refused(tmp_path):
+    text = refusal(lambda: read(dump(tmp_path, GRID, [0, 1]), "k"))
+    assert text.endswith(f"-utilization.txt: It has 2 rows for 17 bundles. {FORM}")
+
+
+SCOPED = (
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+    "stack for %f.1. Scoped allocation with size 72.50M and limit {}M exceeded scoped vmem limit by 56.50M."
+)
+
+
+def test_vector_memory_that_the_kernel_may_use_is_told_from_what_there_is():
+    error = refused(SCOPED.format("16.00"), V6E, "m:f(bq=8)")
+    assert type(error) is VmemError and (error.asked, error.limit) == (76021760, 16 * 2**20)
+    assert str(error) == (
+        "m:f(bq=8): The tile takes 72.5 MiB of VMEM on v6e:1x1, and the limit is 16.0 MiB. "
+        "Take a smaller tile, or raise vmem_limit_bytes: a core has 128.0 MiB."
+    )
+    assert str(refused(SCOPED.format("128.00"), V6E, "m:f()")).endswith("128.0 MiB. Take a smaller tile.")
+
+
+def test_another_complaint_of_the_compiler_is_quoted():
+    assert str(refused("INTERNAL: LLO_CHECK\n failure", V6E, "m:f()")) == (
+        "m:f(): The compiler for v6e:1x1 refuses it: INTERNAL: LLO_CHECK failure. Change the kernel or its tile."
+    )
+
+
+@REAL
+@pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"])
+def test_a_kernel_is_compiled_for_every_chip_and_its_steady_step_is_found(machine):
+    found = compile_kernel("fakes.kernels:product", {"rows": 512}, parse_machine(machine, "a.yaml:1"))
+    kernel = found.bundles
+    assert found.kernels == ("product.1",) and kernel.kernel == "product.1" and found.compile_seconds > 0
+    [loop] = _loops(kernel.root)  # on v5p under a predicate: without a parallel dimension one of two cores works
+    steady = kernel.steady()
+    assert len(steady) < loop.end - loop.start < kernel.size  # neither the first step's region nor the last's
+    assert 0 < kernel.share("MATMUL") <= 1 and kernel.spills() == (0, 0)
+    column = list(kernel.slots).index("MATMUL")
+    assert kernel.counts[steady, column].sum() == kernel.counts[:, column].sum() > 0
+
+
+@REAL
+def test_the_compilers_files_are_kept_only_where_somebody_asks(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    kept = compile_kernel("fakes.kernels:product", {"calls": 2}, V6E, kernel="product.2", keep=tmp_path / "keep")
+    assert kept.kernels[0].startswith("product.") and len(kept.kernels) == 2
+    assert read(tmp_path / "keep", "product.2").size == kept.bundles.size
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@REAL
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"scratch": 40960, "limit": 16 * 2**20},
+            r"MiB of VMEM on v6e:1x1, and the limit is 16\.0 MiB\. "
+            r"Take a smaller tile, or raise vmem_limit_bytes: a core has 128\.0 MiB\.",
+        ),
+        ({"scratch": 300_000}, r"146\.5 MiB of VMEM on v6e:1x1, and the limit is 128\.0 MiB\. Take a smaller tile\."),
+    ],
+)
+def test_a_tile_that_does_not_fit_is_refused_with_its_size(arguments, text):
+    with pytest.raises(VmemError, match=text) as caught:
+        compile_kernel("fakes.kernels:product", arguments, V6E)
+    assert caught.value.place == f"fakes.kernels:product({', '.join(f'{k}={v}' for k, v in arguments.items())})"
+    assert caught.value.asked > caught.value.limit >= 16 * 2**20
+
+
+@REAL
+def test_a_program_without_a_single_kernel_is_refused():
+    assert refusal(lambda: compile_kernel("fakes.kernels:product", {"calls": 0}, V6E)) == (
+        "fakes.kernels:product(calls=0): The program has 0 Pallas kernels: none. "
+        "It must have one, or 'kernel' must name one of them."
+    )
+
+
+@REAL
+def test_a_function_that_does_not_build_is_refused_with_what_it_said():
+    text = refusal(lambda: compile_kernel("fakes.kernels:product", {"row": 1}, V6E))
+    assert re.fullmatch(
+        r"fakes\.kernels:product\(row=1\): The process that compiles it ended with exit code 1 and said: TypeError: "
+        r"product\(\) got an unexpected keyword argument 'row'.*\. The function must build and lower on any machine\.",
+        text,
+    )
+
+
+@REAL
+def test_a_slice_that_does_not_exist_is_refused_from_the_child():
+    text = refusal(lambda: compile_kernel("fakes.kernels:product", {}, parse_machine("v6e:3x5", "a.yaml:1")))
+    assert text.startswith("machine v6e:3x5: libtpu does not know this slice (")

@@ -1,0 +1,418 @@
+"""The one door to attention: checks a call, chooses an implementation, and runs it on every device's shard.
+
+If the caller names an implementation, that one runs, or it is an error. Otherwise the platform and the call choose:
+
+| platform | request | implementation |
+|---|---|---|
+| tpu | head size up to 128, key padding at most | `splash_transposed` |
+| tpu | head size up to 128, causal or a window | `splash` |
+| gpu | 16-bit, head size up to 128, no window to the right | `cudnn` |
+| any | a mask; or anything else | `plain` |
+
+`splash_int8` is only ever named. Calls that it does not compute faster, or whose scores have no bound
+(`Problem.int8`), are then `splash_transposed`'s.
+
+The choice, its refusals and the split over devices stand together, in over 400 lines: each reads the same call.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from torchport.config.card import Axis, Implementation
+from torchport.config.machine import TPU_CHIPS
+from torchport.errors import AttentionError, nearest
+from torchport.kernels.attention import plain, splash, stock, tiles, transposed
+from torchport.kernels.attention.int8 import EXPONENT
+from torchport.kernels.attention.plain import Window
+from torchport.kernels.attention.problem import Problem, check_bound, check_call, int32_lengths, platform
+
+NAMES: tuple[str, ...] = get_args(Implementation)
+KERNELS = ("splash", "splash_transposed", "splash_int8")
+MASKED = ("plain",)
+WINDOWED = ("plain", "splash", "cudnn", "xla")
+BATCH_AXES: tuple[Axis, ...] = ("dp",)
+HEAD_AXES: tuple[Axis, ...] = ("sp", "tp")
+QUERY_AXES: tuple[Axis, ...] = ("sp",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """One call of attention in a program: its implementation, its sizes over all devices, and its arrays of keys."""
+
+    implementation: str
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_size: int
+    bounded: bool
+    arrays: int = 1
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves.
+
+    Attributes:
+        kernel: Its name.
+        build: `module:function` for `bundles.compile_kernel`.
+        arguments: What that is called with.
+        loops: How often each of the kernel's loops runs when it is entered, that over its steps first.
+        bytes: Read from HBM and written there.
+    """
+
+    kernel: str
+    build: str
+    arguments: Mapping[str, Any]
+    loops: tuple[int, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Settings of all attention calls in a program, which hold while it is traced.
+
+    Attributes:
+        implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
+        bounds: Upper bounds of |q . k| by name, which calls refer to.
+        note: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
+        interpret: Run TPU kernels as plain JAX, on any platform: for tests.
+        rehearse: Check that a kernel takes a call, and return the queries instead.
+    """
+
+    implementation: Implementation | None = None
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    note: Callable[[Traced | Pass], None] | None = None
+    interpret: bool = False
+    rehearse: bool = False
+
+
+NONE = Context()
+_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("attention", default=NONE)
+
+
+@contextlib.contextmanager
+def context(value: Context) -> Iterator[None]:
+    """Applies settings to every call of `attention` inside."""
+    token = _CONTEXT.set(value)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def current() -> Context:
+    """Returns the settings that apply."""
+    return _CONTEXT.get()
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    query_lengths: jax.Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: jax.Array | None = None,
+    bound: float | str | None = None,
+    smooth_keys: bool = False,
+    implementation: Implementation | None = None,
+    tile: tiles.Tile | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v, with padding left out exactly.
+
+    Under a mesh (`jax.set_mesh`, Auto axes) it runs on shards: batch over `dp`, heads over `sp` and `tp`, or queries
+    over `sp` (`_splitting`). Inside a `jax.shard_map` of the caller (check_vma=False) it takes its inputs as they are.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D].
+        k_BHTD: Keys [B, H, T, D].
+        v_BHTD: Values [B, H, T, D].
+        lengths: Integers [B], 0 to T: keys and values from there on are ignored.
+        query_lengths: Integers [B], 0 to S: outputs from there on are 0. By default `lengths` where S equals T, which
+            is self-attention; pass the number of queries where that is a coincidence.
+        scale: What scores are multiplied by; 1 / sqrt(D) by default.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right): query s sees keys s - left to s + right; None on a side: no limit there.
+        mask: bool (true takes part) or float (added to scaled scores), [B or 1, H or 1, S, T]; held in memory whole.
+        bound: Upper bound of |q . k|, by the caller's word, or the name of one in `Settings.bounds` (an unknown name
+            is no bound). Small enough once scaled, it spares the running maximum (`bound.holds`).
+        smooth_keys: Subtract the mean valid key, which softmax does not see: for float32 keys that share a strong one.
+        implementation: One of `NAMES`: that one, or an error.
+        tile: The kernel's tile, instead of the table's.
+        interpret: Run a TPU kernel as plain JAX, on any platform: for tests.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key. It has no reverse mode.
+
+    Raises:
+        AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
+        VmemError: A tile that does not fit the chip.
+    """
+    check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
+    batch, _, queries, size = q_BHSD.shape
+    keys = k_BHTD.shape[2]
+    lengths_B = None if lengths is None else int32_lengths("lengths", lengths, batch, keys)
+    if query_lengths is None and queries == keys:
+        query_lengths = lengths_B
+    factor = size**-0.5 if scale is None else float(scale)
+    limit = score_bound(bound, 2 * factor if smooth_keys else factor)  # a mean is no longer than the longest key
+    k_BHTD = splash.smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    tile_and_mode = (tile, interpret or current().interpret)
+    problem = Problem(*platform(), q_BHSD.dtype, size, factor, causal, window, mask is not None, limit, *tile_and_mode)
+    output = _implementation(implementation, problem, q_BHSD.shape[:3], keys)(q_BHSD, k_BHTD, v_BHTD, lengths_B, mask)
+    return output if query_lengths is None else _zero_from_length(output, query_lengths)
+
+
+def score_bound(bound: float | str | None, factor: float) -> float | None:
+    """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
+    limit = current().bounds.get(bound) if isinstance(bound, str) else bound
+    check_bound(limit)
+    return None if limit is None else limit * abs(factor)
+
+
+def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
+    """Returns outputs with zeros from each sample's length on."""
+    batch, _, queries, _ = o_BHSD.shape
+    valid_BS = jnp.arange(queries) < int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
+    return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
+
+
+Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"], jax.Array]
+
+
+def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
+    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T.
+
+    Raises:
+        AttentionError: The named one does not exist, or does not compute this.
+    """
+    program = current()
+    # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
+    name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
+    if name not in NAMES:
+        raise AttentionError("attention", f"There is no implementation '{name}'", nearest(name, NAMES), name=name)
+    if problem.masked and name not in MASKED:
+        raise AttentionError(
+            f"attention {name}",
+            "It is given a mask, and knows key padding only",
+            "Pass lengths instead of the mask, or use implementation 'plain'",
+            name=name,
+        )
+    if problem.windowed and name not in WINDOWED:
+        raise AttentionError(
+            f"attention {name}",
+            f"It is asked for causal={problem.causal}, window={problem.window}, and computes neither",
+            f"Use one of {', '.join(WINDOWED)}",
+            name=name,
+        )
+    if problem.tile is not None and name not in KERNELS:
+        raise AttentionError(
+            f"attention {name}", "It is given a tile, and has none", f"Tiles are for {KERNELS}", name=name
+        )
+    if name in KERNELS:
+        _check_kernel(name, problem)
+    if name == "splash_int8" and not problem.int8:
+        name = "splash_transposed"
+    if program.note is not None:
+        dtype = jnp.dtype(problem.dtype).name
+        program.note(Traced(name, *shape, keys, problem.head_size, problem.bounded, dtype=dtype))
+    if name == "plain":
+        # A mask has its own layout, so XLA splits the masked form by itself.
+        whole = functools.partial(_plain, problem)
+        return whole if problem.masked else _sharded(whole, problem.windowed)
+    if name == "xla":
+        return functools.partial(_stock, problem, "xla")
+    if name == "cudnn":
+        return _sharded(functools.partial(_stock, problem, "cudnn"), problem.windowed)
+    kernel = _splash if name == "splash" else functools.partial(_transposed, name == "splash_int8")
+    return _sharded(functools.partial(kernel, problem), problem.windowed)
+
+
+def _by_platform(problem: Problem) -> str:
+    if problem.masked:
+        return "plain"
+    if problem.platform == "tpu" and problem.dtype in (jnp.bfloat16, jnp.float32) and problem.head_size <= 128:
+        return "splash" if problem.windowed else "splash_transposed"
+    right = None if problem.window is None else problem.window[1]
+    to_right = not problem.causal and right not in (None, 0)
+    if problem.platform == "gpu" and problem.dtype in (jnp.bfloat16, jnp.float16) and problem.head_size <= 128:
+        return "plain" if to_right or problem.head_size % 8 else "cudnn"
+    return "plain"
+
+
+def _check_kernel(name: str, problem: Problem) -> None:
+    """Refuses a TPU kernel off a TPU, and dtypes that it does not know."""
+    if problem.platform == "tpu" and problem.chip is None:
+        chips = ", ".join(TPU_CHIPS)
+        raise AttentionError(f"attention {name}", "It knows no tile for this TPU", f"Known: {chips}; or use 'plain'")
+    if name == "splash_int8":
+        _check_int8(problem.chip)
+    if problem.tile is not None and not isinstance(problem.tile, tiles.Tile):
+        raise AttentionError(f"attention {name}", f"The tile is {problem.tile!r}", "It must be a tiles.Tile")
+    if problem.platform != "tpu" and not problem.interpret:
+        raise AttentionError(
+            f"attention {name}",
+            f"It is a TPU kernel, and this program is for {problem.platform}",
+            "Use implementation 'plain', or run it on a TPU (or for one: under jax.set_mesh of its topology)",
+            name=name,
+        )
+    if problem.dtype not in (jnp.bfloat16, jnp.float32):
+        raise AttentionError(
+            f"attention {name}",
+            f"q, k and v are {jnp.dtype(problem.dtype).name}",
+            "Pass bfloat16 or float32, or use implementation 'plain'",
+            name=name,
+        )
+
+
+def _check_int8(chip: str | None) -> None:
+    if chip is not None and chip not in EXPONENT:
+        fact = f"{chip} multiplies int8 no faster than bfloat16"
+        raise AttentionError(
+            "attention splash_int8", fact, "Use implementation 'splash_transposed'", name="splash_int8"
+        )
+
+
+def _plain(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: Any = None) -> jax.Array:
+    return plain.attention(q, k, v, lengths_B=lengths_B, mask=mask, **_rules(problem))
+
+
+def _stock(problem: Problem, name: Any, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    return stock.attention(q, k, v, lengths_B=lengths_B, implementation=name, **_rules(problem))
+
+
+def _rules(problem: Problem) -> dict[str, Any]:
+    return {"scale": problem.scale, "causal": problem.causal, "window": problem.window}
+
+
+def _splash(problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    # A further feature hides padding for free where the matrix unit is deeper than the head size.
+    deep = problem.chip not in ("v5e", "v5p") or problem.head_size % tiles.LANES
+    options: dict[str, Any] = {"padding": "feature" if deep else "segments", "interpret": problem.interpret}
+    if problem.tile is not None:
+        compute = min(problem.tile.block_kv, 1024)
+        options |= {"block_q": problem.tile.block_q, "block_kv": problem.tile.block_kv, "block_kv_compute": compute}
+    elif problem.chip is not None:
+        best = tiles.best(problem.chip, "splash", problem.head_size, False)
+        options |= dataclasses.asdict(best)
+    if current().rehearse:
+        return q
+    return splash.attention(q, k, v, lengths_B=lengths_B, **_rules(problem), **options)
+
+
+def _transposed(int8: bool, problem: Problem, q: Any, k: Any, v: Any, lengths_B: Any, mask: None = None) -> jax.Array:
+    heads, head_size = transposed.grouping(q.shape[1], problem.head_size)
+    options = transposed_options(problem, q.shape[2], k.shape[2], heads, head_size, int8=int8)
+    if current().rehearse:
+        return q
+    return transposed.attention(q, k, v, lengths_B=lengths_B, **options)
+
+
+def transposed_options(
+    problem: Problem, queries: int, keys: int, heads: int, head_size: int, *, int8: bool
+) -> dict[str, Any]:
+    """Returns the keywords with which `transposed` computes a request.
+
+    Args:
+        problem: The call.
+        queries: S.
+        keys: T.
+        heads: That share a tile.
+        head_size: As padded.
+        int8: Whether queries and keys are multiplied in eight bits.
+
+    Raises:
+        AttentionError: Eight bits on a chip that multiplies them no faster.
+        VmemError: The tile does not fit the chip.
+    """
+    if int8:
+        _check_int8(problem.chip)
+    chip = problem.chip or "v6e"  # interpreted: any tile will do
+    vmem = TPU_CHIPS[chip].vmem
+    name: Literal["splash_int8", "splash_transposed"] = "splash_int8" if int8 else "splash_transposed"
+    tile = problem.tile or tiles.best(chip, name, head_size, problem.bounded)
+    fitted, itemsize = tile.fitted(queries, keys), jnp.dtype(problem.dtype).itemsize
+    tiles.check_vmem(fitted, head_size=head_size, heads=heads, itemsize=itemsize, bounded=problem.bounded, vmem=vmem)
+    options = {"scale": problem.scale, "bounded": problem.bounded, "interpret": problem.interpret}
+    return {**options, "int8": EXPONENT[chip] if int8 else None, "tile": tile, "vmem_bytes": vmem - tiles.RESERVED}
+
+
+def _sharded(run: Callable[..., jax.Array], windowed: bool) -> Run:
+    """Returns a function of whole arrays that runs `run` on every device's shard, if there is a mesh.
+
+    XLA cannot split a kernel by itself. Axes that do not divide the batch or the heads are left out: the devices along
+    them compute the same.
+
+    Args:
+        run: Attention of a shard.
+        windowed: Whether it matters where a query stands.
+    """
+
+    def split(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None, _: None) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.manual_axes or math.prod(mesh.shape.values()) == 1:
+            return run(q, k, v, lengths_B)
+        _check_axes(mesh)
+        sizes = dict(mesh.shape)
+        batch = _dividing(BATCH_AXES, sizes, q.shape[0])
+        tokens = () if windowed else _splitting(sizes, q.shape[2], k.shape[2])
+        heads = _dividing(tuple(axis for axis in HEAD_AXES if axis not in tokens), sizes, q.shape[1])
+        queries, keys = PartitionSpec(batch, heads, tokens), PartitionSpec(batch, heads)
+        if lengths_B is None:
+            whole = functools.partial(run, lengths_B=None)
+            return jax.shard_map(whole, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False)(q, k, v)
+        specs = (queries, keys, keys, PartitionSpec(batch))
+        return jax.shard_map(run, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, lengths_B)
+
+    return split
+
+
+def _splitting(sizes: Mapping[str, int], queries: int, keys: int) -> tuple[str, ...]:
+    """Returns the axes that split the queries rather than the heads: tokens stay where they are in cross-attention.
+
+    To split the heads, devices exchange queries and outputs; to split the queries, they need all heads of the keys.
+    These are a text's few, which every device has.
+    """
+    ways = math.prod(sizes.get(axis, 1) for axis in QUERY_AXES)
+    return QUERY_AXES if ways > 1 and keys * ways < queries and queries % ways == 0 else ()
+
+
+def _check_axes(mesh: Any) -> None:
+    """Refuses a mesh on which every device would compute all of it, and one whose shardings are types."""
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        remedy = "Make it with axis_types=(jax.sharding.AxisType.Auto, ...)"
+        raise AttentionError("attention", f"The mesh {dict(mesh.shape)} has explicit axes", remedy)
+    axes = (*BATCH_AXES, *HEAD_AXES)
+    if all(size == 1 for axis, size in mesh.shape.items() if axis in axes):
+        remedy = f"Name its axes {', '.join(axes)}, or call attention inside a jax.shard_map of your own"
+        raise AttentionError(
+            "attention", f"No axis of the mesh {dict(mesh.shape)} splits the batch or the heads", remedy
+        )
+
+
+def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], count: int) -> tuple[str, ...]:
+    """Returns the axes, from the first on, whose product divides what they split."""
+    chosen: tuple[str, ...] = ()
+    for axis in axes:
+        if count % (math.prod(sizes[name] for name in chosen) * sizes.get(axis, 1)) == 0 and axis in sizes:
+            chosen += (axis,)
+    return chosen

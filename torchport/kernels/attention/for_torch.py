@@ -1,0 +1,215 @@
+"""Attention for patches: functions of torch tensors, traced into JAX under torchax and computed eagerly without it.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from torchport import engine
+from torchport.errors import AttentionError
+
+
+def attention(
+    q_BHSD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    bound: str | None = None,
+) -> torch.Tensor:
+    """Returns attention over the first `lengths` tokens of each sample; 0 for queries beyond them where S equals T.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D].
+        k_BHTD: Keys [B, H, T, D].
+        v_BHTD: Values [B, H, T, D].
+        lengths: Integers [B]; None: all tokens.
+        scale: 1 / sqrt(D) by default.
+        causal: Whether query s sees keys up to s only.
+        bound: The model card's name for the bound of these scores, if their q and k are normalised.
+
+    Returns:
+        [B, H, S, D] of q's dtype.
+    """
+    if not engine.is_traced(q_BHSD):
+        return _eager(q_BHSD, k_BHTD, v_BHTD, lengths, scale, causal)
+    from torchport.kernels.attention import dispatch
+
+    inputs = {"lengths": lengths, "scale": scale, "causal": causal, "bound": bound}
+    output: torch.Tensor = engine.call_jax(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
+    return output
+
+
+def _eager(
+    q_BHSD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+) -> torch.Tensor:
+    valid_BT = None if lengths is None else torch.arange(k_BHTD.shape[2], device=lengths.device) < lengths[:, None]
+    mask = None if valid_BT is None else valid_BT[:, None, None, :]
+    if mask is not None and causal:
+        mask = mask & torch.ones(q_BHSD.shape[2], k_BHTD.shape[2], dtype=torch.bool, device=mask.device).tril()
+    output = functional.scaled_dot_product_attention(
+        q_BHSD, k_BHTD, v_BHTD, attn_mask=mask, is_causal=causal and mask is None, scale=scale
+    )
+    if valid_BT is not None and q_BHSD.shape[2] == k_BHTD.shape[2]:
+        output = torch.where(valid_BT[:, None, :, None], output, torch.zeros_like(output))
+    return output
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Projections of tokens, before norms and positions.
+
+    Attributes:
+        q: Queries [B, S, H * D].
+        k: Keys, likewise.
+        v: Values, likewise.
+        norm_q: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised
+            already, or never.
+        norm_k: The keys'.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    norm_q: Any = None
+    norm_k: Any = None
+
+
+def token_multiple(tokens: torch.Tensor) -> int:
+    """Returns the number of which the count of tokens should be a multiple, for `self_attention` on this mesh."""
+    import jax
+
+    # A rehearsal's tokens are on meta, and an abstract mesh is set for it.
+    if not engine.is_traced(tokens) and (not tokens.is_meta or jax.sharding.get_abstract_mesh().empty):
+        return 1
+    from torchport.kernels.attention import self_attention
+
+    return self_attention.multiple()
+
+
+def self_attention(
+    tokens: Stream,
+    further: Stream | None = None,
+    *,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate: Callable[[torch.Tensor], torch.Tensor],
+    project: torch.nn.Linear,
+    lengths: torch.Tensor | None = None,
+    bound: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns attention of tokens and further tokens over both, the tokens' projected, as fits the platform.
+
+    Args:
+        tokens: First those that have positions, such as the pictures'; then padding that takes no part.
+        further: Those without, such as a text's, the valid ones first; None: there are none.
+        rotary: Cosines and sines [S, D] of the tokens' positions, float32, for features 2i and 2i + 1 as a pair.
+        rotate: Upstream's own rotation of [B, S, H, D] by them, for wherever there is no kernel.
+        project: What the tokens' outputs go through.
+        lengths: Integers [B]: valid further tokens; None: all.
+        bound: The model card's name for the bound of these scores.
+
+    Returns:
+        [B, S, O], and the further tokens' [B, T, H * D] or None, of q's dtype. These are 0 beyond their lengths.
+        Padding of the tokens holds arbitrary values.
+    """
+    size = rotary[0].shape[1]
+    heads = tokens.q.shape[2] // size
+    if engine.is_traced(tokens.q):
+        from torchport.kernels.attention import self_attention as form
+
+        if form.fits(tokens.q.shape[0], heads, size):
+            return _by_kernel(tokens, further, rotary, lengths, project, heads, bound)
+    valid, missing = rotary[0].shape[0], tokens.q.shape[1] - rotary[0].shape[0]
+    q, k, v = (x[:, :valid] for x in _by_head(tokens, heads))
+    streams = [(rotate(q), rotate(k), v)]
+    if further is not None:
+        # Where all are valid any order is right: models without a mask have the further tokens first.
+        streams.insert(0 if lengths is None else 1, _by_head(further, heads))
+    q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*streams, strict=True))
+    all_lengths = None if lengths is None else lengths + valid
+    output = attention(q, k, v, lengths=all_lengths, bound=bound).transpose(1, 2).flatten(2).to(tokens.q.dtype)
+    first = output.shape[1] - valid if lengths is None else 0
+    out, rest = output[:, first : first + valid], output[:, :first] if lengths is None else output[:, valid:]
+    return project(functional.pad(out, (0, 0, 0, missing)) if missing else out), None if further is None else rest
+
+
+def _by_kernel(
+    tokens: Stream,
+    further: Stream | None,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor | None,
+    project: torch.nn.Linear,
+    heads: int,
+    bound: str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes `self_attention` by the kernel."""
+    from torchport.kernels.attention import self_attention as form
+    from torchport.kernels.attention.norm import Norm
+
+    def kinds(stream: Stream) -> list[dict[str, Any] | None]:
+        return [None if norm is None else norm_kind(norm) for norm in (stream.norm_q, stream.norm_k)]
+
+    def tensors(stream: Stream) -> list[Any]:
+        norms = (stream.norm_q, stream.norm_k)
+        gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
+        return [stream.q, stream.k, stream.v, gains]
+
+    def arrays(of: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
+        q, k, v, gains = of
+        norms = [None if kind is None else Norm(*own, **kind) for own, kind in zip(gains, kinds, strict=True)]
+        return form.Tokens(q, k, v, *norms)
+
+    def run(own: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        first = arrays(own, kinds(tokens))
+        second = None if further is None else arrays(others, kinds(further))
+        cos, sin = tables
+        out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)
+        return form.linear_of_parts(out, weight, bias), rest
+
+    both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
+    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_jax(
+        run, *both, tuple(rotary), lengths, project.weight, project.bias
+    )
+    return output
+
+
+def norm_kind(norm: Any) -> dict[str, Any]:
+    """Returns what a module's norm adds to the mean square, whether it is centred, and whether it rounds twice.
+
+    PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
+
+    Raises:
+        AttentionError: It is no LayerNorm and no RMSNorm, or it has no gains.
+    """
+    of_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    is_known = of_torch or type(norm).__name__.endswith("RMSNorm")
+    if not is_known or norm.weight is None or norm.eps is None:
+        remedy = "It must be a LayerNorm or an RMSNorm with gains and eps; normalise before by any other, and pass None"
+        raise AttentionError("self_attention", f"A norm of queries or keys is {norm!r}", remedy)
+    return {"eps": float(norm.eps), "centred": isinstance(norm, torch.nn.LayerNorm), "twice": not of_torch}
+
+
+def _by_head(stream: Stream, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns queries, keys and values [B, S, H, D], the first two normalised."""
+
+    def parted(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        is_over_all = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[2]
+        x = norm(x).to(x.dtype) if is_over_all else x
+        by_head = x.reshape(*x.shape[:2], heads, -1)
+        return by_head if norm is None or is_over_all else norm(by_head).to(x.dtype)
+
+    return parted(stream.q, stream.norm_q), parted(stream.k, stream.norm_k), parted(stream.v, None)

@@ -1,0 +1,150 @@
+"""Queries and keys of eight bits for `splash_int8`, and the half of the kernel's step that multiplies them.
+
+v5e, v5p and v6e multiply int8 at twice the bfloat16 rate, and K Q^T is half to two thirds of the matrix unit's time.
+The keys' mean is taken off, which softmax does not see: what keys have in common costs no bits. Queries have a scale
+for each token and head, keys one for each head: only calls whose scores have a bound come here (`Problem.int8`), whose
+keys leave a norm and are about equally long. Both scales and the softmax's own are one multiplication of a score.
+
+On v6e the matrix units then wait for the others: each score is taken from its queue, converted, multiplied and
+exponentiated, its probability taken, added up and packed. So there the exponential is of a bfloat16 score, two to a
+register, and a row of ones beside the values adds the probabilities up. The sum has the probabilities as they are used.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head, F = H * D; C keys of a chunk.
+
+Source: int8 scores and the keys' mean are ideas of SageAttention (arXiv 2410.02367).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torchport.kernels.attention.tiles import LANES
+from torchport.kernels.attention.transposed_kernel import PLAIN, ROWS, Softmax
+from torchport.kernels.attention.transposed_memory import Cell, Plan, Refs
+
+Exponent = Literal["float32", "bfloat16"]
+EXPONENT: dict[str, Exponent] = {"v5e": "float32", "v5p": "float32", "v6e": "bfloat16"}
+"""Chips that multiply int8 at twice the bfloat16 rate, with the dtype of the scores whose exponential they take.
+Source: `jax/_src/pallas/mosaic/tpu_info.py` of JAX 0.10.2, and for the exponential the compiler's schedules."""
+
+STEPS = 127
+GROWTH = 2 * (1 + math.sqrt(LANES) / (2 * STEPS)) ** 2
+"""What quantising may add to a bound of |q . k|, as a factor. A mean is no longer than the longest key, which doubles
+the keys. Half a step in each feature lengthens a vector by at most sqrt(D) / (2 * 127) of its largest feature."""
+ONES = 16
+"""Rows beside the values of which the first has ones: what a register of bfloat16 holds."""
+
+
+def quantised(
+    q_BSF: jax.Array, arrays: Sequence[tuple[jax.Array, jax.Array]], head_size: int, scale: float
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Returns queries and keys in eight bits.
+
+    Heads are told apart by slices of features and by selecting among them. A dim of their own would lay the array out
+    anew, and XLA would write it in float32; so it reads queries and keys twice, and writes int8 alone.
+
+    Args:
+        q_BSF: Queries [B, S, F].
+        arrays: Keys [B, T, F], and the number of valid ones, int32 [B]; those from there on may hold anything.
+        head_size: D.
+        scale: What scores are multiplied by.
+
+    Returns:
+        Queries, int8 [B, S, F]; what the scores of each query are multiplied by, float32 [B * H, 1, S]; keys, int8.
+    """
+    batch, queries, features = q_BSF.shape
+    mean_B1F, peak_B1F = _mean_and_peak(arrays)
+    step_k = _step(peak_B1F.reshape(batch, -1, head_size).max(2))
+    steps_q = [
+        _step(jnp.abs(q_BSF[:, :, start : start + head_size].astype(jnp.float32)).max(2))
+        for start in range(0, features, head_size)
+    ]
+    rows = jnp.stack([step * step_k[:, h, None] * scale for h, step in enumerate(steps_q)], axis=1)
+    keys = [
+        _rounded(keys.astype(jnp.float32) - mean_B1F, jnp.repeat(1 / step_k, head_size, axis=1)[:, None])
+        for keys, _ in arrays
+    ]
+    return (
+        _rounded(q_BSF, _over_features([1 / step for step in steps_q], head_size)),
+        rows.reshape(-1, 1, queries),
+        keys,
+    )
+
+
+def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean valid key, and for each feature the largest distance of a valid key from it: float32 [B, 1, F].
+
+    The key that is furthest from the mean is the largest or the smallest one, so keys are read once for both.
+    """
+    sums, largest, smallest = [], [], []
+    for keys, lengths in arrays:
+        valid = jnp.arange(keys.shape[1])[:, None] < lengths[:, None, None]
+        wide = keys.astype(jnp.float32)
+        sums.append(jnp.where(valid, wide, 0.0).sum(1, keepdims=True))
+        largest.append(jnp.where(valid, wide, -jnp.inf).max(1, keepdims=True))
+        smallest.append(jnp.where(valid, wide, jnp.inf).min(1, keepdims=True))
+    count = sum(lengths for _, lengths in arrays)
+    mean = sum(sums) / jnp.maximum(jnp.asarray(count), 1)[:, None, None]
+    return mean, jnp.maximum(jnp.stack(largest).max(0) - mean, mean - jnp.stack(smallest).min(0))
+
+
+def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
+    """Returns the heads' factors [B, S], each for all features of its head, as [B, S, F]."""
+    head = lax.broadcasted_iota(jnp.int32, (1, 1, len(factors) * head_size), 2) // head_size
+    every = factors[0][..., None]
+    for number, factor in enumerate(factors):
+        every = jnp.where(head == number, factor[..., None], every)
+    return every
+
+
+def _step(peak: jax.Array) -> jax.Array:
+    """Returns what a step of int8 stands for; 1 where there is nothing to round, or no key."""
+    return jnp.where(peak > 0, peak / STEPS, 1.0)
+
+
+def _rounded(x: jax.Array, factor: jax.Array) -> jax.Array:
+    return jnp.round(x.astype(jnp.float32) * factor).astype(jnp.int8)
+
+
+class Int8Softmax(Softmax):
+    """The products and the softmax of one chunk whose keys and queries are int8."""
+
+    def __init__(self, plan: Plan, refs: Refs, rows: Any) -> None:
+        super().__init__(plan, refs)
+        self.rows = rows
+
+    def first(self, keys: jax.Array, cell: Cell) -> None:
+        """Leaves a cell's probabilities for the next step; in pairs, where their exponents are bfloat16."""
+        if not self.plan.packed:
+            super().first(keys, cell)
+            return
+        # int32 has the layout in which the exponentials come: as bfloat16, each register would be put together anew.
+        p = jnp.exp2(self._scores(keys, cell).astype(jnp.bfloat16))
+        self._leave(cell, pltpu.bitcast(p, jnp.int32))
+
+    def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
+        """Adds the values weighted with p [C, queries]; and p itself, where it waited in pairs."""
+        if p.dtype != jnp.int32:
+            super()._add(values, cell, p, shrink)
+            return
+        g, a, n = cell
+        head_values = self._head_values(values, g)
+        row = lax.broadcasted_iota(jnp.int32, (ONES, head_values.shape[1]), 0)
+        with_ones = jnp.concatenate([head_values, (row == 0).astype(head_values.dtype)], axis=0)
+        product = self._product(with_ones, pltpu.bitcast(p, jnp.bfloat16), PLAIN)
+        size = self.plan.head_size
+        self.refs.acc[self.plan.rows(g), pl.ds(a, n)] += product[:size]
+        self.refs.sums[g, :, pl.ds(a, n)] += product[size : size + self.refs.sums.shape[1]]
+
+    def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
+        _, a, n = cell
+        exact = lax.dot_general(keys, self.refs.q[pl.ds(a, n), :], ROWS, preferred_element_type=jnp.int32)
+        return exact.astype(jnp.float32) * self.rows[:, pl.ds(a, n)]

@@ -1,0 +1,218 @@
+"""A norm and rotary positions of queries and keys in one pass, which leaves heads where an all-to-all wants them.
+
+XLA takes eight passes over q and k for this, most of them to turn pairs of features that lie side by side; a kernel
+reads them once and writes them once, and swaps neighbours in registers.
+
+Heads lie in registers of 128 features as the attention kernel has them (`transposed.grouping`): one of 128, or two of
+64, padded with zeros.
+
+Shapes: B batch, S tokens, D features of a head, P as padded; H heads, F = H * P features of all; N groups of heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torchport.kernels.attention.dispatch import Pass, current
+from torchport.kernels.attention.norm import Norm
+from torchport.kernels.attention.tiles import LANES
+
+ROWS = 256
+"""Tokens of a block: two of them, in and out, take 4 MiB of VMEM at 2,048 features."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How heads lie in projections [B, S, F].
+
+    Attributes:
+        size: D.
+        padded: P: 128 or 64.
+        groups: N, into which the heads are parted.
+    """
+
+    size: int
+    padded: int
+    groups: int = 1
+
+    def lanes(self, x: jax.Array) -> jax.Array:
+        """Returns features [..., D] of one head as registers have them, [..., 128]: padded, and once for each head."""
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, self.padded - self.size)]
+        padded = jnp.pad(x, padding) if self.padded > self.size else x
+        return padded if self.padded == LANES else jnp.concatenate([padded] * (LANES // self.padded), axis=-1)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Returns features [..., H * D] of all heads as [..., H * P], padded with zeros."""
+        if self.padded == self.size:
+            return x
+        heads = x.reshape(*x.shape[:-1], -1, self.size)
+        padded = jnp.pad(heads, [(0, 0)] * x.ndim + [(0, self.padded - self.size)])
+        return padded.reshape(*x.shape[:-1], -1)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Returns features [..., H * P] of all heads as [..., H * D]: the reverse of `spread`."""
+        if self.padded == self.size:
+            return x
+        return x.reshape(*x.shape[:-1], -1, self.padded)[..., : self.size].reshape(*x.shape[:-1], -1)
+
+
+def norm_rotary(
+    x_BSF: jax.Array,
+    norm: Norm | None,
+    cos_SD: jax.Array,
+    sin_SD: jax.Array,
+    heads: Heads,
+    interpret: bool = False,
+    samples: range | None = None,
+) -> jax.Array:
+    """Returns queries or keys after a norm and rotary positions, with features 2i and 2i + 1 as a pair.
+
+    Args:
+        x_BSF: Projections [B, S, F], heads spread as `heads` says; S a multiple of 256.
+        norm: Of the unpadded features; None where they are normalised already.
+        cos_SD: Cosines, float32, each twice.
+        sin_SD: Sines, likewise.
+        heads: How heads lie in F.
+        interpret: Run the kernel as plain JAX, on any platform.
+        samples: Those that are taken, which lie one after another; all of them by default.
+
+    Returns:
+        [B, N, S, F / N] of x's dtype, B those that are taken; rounded as `norm` says and then once more.
+    """
+    batch, tokens, features = x_BSF.shape
+    rows, part = min(ROWS, tokens), features // heads.groups
+    first, count = (0, batch) if samples is None else (samples.start, len(samples))
+    tables = [heads.lanes(table) for table in (cos_SD, sin_SD)]
+    gains = _gains(norm, heads)
+    note = current().note
+    if note is not None:
+        kind = {"none": norm is None, "over_all": norm is not None and norm.is_over_all(heads.size)}
+        kind |= {"centred": norm is not None and norm.centred, "bias": norm is not None and norm.bias is not None}
+        sizes = {"batch": count, "tokens": tokens, "features": features, "groups": heads.groups, "size": heads.size}
+        arguments = {**sizes, "padded": heads.padded, **{name: int(value) for name, value in kind.items()}}
+        moved = 2 * x_BSF.nbytes // batch * count + count * sum(table.nbytes for table in tables)
+        note(Pass("norm_rotary", f"{__name__}:alone", arguments, (count * (tokens // rows),), moved))
+    table = pl.BlockSpec((rows, LANES), lambda b, i: (i, 0))
+    call = pl.pallas_call(
+        functools.partial(_kernel, norm, heads),
+        grid=(count, tokens // rows),
+        in_specs=[
+            pl.BlockSpec((None, rows, features), lambda b, i: (first + b, i, 0)),
+            *(pl.BlockSpec(gain.shape, lambda b, i: (0, 0)) for gain in gains),
+            table,
+            table,
+        ],
+        out_specs=pl.BlockSpec((None, heads.groups, rows, part), lambda b, i: (b, 0, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((count, heads.groups, tokens, part), x_BSF.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        name="norm_rotary",
+        interpret=interpret,
+    )
+    output: jax.Array = call(x_BSF, *gains, *tables)
+    return output
+
+
+def alone(
+    batch: int,
+    tokens: int,
+    features: int,
+    groups: int,
+    size: int,
+    padded: int,
+    none: int,
+    over_all: int,
+    centred: int,
+    bias: int,
+) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
+    """Returns `norm_rotary` of bfloat16 projections and its tensors' shapes, for `bundles.compile_kernel`."""
+
+    def run(x: jax.Array, cos: jax.Array, sin: jax.Array, *gains: jax.Array) -> jax.Array:
+        norm = Norm(gains[0], gains[1] if bias else None, 1e-6, bool(centred), not centred) if gains else None
+        return norm_rotary(x, norm, cos, sin, Heads(size, padded, groups))
+
+    table = jax.ShapeDtypeStruct((tokens, size), jnp.float32)
+    gain = jax.ShapeDtypeStruct((features // padded * size if over_all else size,), jnp.bfloat16)
+    shapes = [jax.ShapeDtypeStruct((batch, tokens, features), jnp.bfloat16), table, table]
+    return run, [*shapes, *[gain] * (0 if none else 1 + bias)]
+
+
+def _gains(norm: Norm | None, heads: Heads) -> list[jax.Array]:
+    """Returns gains and offsets as rows [1, 128] or, of all heads together, [1, F], padded with zeros."""
+    if norm is None:
+        return []
+    place = heads.spread if norm.is_over_all(heads.size) else heads.lanes
+    return [place(x)[None].astype(jnp.float32) for x in (norm.weight, norm.bias) if x is not None]
+
+
+def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
+    """A block of tokens: x [rows, F], gains, offsets [1, 128 or F], cos and sin [rows, 128], out [N, rows, F / N]."""
+    *gains, cos, sin, out = others
+    groups, _, part = out.shape
+    per_group = part // LANES
+    row, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
+    # Of each pair (a, b) it makes (-b, a): the matrix unit turns, sums and spreads at no cost to the other units.
+    turn = jnp.where(row == lane + 1, -1.0, 1.0) * ((row ^ lane) == 1)
+
+    def column(i: int) -> jax.Array:
+        return x[:, i * LANES : (i + 1) * LANES]
+
+    every = range(groups * per_group)
+    over_all = norm is not None and norm.is_over_all(heads.size)
+    of_all = _statistics([column(i) for i in every], norm, heads) if norm is not None and over_all else None
+    for i in every:
+        whole = column(i)
+        if norm is not None:
+            mean, scale = of_all or _statistics([whole], norm, heads)
+            weight, *bias = (gain[:, i * LANES : (i + 1) * LANES] if over_all else gain[...] for gain in gains)
+            wide = whole.astype(jnp.float32)
+            normal = (wide if mean is None else wide - mean) * scale
+            whole = norm.scaled(normal, weight, bias[0] if bias else None, out.dtype)
+        here = slice(i % per_group * LANES, (i % per_group + 1) * LANES)
+        turned = whole.astype(jnp.float32) * cos[...] + _product(whole, turn) * sin[...]
+        out[i // per_group, :, here] = turned.astype(out.dtype)
+
+
+def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Returns x [rows, 128] times a matrix of 0, 1 and -1 in float32: exact for bfloat16."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, matrix.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax.Array | None, jax.Array]:
+    """Returns the mean, if it is subtracted, and the reciprocal deviation, of each head or of all: [rows, 1 or 128].
+
+    Args:
+        columns: Features [rows, 128] that are normalised together: those of all heads, or a register of them.
+        norm: Of all heads or of each.
+        heads: How heads lie in a register.
+    """
+    count, over_all = norm.weight.shape[0], norm.is_over_all(heads.size)
+    lane = lax.broadcasted_iota(jnp.int32, columns[0].shape, 1)
+
+    def total(parts: list[jax.Array]) -> jax.Array:
+        whole = functools.reduce(jnp.add, parts)
+        if over_all or heads.padded == LANES:
+            return whole.sum(-1, keepdims=True)
+        left = lane < heads.padded
+        halves = [jnp.where(here, whole, 0.0).sum(-1, keepdims=True) for here in (left, ~left)]
+        return jnp.where(left, *halves)
+
+    wide, mean = [column.astype(jnp.float32) for column in columns], None
+    if norm.centred:
+        # Not by `total`: that takes the unit that the squares need.
+        row, at = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
+        together = jnp.where(over_all | (row // heads.padded == at // heads.padded), 1.0, 0.0)
+        mean = functools.reduce(jnp.add, (_product(column, together) for column in columns)) / count
+        wide = [column - mean for column in wide]
+        if heads.size < heads.padded:
+            wide = [jnp.where(lane % heads.padded < heads.size, column, 0.0) for column in wide]
+    return mean, lax.rsqrt(total([jnp.square(column) for column in wide]) / count + norm.eps)

@@ -1,0 +1,139 @@
+"""PyTorch's `scaled_dot_product_attention` in JAX, with its masks.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from torchport.errors import AttentionError
+from torchport.kernels.attention.dispatch import attention
+from torchport.progress import size_text
+
+MASK_LIMIT = 2**30
+"""Bytes of the largest mask that is held in memory: 1 GiB, a bool mask of 32,768 x 32,768."""
+
+
+def scaled_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attn_mask: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> jax.Array:
+    """Returns what `torch.nn.functional.scaled_dot_product_attention` does, through the one door.
+
+    A bool mask over keys alone ([B, H or 1, 1, T], or fewer dims) becomes lengths: valid keys move to the front. The
+    order of keys does not change the result. Any other mask is applied as it is, if it fits into `MASK_LIMIT` bytes.
+
+    Args:
+        query: [..., S, D], two to four dims.
+        key: [..., T, D].
+        value: [..., T, D].
+        attn_mask: bool or float, broadcast to [..., S, T].
+        dropout_p: 0.
+        is_causal: Whether query s sees keys up to s only.
+        scale: 1 / sqrt(D) by default.
+        enable_gqa: Whether keys and values have fewer heads, each used by several of the queries' heads.
+
+    Returns:
+        [..., S, D]; 0 for a query that sees no key.
+
+    Raises:
+        AttentionError: Dropout, a causal call with a mask, more than four dims, or a mask too large to hold.
+    """
+    if attn_mask is not None and not (attn_mask.dtype == jnp.bool_ or jnp.issubdtype(attn_mask.dtype, jnp.floating)):
+        fact = f"The mask is {attn_mask.dtype}"
+        raise AttentionError("scaled_dot_product_attention", fact, "It must be bool, or float and added")
+    if dropout_p:
+        raise AttentionError("scaled_dot_product_attention", f"dropout_p is {dropout_p}", "It must be 0 in inference")
+    if is_causal and attn_mask is not None:
+        raise AttentionError("scaled_dot_product_attention", "It is causal and has a mask", "PyTorch takes one of them")
+    lead = query.shape[:-2]
+    if len(lead) > 2:
+        raise AttentionError(
+            "scaled_dot_product_attention", f"query is {list(query.shape)}", "At most 4 dims are known"
+        )
+    q, k, v = (_four(x) for x in (query, key, value))
+    if enable_gqa:
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+    size = v.shape[3]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    q, k, v = _same_size(q, k, v)
+    if attn_mask is None:
+        output = attention(q, k, v, scale=scale, causal=is_causal)
+    elif _over_keys(attn_mask):
+        output = _over_valid_keys(q, k, v, attn_mask, scale)
+    else:
+        output = attention(q, k, v, scale=scale, mask=_whole(attn_mask, q.shape, k.shape[2]))
+    output = output[..., :size]
+    return output.reshape(*lead, *output.shape[-2:])
+
+
+def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Returns keys or values with each head as often as the queries' heads use it."""
+    if heads % x.shape[1]:
+        fact = f"Queries have {heads} heads, and keys or values {x.shape[1]}"
+        raise AttentionError("scaled_dot_product_attention", fact, "With enable_gqa it must divide")
+    return jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _same_size(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values padded with zeros to one number of features; zeros change no product."""
+    size = max(q.shape[3], v.shape[3])
+    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3]))) for x in (q, k, v)]
+    return padded[0], padded[1], padded[2]
+
+
+def _four(x: jax.Array) -> jax.Array:
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _over_keys(mask: jax.Array) -> bool:
+    """Returns whether a mask says the same for every query."""
+    return bool(mask.dtype == jnp.bool_) and (mask.ndim < 2 or mask.shape[-2] == 1)
+
+
+def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float | None) -> jax.Array:
+    """Returns attention under a mask over keys: valid keys are moved to the front, and their number is a length.
+
+    A mask that may differ by head makes samples of the heads.
+    """
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    mask = jnp.broadcast_to(_four(mask)[:, :, 0], (batch, heads if _four(mask).shape[1] > 1 else 1, keys))
+    if mask.shape[1] > 1:
+        q, k, v = (x.reshape(batch * heads, 1, *x.shape[2:]) for x in (q, k, v))
+    valid_BT = mask.reshape(-1, keys)
+    order = jnp.argsort(~valid_BT, axis=1, stable=True)[:, None, :, None]
+    k, v = jnp.take_along_axis(k, order, axis=2), jnp.take_along_axis(v, order, axis=2)
+    all_queries = jnp.full(q.shape[:1], queries)
+    output = attention(q, k, v, lengths=valid_BT.sum(axis=1), query_lengths=all_queries, scale=scale)
+    return output.reshape(batch, heads, *output.shape[2:])
+
+
+def _whole(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
+    """Returns a mask as [B or 1, H or 1, S, T].
+
+    Raises:
+        AttentionError: It takes more than `MASK_LIMIT` bytes.
+    """
+    mask = _four(mask)
+    shape = (*mask.shape[:2], query[2], keys)
+    size = math.prod(shape) * mask.dtype.itemsize
+    if size > MASK_LIMIT:
+        raise AttentionError(
+            "scaled_dot_product_attention",
+            f"Its mask {list(shape)} takes {size_text(size)}",
+            "Write a patch for the function that builds it: a mask over keys alone goes as lengths, "
+            "`torchport.kernels.attention.for_torch.attention(q, k, v, lengths=...)`",
+            bytes=size,
+        )
+    return jnp.broadcast_to(mask, shape)

@@ -1,0 +1,285 @@
+"""Self-attention of tokens that have positions and lie apart: norms, positions, exchanges and kernel in one.
+
+This form is fast on a TPU. Each device projects its own tokens; one pass normalises and turns q and k and parts their
+heads; an all-to-all gives every device all tokens of its own heads (Ulysses, over `sp`); the kernel reads tokens and
+heads as they arrive, values transposed as their projection makes them. Further tokens, a text's, may take part, which
+have no positions and lie whole on every device: their keys stay in arrays of their own. Nothing is joined, padded or
+turned on the way. Without `sp` the same holds with one group of heads.
+
+Heads of 128 features, and pairs of heads of 64, fill the registers. Heads of other sizes are padded with zeros.
+
+Shapes: B batch, S tokens, T further ones, D features of a head, H heads, F = H * D; K ways of `tp`, N of `sp`.
+
+Source: Ulysses is DeepSpeed's (arXiv 2309.14509).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from torchport.errors import AttentionError
+from torchport.kernels.attention import transposed
+from torchport.kernels.attention.dispatch import Traced, current, score_bound, transposed_options
+from torchport.kernels.attention.norm import Norm, normalised
+from torchport.kernels.attention.problem import Problem, platform
+from torchport.kernels.attention.rotary import Heads, norm_rotary
+from torchport.kernels.attention.tiles import LANES, TAIL
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Projections of tokens, before norms and positions.
+
+    Attributes:
+        q: Queries [B, S, F].
+        k: Keys, likewise.
+        v: Values, likewise.
+        norm_q: The queries' norm; None where they are normalised already, or never.
+        norm_k: The keys'.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    norm_q: Norm | None = None
+    norm_k: Norm | None = None
+
+
+def sizes() -> tuple[int, int]:
+    """Returns the ways of `tp` and of `sp` of the mesh that is traced for; 1 and 1 without one."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return shape.get("tp", 1), shape.get("sp", 1)
+
+
+def uses_kernel() -> bool:
+    """Returns whether calls go to the kernel here: on a TPU, and no other implementation is named."""
+    settings = current()
+    may_use_kernel = settings.implementation in (None, "splash_transposed", "splash_int8")
+    return may_use_kernel and (settings.interpret or platform()[0] == "tpu")
+
+
+def fits(batch: int, heads: int, head_size: int) -> bool:
+    """Returns whether `attention` computes this here: by the kernel, on a mesh that divides samples and heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = heads % math.prod(sizes()) == 0 and batch % mesh.shape.get("dp", 1) == 0
+    return uses_kernel() and head_size <= LANES and head_size % 2 == 0 and divided and not mesh.manual_axes
+
+
+def multiple() -> int:
+    """Returns the number of which the tokens should be a multiple: `sp`, times 256 for the kernel."""
+    return sizes()[1] * (TAIL if uses_kernel() else 1)
+
+
+def attention(
+    tokens: Tokens,
+    further: Tokens | None,
+    cos_SD: jax.Array,
+    sin_SD: jax.Array,
+    lengths_B: jax.Array | None = None,
+    *,
+    heads: int,
+    bound: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns attention over the tokens that have positions and the valid ones of the further tokens.
+
+    Args:
+        tokens: S a multiple of `multiple`.
+        further: T tokens, the valid ones first; or None.
+        cos_SD: Cosines of the tokens' positions, float32, each twice, one row for each valid token: tokens beyond them
+            are padding, and no keys.
+        sin_SD: Sines, likewise.
+        lengths_B: How many further tokens of each sample are valid, integers; None: all of them.
+        heads: H.
+        bound: Name of the bound of |q . k| in `Settings.bounds`.
+
+    Returns:
+        The tokens' outputs [B, K, N, S, F / (K * N)], features parted as heads are over devices, which
+        `linear_of_parts` takes; padding among them holds anything finite. The further tokens' outputs [B, T, F], 0
+        beyond their lengths; or None. Of q's dtype.
+
+    Raises:
+        AttentionError: Tokens that are not such a multiple.
+        VmemError: A tile that does not fit the chip.
+    """
+    batch, count, features = tokens.q.shape
+    valid, longest = cos_SD.shape[0], 0 if further is None else further.q.shape[1]
+    need, size = multiple(), features // heads
+    if count % need or count < valid:
+        fact = f"There are {count} tokens, {valid} of them valid"
+        raise AttentionError("self_attention", fact, f"Pad them to a multiple of {need}", multiple=need)
+    limit, interpret = score_bound(bound, size**-0.5), current().interpret
+    problem = Problem(*platform(), tokens.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
+    note = current().note
+    if note is not None:
+        every, arrays = valid + longest, 1 if further is None else 2
+        dtype = tokens.q.dtype.name
+        name = "splash_int8" if _int8(problem) else "splash_transposed"
+        note(Traced(name, batch, heads, every, every, size, problem.bounded, arrays, dtype))
+    cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
+    run = functools.partial(_local, problem, heads // math.prod(sizes()), valid)
+    if further is None:
+        return _on_shards(run, tokens, None, cos, sin, None, size)
+    padding = -longest % TAIL
+    further = dataclasses.replace(
+        further, **{key: jnp.pad(getattr(further, key), ((0, 0), (0, padding), (0, 0))) for key in "qkv"}
+    )
+    lengths_B = jnp.full((batch,), longest) if lengths_B is None else jnp.clip(lengths_B, 0, longest)
+    out, out_further = _on_shards(run, tokens, further, cos, sin, lengths_B.astype(jnp.int32), size)
+    assert out_further is not None
+    return out, out_further[:, :longest]
+
+
+def linear_of_parts(x_BKNSF: jax.Array, weight_OF: jax.Array, bias_O: jax.Array | None) -> jax.Array:
+    """Returns the projection [B, S, O] of features that are parted as `attention` leaves them, of x's dtype."""
+    _, ways, groups, _, part = x_BKNSF.shape
+    weight = weight_OF.astype(x_BKNSF.dtype).reshape(-1, ways, groups, part)
+    # Of x's dtype at once, as torchax's own linear is: devices of `tp` would sum float32, twice the bytes.
+    output = lax.dot_general(x_BKNSF, weight, (((1, 2, 4), (1, 2, 3)), ((), ())), preferred_element_type=x_BKNSF.dtype)
+    return output if bias_O is None else output + bias_O.astype(x_BKNSF.dtype)
+
+
+def _on_shards(
+    run: Callable[..., tuple[jax.Array, jax.Array | None]],
+    tokens: Tokens,
+    further: Tokens | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    lengths: jax.Array | None,
+    size: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs a function of one device's tokens on every device's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return run(tokens, further, cos, sin, lengths)
+    dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
+
+    def specs(of: Tokens | None, every: PartitionSpec) -> Tokens | None:
+        if of is None:
+            return None
+        # Gains of all heads together lie as the features do.
+        gains = [
+            None if norm is None else PartitionSpec(tp if norm.is_over_all(size) else None)
+            for norm in (of.norm_q, of.norm_k)
+        ]
+        return Tokens(every, every, every, *gains)
+
+    apart, whole, table = PartitionSpec(dp, sp, tp), PartitionSpec(dp, None, tp), PartitionSpec(sp)
+    split = jax.shard_map(
+        run,
+        in_specs=(specs(tokens, apart), specs(further, whole), table, table, PartitionSpec(dp)),
+        out_specs=(PartitionSpec(dp, tp, None, sp), whole),
+        check_vma=False,
+    )
+    outputs: tuple[jax.Array, jax.Array | None] = split(tokens, further, cos, sin, lengths)
+    return outputs
+
+
+def _local(
+    problem: Problem,
+    heads: int,
+    valid: int,
+    tokens: Tokens,
+    further: Tokens | None,
+    cos_SD: jax.Array,
+    sin_SD: jax.Array,
+    lengths_B: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the outputs [B, 1, N, S, F / N] and [B, T, F] of a device's own tokens and `heads` heads."""
+    (ways, groups), size, interpret = sizes(), problem.head_size, problem.interpret
+    together, padded = transposed.grouping(heads, size)
+    lie = Heads(size, padded, groups)
+    if ways > 1:
+        tokens = _normalised(tokens, size, only_over_all=True)
+    q, k, v = (lie.spread(x) for x in (tokens.q, tokens.k, tokens.v))
+    others = None
+    if further is not None:
+        further = _normalised(further, size)
+        others = [_local_heads(lie.spread(x), groups) for x in (further.q, further.k, further.v)]
+
+    def attend(samples: range) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the outputs [B, N, S, F / N] and [B, T, F / N] of some samples."""
+        here = slice(samples.start, samples.stop)
+
+        def placed(x_BSF: jax.Array, norm: Norm | None) -> jax.Array:
+            x = norm_rotary(x_BSF, norm, cos_SD, sin_SD, lie, interpret, samples)
+            return _tokens(_all_to_all(x, groups))
+
+        queries, keys = placed(q, tokens.norm_q), placed(k, tokens.norm_k)
+        batch, local, features = v[here].shape
+        values = jnp.swapaxes(v[here], 1, 2).reshape(batch, groups, features // groups, local)
+        arrays = [transposed.Keys(keys, _all_to_all(values, groups), jnp.full((batch,), valid, jnp.int32))]
+        if others is not None and lengths_B is not None:
+            _, k_BTF, v_BTF = (x[here] for x in others)
+            arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
+
+        def over_all_keys(x_BSF: jax.Array) -> jax.Array:
+            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], together, padded, int8=_int8(problem))
+            return transposed.side_by_side(x_BSF, arrays, heads=together, head_size=padded, **options)
+
+        out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
+        out = _all_to_all(lie.gathered(out), groups)
+        return out, None if others is None else lie.gathered(over_all_keys(others[0][here]))
+
+    # An all-to-all needs its parts as the outermost dim. With several samples at once, XLA would copy in- and outputs.
+    batch = q.shape[0]
+    step = batch if groups == 1 else 1
+    parts = [attend(range(first, first + step)) for first in range(0, batch, step)]
+    out = _joined([part for part, _ in parts])[:, None]
+    if lengths_B is None:
+        return out, None
+    out_further = _joined([part for _, part in parts if part is not None])
+    is_valid = jnp.arange(out_further.shape[1]) < lengths_B[:, None]
+    out_further = jnp.where(is_valid[..., None], out_further, jnp.zeros_like(out_further))
+    if groups > 1:
+        out_further = lax.all_gather(out_further, "sp", axis=2, tiled=True)
+    return out, out_further
+
+
+def _int8(problem: Problem) -> bool:
+    return current().implementation == "splash_int8" and problem.int8
+
+
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _normalised(tokens: Tokens, size: int, *, only_over_all: bool = False) -> Tokens:
+    """Returns tokens after their norms, or after those alone that are of all heads together."""
+    axis = "tp" if sizes()[0] > 1 else None
+
+    def after(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, Norm | None]:
+        over_all = norm is not None and norm.is_over_all(size)
+        if only_over_all and not over_all:
+            return x, norm
+        return normalised(x, norm, axis if over_all else None), None
+
+    (q, norm_q), (k, norm_k) = after(tokens.q, tokens.norm_q), after(tokens.k, tokens.norm_k)
+    return Tokens(q, k, tokens.v, norm_q, norm_k)
+
+
+def _all_to_all(x_BNSF: jax.Array, groups: int) -> jax.Array:
+    """Returns part n of every device of `sp` on device n, in the devices' order."""
+    return lax.all_to_all(x_BNSF, "sp", 1, 1, tiled=True) if groups > 1 else x_BNSF
+
+
+def _tokens(x_BNSF: jax.Array) -> jax.Array:
+    """Returns the tokens that came from each device as one sequence."""
+    batch, groups, local, part = x_BNSF.shape
+    return x_BNSF.reshape(batch, groups * local, part)
+
+
+def _local_heads(x_BTF: jax.Array, groups: int) -> jax.Array:
+    """Returns the features of a device's own heads."""
+    if groups == 1:
+        return x_BTF
+    part = x_BTF.shape[2] // groups
+    return lax.dynamic_slice_in_dim(x_BTF, lax.axis_index("sp") * part, part, 2)

@@ -1,0 +1,214 @@
+"""JAX's own Splash Attention, with exact padding at no cost.
+
+Which kernel: `jax.experimental.pallas.ops.tpu.splash_attention`. tokamax's fork of it has the same schedule on v6e
+(share of peak 38.8 % against 38.7 %; tiles 2048/2048/1024, head size 128, libtpu 0.0.51). What the fork has beyond is a
+constant in place of the running maximum (44.7 %), where `splash_transposed` reaches more, and windows that cost nothing
+in blocks which lie wholly within. For that it brings seven packages that nothing else here needs, among them qwix,
+tensorboardx and a pinned typeguard.
+
+How padding is masked. Lengths are values and the kernel's masks are not, so its own way is segment ids, which are
+compared in every block. Here the matrix unit masks instead: q gets a further feature that is 1, k gets one that is 0
+for a valid key and -2^100 for padding. The score of a valid key is the same bit for bit, that of a padded one is
+-2^100, and its exponential 0. A 256-wide matrix unit has room for the feature beside a head size of 128, so the
+products take no longer. Share of peak in the static schedule (bundles from a tile's first product to its last, tiles as
+above; on v6e the pass over q and k that adds the feature, linear in the tokens, takes up to 11 % longer):
+
+    machine   head size   no padding   segment ids   feature
+    v6e       128         39.3 %       34.0 %        39.2 %
+    v6e       64          19.9 %       16.8 %        19.9 %
+    tpu7x     128         38.8 %       33.5 %        39.0 %
+    v5p       128         99.8 %       84.8 %        62.6 %
+
+v5p's matrix unit is 128 wide and would take a second pass: `padding="segments"` there. Windows and causal masks are
+compared in every block that is not left out (v6e: 18,218 bundles a tile instead of 10,412).
+
+bfloat16 inputs: the scale is applied to q in float32 and rounded, which is exact when it is a power of 2 and otherwise
+adds a rounding as large as the inputs' own. With head size 128 and q and k of unit variance the output's error is
+0.0030 (`plain`: 0.0025), with scores sixteen times as large 0.023 (0.0019). float32 inputs: products at `highest`.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head. B and H are one dim to the kernel.
+
+Source: jax 0.10.2, `splash_attention_kernel.py`. Share of peak is against 524,288 operations a bundle (v6e, tpu7x) and
+131,072 (v5p). Masking the padding in the product is our idea.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+from torchport.errors import AttentionError
+from torchport.kernels.attention.plain import Window, limits, sees_a_key, without_padding
+
+LANES = 128
+HIDDEN = -(2.0**100)
+"""Score of a padded key: exact in bfloat16, far below any real score, and far above the kernel's own -2.4e38."""
+
+FEATURES = 8
+"""Features added to a head for the padding; one would do, eight are a whole sublane."""
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def smooth(k_BHTD: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
+    """Returns the keys less the mean of each sample's and head's valid keys, which softmax does not see.
+
+    All scores of a query move by the same amount. In float32 this gains precision where keys have a strong common part.
+    It costs one rounding of the difference to k's dtype. In bfloat16 that rounding is as large as the rounding of the
+    keys themselves: at scores of about 100 the output's error goes from 0.0025 to 0.03, and there is no gain.
+    """
+    k32_BHTD = without_padding(k_BHTD, lengths_B).astype(jnp.float32)
+    count = k_BHTD.shape[2] if lengths_B is None else jnp.maximum(lengths_B, 1)[:, None, None, None]
+    return (k32_BHTD - k32_BHTD.sum(2, keepdims=True) / count).astype(k_BHTD.dtype)
+
+
+def _mask(queries: int, keys: int, left: int | None, right: int | None) -> Any:
+    """Returns JAX's mask for one head, over the padded numbers of queries and keys."""
+    if (left, right) == (None, None):
+        return splash_attention_mask.FullMask((queries, keys))
+    if (left, right) == (None, 0):
+        return splash_attention_mask.CausalMask((queries, keys))
+    return splash_attention_mask.LocalMask((queries, keys), (left, right), 0)
+
+
+def _blocks(queries: int, keys: int, block_q: int, block_kv: int, block_kv_compute: int) -> Any:
+    """Returns JAX's tile sizes, none larger than the sequence needs."""
+    for name, block in (("block_q", block_q), ("block_kv", block_kv), ("block_kv_compute", block_kv_compute)):
+        if block <= 0 or block % LANES:
+            raise AttentionError(
+                "attention 'splash'", f"{name} is {block}", f"Give a multiple of {LANES}", **{name: block}
+            )
+    if block_kv % block_kv_compute:
+        raise AttentionError(
+            "attention 'splash'",
+            f"block_kv is {block_kv} with a block_kv_compute of {block_kv_compute}",
+            "Give a block_kv that is a multiple of block_kv_compute",
+            block_kv=block_kv,
+            block_kv_compute=block_kv_compute,
+        )
+    block_kv_compute = min(block_kv_compute, _up(keys, LANES))
+    block_kv = min(block_kv // block_kv_compute * block_kv_compute, _up(keys, block_kv_compute))
+    return splash_attention_kernel.BlockSizes(min(block_q, _up(queries, LANES)), block_kv, block_kv_compute)
+
+
+def _padded(x_BHTD: jax.Array, tokens: int, first_BT: jax.Array | None = None) -> jax.Array:
+    """Returns [B * H, tokens, D], with zeros for the tokens that are added.
+
+    Args:
+        x_BHTD: Queries, keys or values.
+        tokens: How many there shall be.
+        first_BT: First of `FEATURES` further features, [B, tokens]; the others are 0. None: none is added.
+    """
+    batch, heads, have, size = x_BHTD.shape
+    more = 0 if first_BT is None else FEATURES
+    x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, more)))
+    if first_BT is not None:
+        # A select, not a concatenation: XLA makes one pass of it and the padding.
+        here_D = jnp.arange(size + more) == size
+        x_BHTD = jnp.where(here_D, first_BT[:, None, :, None].astype(x_BHTD.dtype), x_BHTD)
+    return x_BHTD.reshape(batch * heads, tokens, size + more)
+
+
+def _valid(batch: int, keys: int, all_keys: int, lengths_B: jax.Array | None) -> jax.Array | None:
+    """Returns which keys are no padding, the tiles' included, bool [B, all_keys]; None: all of them."""
+    if lengths_B is None and all_keys == keys:
+        return None
+    ends_B = jnp.full((batch,), keys, jnp.int32) if lengths_B is None else lengths_B
+    return jnp.arange(all_keys) < ends_B[:, None]
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths_B: jax.Array | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    block_q: int = 2048,
+    block_kv: int = 2048,
+    block_kv_compute: int = 1024,
+    padding: Literal["feature", "segments"] = "feature",
+    smooth_keys: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v by JAX's Splash Attention kernel, padding masked exactly.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
+        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
+        v_BHTD: Values [B, H, T, D], likewise.
+        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
+        scale: What scores are multiplied by.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right): query s sees keys s - left to s + right; None: no limit.
+        block_q: Queries of a tile, at most; a multiple of 128. The larger tiles need a larger scoped VMEM than XLA's
+            default (`xla_tpu_scoped_vmem_limit_kib`).
+        block_kv: Keys that are fetched at once, at most; a multiple of `block_kv_compute`.
+        block_kv_compute: Keys that are computed at once; a multiple of 128.
+        padding: How padded keys are hidden: by a further feature, or by segment ids, which is for matrix units 128 wide
+            (v5e, v5p) with a head size of 128 or a multiple.
+        smooth_keys: Subtract the mean valid key first (see `smooth`).
+        interpret: Run the kernel as plain JAX, on any platform.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+
+    Raises:
+        AttentionError: Tile sizes that the kernel does not take.
+    """
+    batch, heads, queries, _ = q_BHSD.shape
+    keys, size = v_BHTD.shape[2:]
+    blocks = _blocks(queries, keys, block_q, block_kv, block_kv_compute)
+    all_queries, all_keys = _up(queries, blocks.block_q), _up(keys, blocks.block_kv)
+    q_BHSD = (q_BHSD.astype(jnp.float32) * scale).astype(q_BHSD.dtype)
+    k_BHTD = smooth(k_BHTD, lengths_B) if smooth_keys else k_BHTD
+    valid_BT = _valid(batch, keys, all_keys, lengths_B)
+    one_BS = hidden_BT = None
+    if valid_BT is not None and padding == "feature":
+        one_BS, hidden_BT, valid_BT = jnp.ones((batch, all_queries)), jnp.where(valid_BT, 0.0, HIDDEN), None
+    mask = _mask(all_queries, all_keys, *limits(causal, window))
+    q_NSD = _padded(q_BHSD, all_queries, one_BS)
+    k_NTD = _padded(without_padding(k_BHTD, lengths_B), all_keys, hidden_BT)
+    v_NTD = _padded(without_padding(v_BHTD, lengths_B), all_keys)
+    o_NSD = _run(mask, blocks, q_NSD, k_NTD, v_NTD, valid_BT, interpret)
+    o_BHSD = o_NSD.reshape(batch, heads, all_queries, size)[:, :, :queries]
+    seen = sees_a_key(queries, keys, lengths_B, causal, window)
+    return jnp.where(seen, o_BHSD, jnp.zeros_like(o_BHSD))
+
+
+def _run(
+    mask: Any,
+    blocks: Any,
+    q_NSD: jax.Array,
+    k_NTD: jax.Array,
+    v_NTD: jax.Array,
+    valid_BT: jax.Array | None,
+    interpret: bool,
+) -> jax.Array:
+    """Runs the kernel over N = B * H heads at once, or sample by sample where each has segment ids of its own."""
+    rows = q_NSD.shape[0]
+    heads = rows if valid_BT is None else rows // valid_BT.shape[0]
+    precise = jax.default_matmul_precision("highest") if q_NSD.dtype == jnp.float32 else contextlib.nullcontext()
+    with precise:
+        kernel = splash_attention_kernel.make_splash_mha(
+            splash_attention_mask.MultiHeadMask([mask] * heads),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        if valid_BT is None:
+            return jnp.asarray(kernel(q_NSD, k_NTD, v_NTD))
+        real_BS = jnp.ones((valid_BT.shape[0], q_NSD.shape[1]), jnp.int32)
+        ids = splash_attention_kernel.SegmentIds(real_BS, valid_BT.astype(jnp.int32))
+        by_sample = [x.reshape(-1, heads, *x.shape[1:]) for x in (q_NSD, k_NTD, v_NTD)]
+        o_BHSD = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, segment_ids=ids))(*by_sample, ids)
+        return jnp.asarray(o_BHSD).reshape(rows, *o_BHSD.shape[2:])

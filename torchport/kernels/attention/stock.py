@@ -1,0 +1,137 @@
+"""Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention on NVIDIA GPUs, and XLA's own everywhere.
+
+`xla` writes the scores of all queries and keys to memory: B * H * S * T float32, and more for the masks. Use it for
+short sequences and for comparisons. With bfloat16 inputs it rounds the probabilities to bfloat16 before the second
+product.
+
+`cudnn` never holds the scores. It takes bfloat16 or float16, few head sizes, and a window only to the left. The rest
+is refused here by name: we do not fall back to an implementation that nobody chose.
+
+Both mask with a large negative number, not with minus infinity: a query that sees no key would get the mean of all
+values. Its output is set to 0 here, as eager PyTorch has it. Padded keys and values are set to 0 beforehand, since
+neither implementation says what it does with NaN under a weight of 0.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head. `jax.nn` wants the heads third: BSHD.
+
+Source: limits of cuDNN as `jax/_src/cudnn/fused_attention_stablehlo.py` (`check_is_flash_attention`) and
+`jax.nn.dot_product_attention` check them, jax 0.10.2. `cudnn` has not been run on a GPU by us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from torchport.errors import AttentionError
+from torchport.kernels.attention.plain import Window, limits, sees_a_key, without_padding
+
+CUDNN_DTYPES = ("bfloat16", "float16")
+CUDNN_HEAD_SIZE = {"before Hopper": 128, "Hopper or later": 256}
+"""Largest head size, by the GPU's generation."""
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths_B: jax.Array | None,
+    scale: float,
+    causal: bool,
+    window: Window | None,
+    implementation: Literal["cudnn", "xla"],
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v by cuDNN or by XLA.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D]; bfloat16 or float32 for `xla`, bfloat16 or float16 for `cudnn`.
+        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything, NaN included.
+        v_BHTD: Values [B, H, T, D], likewise.
+        lengths_B: int32 [B], 0 to T: numbers of valid keys; None: all are.
+        scale: What scores are multiplied by.
+        causal: Whether query s sees keys up to s only.
+        window: (left, right): query s sees keys s - left to s + right; None: no limit.
+        implementation: `cudnn` or `xla`; `xla` needs memory for B * H * S * T scores.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 for a query that sees no key.
+
+    Raises:
+        AttentionError: `cudnn` with a dtype, head size or window that it lacks, or on a machine without CUDA.
+    """
+    queries, keys = q_BHSD.shape[2], k_BHTD.shape[2]
+    left, right = limits(causal, window)
+    if implementation == "cudnn":
+        _check_cudnn(q_BHSD, left, right)
+    # A side without a limit becomes a window as long as the sequence.
+    far = max(queries, keys)
+    local = (far if left is None else left, far if right is None else right)
+    precise = jax.default_matmul_precision("highest") if q_BHSD.dtype == jnp.float32 else contextlib.nullcontext()
+    with precise:
+        o_BSHD = jax.nn.dot_product_attention(
+            jnp.swapaxes(q_BHSD, 1, 2),
+            jnp.swapaxes(without_padding(k_BHTD, lengths_B), 1, 2),
+            jnp.swapaxes(without_padding(v_BHTD, lengths_B), 1, 2),
+            scale=scale,
+            is_causal=right == 0,
+            # Neither backend defines the result for zero valid keys; it is overwritten below.
+            key_value_seq_lengths=None if lengths_B is None else jnp.maximum(lengths_B, 1).astype(jnp.int32),
+            local_window_size=None if left is None and right in (0, None) else local,
+            implementation=implementation,
+        )
+    o_BHSD = jnp.swapaxes(o_BSHD, 1, 2)
+    seen = sees_a_key(queries, keys, lengths_B, causal, window)
+    return jnp.where(seen, o_BHSD, jnp.zeros_like(o_BHSD))
+
+
+def _check_cudnn(q_BHSD: jax.Array, left: int | None, right: int | None) -> None:
+    """Refuses what cuDNN cannot do; the machine comes last, so that the rest is known without a GPU."""
+    size, dtype = q_BHSD.shape[3], str(q_BHSD.dtype)
+    if dtype not in CUDNN_DTYPES:
+        raise AttentionError(
+            "attention 'cudnn'",
+            f"queries are {dtype}",
+            f"cuDNN takes {' or '.join(CUDNN_DTYPES)}; 'plain' and 'xla' take float32",
+            dtype=dtype,
+        )
+    largest = max(CUDNN_HEAD_SIZE.values())
+    if size % 8 or size > largest:
+        raise AttentionError(
+            "attention 'cudnn'",
+            f"the head size is {size}",
+            f"cuDNN takes multiples of 8 up to {largest}; 'plain' and 'xla' take any",
+            head_size=size,
+        )
+    if right != 0 and (left, right) != (None, None):
+        raise AttentionError(
+            "attention 'cudnn'",
+            f"the window is {left} to the left and {right} to the right",
+            "cuDNN limits the left side only beside a right side of 0, or causal; 'plain' and 'xla' limit any",
+            window=(left, right),
+        )
+    _check_gpu(size)
+
+
+def _check_gpu(size: int) -> None:
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise AttentionError(
+            "attention 'cudnn'",
+            f"JAX has no CUDA device here, its platform is '{jax.default_backend()}'",
+            "Choose 'splash' or 'splash_transposed' on a TPU, 'plain' anywhere, or install torchport[cuda] by a GPU",
+            platform=jax.default_backend(),
+        ) from error
+    capability = devices[0].compute_capability
+    hopper = tuple(int(part) for part in capability.split(".")) >= (9, 0)
+    largest = CUDNN_HEAD_SIZE["Hopper or later" if hopper else "before Hopper"]
+    if size > largest:
+        raise AttentionError(
+            "attention 'cudnn'",
+            f"the head size is {size} on a GPU of compute capability {capability}",
+            f"cuDNN takes at most {largest} there",
+            head_size=size,
+        )

@@ -1,0 +1,352 @@
+"""Tiles of the attention kernels, and the best tile for each chip: `tiles.yaml`, which `torchport tune` writes.
+
+The table's key is the chip, the implementation, the head size as the kernel pads it, and whether scores are bounded.
+The key has the chip, not its generation: the matrix unit is 256 wide on v6e and tpu7x, and 128 wide on v5e and v5p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, overload
+
+import pydantic
+
+from torchport.config import Frozen, read_document, validated
+from torchport.config.machine import MIB, TPU_CHIPS
+from torchport.errors import AttentionError, VmemError, WrongTypeError
+from torchport.progress import size_text
+
+LANES = 128
+SUBLANES = 8
+SLOTS = 2
+"""Chunks of keys, and of values, that are held at once: the current one, and one on its way."""
+TAIL = 256
+"""Keys of a piece of the last, incomplete chunk: the depth of the matrix unit."""
+
+
+def up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How the work is cut.
+
+    Attributes:
+        block_q: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
+        block_kv: Keys of a chunk; a multiple of 256.
+        columns: Queries of a cell, which is what one product takes; a multiple of 128.
+    """
+
+    block_q: int
+    block_kv: int
+    columns: int = 512
+
+    def __post_init__(self) -> None:
+        """Refuses sizes with which the kernel would compute wrong results.
+
+        Raises:
+            AttentionError: A size that is not a positive multiple of what it must be.
+        """
+        for name, multiple in (("block_q", LANES), ("block_kv", TAIL), ("columns", LANES)):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size <= 0 or size % multiple:
+                remedy = f"It must be a positive multiple of {multiple}"
+                raise AttentionError("tile", f"{name} is {size!r}", remedy, name=name)
+
+    @property
+    def together(self) -> int:
+        """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
+        cells = self.block_q // self.columns
+        return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)
+
+    def fitted(self, queries: int, keys: int) -> Tile:
+        """Returns the tile for this many queries and keys: equal tiles, and no chunk larger than all keys."""
+        tiles = math.ceil(queries / self.block_q)
+        block_q = up(math.ceil(queries / tiles), LANES)
+        block_kv = min(self.block_kv, max(TAIL, keys // TAIL * TAIL))
+        return dataclasses.replace(self, block_q=block_q, block_kv=block_kv, columns=min(self.columns, block_q))
+
+    def vmem_bytes(self, *, head_size: int, heads: int, itemsize: int, bounded: bool) -> int:
+        """Returns the bytes of VMEM that this tile declares.
+
+        Args:
+            head_size: D, as padded.
+            heads: g, heads that share a tile.
+            itemsize: Bytes of an element of q, k and v.
+            bounded: Whether there is a bound; without one, scores wait in float32.
+        """
+        width = heads * head_size
+        # Pallas keeps two blocks of q and of o, so that one is on its way while the other is used.
+        queries = 2 * 2 * self.block_q * width * itemsize + (heads > 1) * heads * self.block_q * width * itemsize
+        chunks = 2 * SLOTS * self.block_kv * width * itemsize + 2 * TAIL * width * itemsize
+        statistics = 2 * heads * SUBLANES * (LANES if bounded else self.block_q) * 4
+        sums = (width + heads * SUBLANES) * self.block_q * 4
+        waiting = heads * self.block_kv * self.block_q * (itemsize if bounded else 4)
+        return queries + chunks + statistics + sums + waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class SplashTile:
+    """How JAX's own kernel cuts the work; see `splash.attention`.
+
+    Attributes:
+        block_q: Queries of a tile; a multiple of 128.
+        block_kv: Keys that are fetched at once; a multiple of `block_kv_compute`.
+        block_kv_compute: Keys that are computed at once; a multiple of 128.
+    """
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+
+    def fitted(self, queries: int, keys: int) -> SplashTile:
+        """Returns the tile for this many queries and keys, as `splash.attention` takes it: none larger than needed."""
+        compute = min(self.block_kv_compute, up(keys, LANES))
+        block_kv = min(self.block_kv // compute * compute, up(keys, compute))
+        return SplashTile(min(self.block_q, up(queries, LANES)), block_kv, compute)
+
+
+UNIT_WIDTH = {"v5e": 128, "v5p": 128, "v6e": 256, "tpu7x": 256}
+"""How wide, and how deep, a chip's matrix unit is. Source: cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
+
+TABLE = Path(__file__).with_name("tiles.yaml")
+RESERVED = 8 * MIB
+"""Bytes of a core's VMEM that kernels leave to XLA."""
+
+KernelName = Literal["splash_transposed", "splash_int8", "splash"]
+
+
+def check_vmem(tile: Tile, *, head_size: int, heads: int, itemsize: int, bounded: bool, vmem: int) -> Tile:
+    """Returns the tile if it fits into VMEM.
+
+    Args:
+        tile: As fitted to the numbers of queries and keys.
+        head_size: D, as padded.
+        heads: g, heads that share a tile.
+        itemsize: Bytes of an element of q, k and v.
+        bounded: Whether there is a bound.
+        vmem: Bytes of VMEM that a core has.
+
+    Raises:
+        VmemError: What the tile declares is more than this less `RESERVED`; carries `asked` and `limit`, in bytes.
+    """
+    needed = tile.vmem_bytes(head_size=head_size, heads=heads, itemsize=itemsize, bounded=bounded)
+    limit = vmem - RESERVED
+    if needed <= limit:
+        return tile
+    sizes = f"block_q={tile.block_q}, block_kv={tile.block_kv}, columns={tile.columns}"
+    raise VmemError(
+        f"tile {sizes}",
+        f"It takes {needed:,} bytes of VMEM ({size_text(needed)}) with {heads} head(s) of {head_size} features to a "
+        f"tile, and the limit is {limit:,} ({size_text(limit)})",
+        "Take a smaller tile; `torchport tune` finds one",
+        tile=tile,
+        asked=needed,
+        limit=limit,
+    )
+
+
+def _multiple_of(number: int) -> pydantic.AfterValidator:
+    def check(value: int) -> int:
+        if value <= 0 or value % number:
+            raise ValueError(f"It must be a positive multiple of {number}")
+        return value
+
+    return pydantic.AfterValidator(check)
+
+
+def _chip(name: str) -> str:
+    if name not in TPU_CHIPS:
+        raise ValueError(f"It must be one of {', '.join(TPU_CHIPS)}")
+    return name
+
+
+class _TransposedTile(Frozen):
+    block_q: Annotated[int, _multiple_of(LANES)]
+    block_kv: Annotated[int, _multiple_of(TAIL)]
+    columns: Annotated[int, _multiple_of(LANES)]
+
+
+class _SplashTile(Frozen):
+    block_q: Annotated[int, _multiple_of(LANES)]
+    block_kv: Annotated[int, _multiple_of(LANES)]
+    block_kv_compute: Annotated[int, _multiple_of(LANES)]
+
+
+class _Row(Frozen):
+    chip: Annotated[str, pydantic.AfterValidator(_chip)]
+    head_size: pydantic.PositiveInt
+    """D, as the kernel pads it."""
+    tokens: pydantic.PositiveInt
+    """The length for which the tile is the best: as many queries as keys."""
+    peak_percent: float
+    """Useful arithmetic of a whole call at that length, over what the matrix units could do in its bundles, or time."""
+    steady_percent: float
+    """Likewise, of the steady loop alone."""
+    ranked_by: Literal["schedule", "time"]
+    libtpu: str
+    """The version of libtpu whose schedule or programs gave these figures."""
+
+
+class TransposedRow(_Row):
+    """The best tile of `splash_transposed` for a chip, a head size and a kind of scores."""
+
+    bounded: bool
+    tile: _TransposedTile
+
+
+class Int8Row(_Row):
+    """The best tile of `splash_int8` for a chip and a head size; its scores are always bounded."""
+
+    tile: _TransposedTile
+
+
+class SplashRow(_Row):
+    """The best tile of JAX's own kernel for a chip and a head size."""
+
+    tile: _SplashTile
+
+
+class Table(Frozen):
+    """`tiles.yaml`."""
+
+    splash_transposed: list[TransposedRow]
+    splash_int8: list[Int8Row] = []
+    splash: list[SplashRow]
+
+
+Row = TransposedRow | Int8Row | SplashRow
+
+
+def key(row: Row) -> tuple[str, int, bool]:
+    """Returns the key of a table's row: chip, head size, and whether scores are bounded."""
+    return row.chip, row.head_size, isinstance(row, TransposedRow) and row.bounded
+
+
+@functools.cache
+def table() -> Table:
+    """Returns the table that the package ships; see `read_table`."""
+    return read_table(TABLE)
+
+
+def read_table(file: Path) -> Table:
+    """Returns a table of tiles.
+
+    Raises:
+        ConfigError: The file has a mistake, by its line; or two rows of one key.
+    """
+    document = read_document(file, file.name)
+    contents = validated(Table, document)
+    lists: dict[str, Sequence[Row]] = {
+        "splash_transposed": contents.splash_transposed,
+        "splash_int8": contents.splash_int8,
+        "splash": contents.splash,
+    }
+    for implementation, rows in lists.items():
+        keys = [key(row) for row in rows]
+        again = next((at for at, row_key in enumerate(keys) if row_key in keys[:at]), None)
+        if again is not None:
+            first = document.line([implementation, keys.index(keys[again])])
+            fact = (
+                f"The row of {rows[again].chip} with head size {rows[again].head_size} stands here and on line {first}"
+            )
+            raise WrongTypeError(document.place([implementation, again]), fact, "Keep one of the two")
+    return contents
+
+
+_KINDS: dict[str, type[Row]] = {"splash_transposed": TransposedRow, "splash_int8": Int8Row, "splash": SplashRow}
+
+HEADER = """\
+# Which tile serves which chip. Written by `torchport tune --write`, read by torchport/kernels/attention/tiles.py.
+# tokens: queries, and as many keys, at which peak_percent holds: useful bfloat16 arithmetic of a whole call over peak.
+# steady_percent: of the steady loop alone. The matrix unit is 256 wide on v6e and tpu7x, 128 wide on v5e and v5p.
+"""
+
+
+def write_table(file: Path, rows: Sequence[Row]) -> None:
+    """Writes rows into a table. A row replaces the one with the same key; the other rows stay.
+
+    Raises:
+        ConfigError: The file exists, and is no such table.
+        OSError: It cannot be written.
+    """
+    old = read_table(file) if file.exists() else Table(splash_transposed=[], splash=[])
+    text = HEADER
+    for name, kind in _KINDS.items():
+        by_key = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}
+        ordered = sorted(by_key.values(), key=lambda row: (list(TPU_CHIPS).index(row.chip), key(row)))
+        text += f"{name}:\n" if by_key else f"{name}: []\n"
+        text += "".join(f"  - {_flow(row.model_dump())}\n" for row in ordered)
+    file.write_text(text, encoding="utf-8")
+
+
+def _flow(value: Any) -> str:
+    """Returns data as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, str):
+        return value if value.isidentifier() else f'"{value}"'  # a version such as 0.1 would be a number
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@overload
+def best(
+    chip: str, implementation: Literal["splash_transposed", "splash_int8"], head_size: int, bounded: bool
+) -> Tile: ...
+
+
+@overload
+def best(chip: str, implementation: Literal["splash"], head_size: int, bounded: bool = False) -> SplashTile: ...
+
+
+def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = False) -> Tile | SplashTile:
+    """Returns the best tile that the table has.
+
+    Args:
+        chip: v5e, v5p, v6e or tpu7x.
+        implementation: `splash_transposed`, `splash_int8`, or JAX's own `splash`.
+        head_size: D; a size between those of the table takes the next larger one's, to which the kernel pads.
+        bounded: Whether there is a bound of the scores; only `splash_transposed` has tiles for either.
+
+    Raises:
+        AttentionError: The table has no such row.
+    """
+    best_row = row(chip, implementation, head_size, bounded)
+    kind = SplashTile if isinstance(best_row, SplashRow) else Tile
+    return kind(**best_row.tile.model_dump())
+
+
+def row(chip: str, implementation: KernelName, head_size: int, bounded: bool) -> Row:
+    """Returns the table's row, with the figures by which it is the best; see `best`."""
+    if implementation == "splash":
+        rows: list[Row] = [*table().splash]
+    elif implementation == "splash_int8":
+        rows = [*table().splash_int8]
+    else:
+        rows = [row for row in table().splash_transposed if row.bounded == bounded]
+    of_chip = [row for row in rows if row.chip == chip]
+    enough = [row for row in of_chip if row.head_size >= head_size]
+    if enough:
+        return min(enough, key=lambda row: row.head_size)
+    if of_chip:
+        fact = f"The table has no tile for a head size of {head_size} on {chip}"
+        available = f"It has {', '.join(str(row.head_size) for row in of_chip)}"
+    else:
+        fact, available = f"The table has no tile for a chip '{chip}'", f"It has {', '.join(_chips(rows))}"
+    raise AttentionError(
+        f"attention '{implementation}'",
+        fact,
+        f"{available}; `torchport tune --help` says how to measure one",
+        chip=chip,
+        head_size=head_size,
+    )
+
+
+def _chips(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.chip for row in rows)) or ["none"]

@@ -1,0 +1,188 @@
+"""`splash_transposed`: the project's own kernel (see `transposed_kernel`), and the layout of q, k and v for it.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
+W = g * D features of a group, F = G * W; N parts of the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from torchport.kernels.attention.bound import LOG2E
+from torchport.kernels.attention.int8 import Exponent, Int8Softmax, quantised
+from torchport.kernels.attention.tiles import LANES, TAIL, Tile, up
+from torchport.kernels.attention.transposed_kernel import attend, kernel
+from torchport.kernels.attention.transposed_memory import Plan, Refs, scratch
+
+
+def attention(
+    q_BHSD: jax.Array,
+    k_BHTD: jax.Array,
+    v_BHTD: jax.Array,
+    *,
+    lengths_B: jax.Array | None,
+    scale: float,
+    bounded: bool,
+    tile: Tile,
+    vmem_bytes: int,
+    int8: Exponent | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v over the first `lengths` keys of each sample.
+
+    Args:
+        q_BHSD: Queries [B, H, S, D], bfloat16 or float32.
+        k_BHTD: Keys [B, H, T, D]; those beyond a sample's length may hold anything.
+        v_BHTD: Values [B, H, T, D], likewise.
+        lengths_B: int32 [B], 0 to T; None: all keys.
+        scale: What scores are multiplied by.
+        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT` (`bound.holds`).
+        tile: How the work is cut.
+        vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
+        interpret: Run the kernel as plain JAX, on any platform.
+
+    Returns:
+        [B, H, S, D] of q's dtype; 0 where the length is 0. bfloat16 probabilities with bfloat16 inputs, float32 sums.
+    """
+    batch, all_heads, queries, size = q_BHSD.shape
+    keys = k_BHTD.shape[2]
+    heads, head_size = grouping(all_heads, size)
+    if lengths_B is None:
+        lengths_B = jnp.full((batch,), keys, jnp.int32)
+    # Tokens first, as projections have them: the caller's own transposes cancel these.
+    q, k, v = (
+        _side_by_side(x, head_size, n)
+        for x, n in ((q_BHSD, queries), (k_BHTD, up(keys, TAIL)), (v_BHTD, up(keys, TAIL)))
+    )
+    arrays = Keys(k, jnp.swapaxes(v, 1, 2)[:, None], lengths_B)
+    options: dict[str, Any] = {"scale": scale, "bounded": bounded, "tile": tile, "vmem_bytes": vmem_bytes, "int8": int8}
+    options |= {"heads": heads, "head_size": head_size, "interpret": interpret}
+    out = side_by_side(q, [arrays], **options).reshape(batch, queries, all_heads, head_size)
+    return jnp.swapaxes(out[..., :size], 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """An array of keys with its values, as `side_by_side` takes them.
+
+    Attributes:
+        keys: [B, T, F], T a multiple of 256.
+        values: [B, N, F, T / N], T / N a multiple of 128.
+        lengths: int32 [B], 0 to T: keys and values from there on may hold anything.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    lengths: jax.Array
+
+
+def side_by_side(
+    q_BSF: jax.Array,
+    arrays: Sequence[Keys],
+    *,
+    heads: int,
+    head_size: int,
+    scale: float,
+    bounded: bool,
+    tile: Tile,
+    vmem_bytes: int,
+    int8: Exponent | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns softmax(scale * q k^T) v over the valid keys of all arrays, of heads that lie side by side.
+
+    Args:
+        q_BSF: Queries [B, S, F], bfloat16 or float32.
+        arrays: Keys and values; the first should hold most of them.
+        heads: g.
+        head_size: D; g * D is a multiple of 128.
+        scale: What scores are multiplied by.
+        bounded: Whether the caller guarantees that every score lies within `bound.LIMIT`.
+        tile: How the work is cut.
+        vmem_bytes: What the compiler may use of VMEM.
+        int8: Multiply queries and keys in eight bits, which needs a bound, bfloat16 and heads of 128 features, and take
+            exponentials of scores of this dtype; None: neither.
+        interpret: Run the kernel as plain JAX, on any platform.
+
+    Returns:
+        [B, S, F] of q's dtype; 0 for a sample without keys. Precision as `attention` has it.
+    """
+    features = q_BSF.shape[2]
+    precision = lax.Precision.HIGHEST if q_BSF.dtype == jnp.float32 else None
+    fitted, groups = tile.fitted(q_BSF.shape[1], arrays[0].keys.shape[1]), features // (heads * head_size)
+    scores, packed = None if int8 is None else jnp.int8, int8 == "bfloat16"
+    plan = Plan(
+        fitted, heads, head_size, groups, scale * LOG2E, bounded, precision, len(arrays), scores=scores, packed=packed
+    )
+    lengths = jnp.stack([array.lengths.astype(jnp.int32) for array in arrays])
+    call = _pallas_call(plan, q_BSF, vmem_bytes, interpret)
+    values = [array.values for array in arrays]
+    if int8 is None:
+        return call(lengths, q_BSF, *(array.keys for array in arrays), *values)
+    q, rows, keys = quantised(q_BSF, [(array.keys, array.lengths) for array in arrays], head_size, plan.scale)
+    return call(lengths, rows, q, *keys, *values)
+
+
+def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool) -> Callable[..., jax.Array]:
+    """Returns the kernel as a function of lengths, the scales of scores in eight bits, q, all keys and all values."""
+    (batch, queries, _), groups, block_q = q_BSF.shape, plan.groups, plan.tile.block_q
+    hbm, is_int8 = pl.BlockSpec(memory_space=pl.ANY), plan.scores is not None
+    block = pl.BlockSpec((None, block_q, plan.width), lambda r, i, _: (lax.div(r, groups), i, lax.rem(r, groups)))
+    scales = [pl.BlockSpec((None, 1, block_q), lambda r, i, _: (r, 0, i))] if is_int8 else []
+    call: Callable[..., jax.Array] = pl.pallas_call(
+        functools.partial(_int8_kernel if is_int8 else kernel, plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch * groups, -(-queries // block_q)),
+            in_specs=[*scales, block, *[hbm] * (2 * plan.arrays)],
+            out_specs=block,
+            scratch_shapes=scratch(plan, q_BSF.dtype),
+        ),
+        out_shape=jax.ShapeDtypeStruct(q_BSF.shape, q_BSF.dtype),
+        compiler_params=pltpu.CompilerParams(
+            # Heads are independent; a tile finds its first chunk fetched by the tile before it.
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_bytes,
+            # Every copy lies within its array, and a check takes bundles of the steady loop.
+            disable_bounds_checks=True,
+        ),
+        name="splash_int8" if is_int8 else "splash_transposed",
+        interpret=interpret,
+    )
+    return call
+
+
+def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
+    """One tile of queries in eight bits, whose scores `rows` scales, against all keys of its sample."""
+    refs = Refs.of(plan, lengths, q, others)
+    attend(plan, refs, Int8Softmax(plan, refs, rows))
+
+
+def grouping(heads: int, size: int) -> tuple[int, int]:
+    """Returns how many heads share a tile, and the head size to which features are padded with zeros.
+
+    Two heads of at most 64 features lie side by side in the 128 lanes; the matrix unit takes no longer for both than
+    it would for zeros in their place.
+    """
+    if size <= LANES // 2 and heads % 2 == 0:
+        return 2, LANES // 2
+    return 1, up(size, LANES)
+
+
+def _side_by_side(x_BHTD: jax.Array, head_size: int, tokens: int) -> jax.Array:
+    """Returns tokens as [B, tokens, F], padded with zeros."""
+    batch, heads, have, size = x_BHTD.shape
+    if (have, size) != (tokens, head_size):
+        x_BHTD = jnp.pad(x_BHTD, ((0, 0), (0, 0), (0, tokens - have), (0, head_size - size)))
+    return jnp.swapaxes(x_BHTD, 1, 2).reshape(batch, tokens, heads * head_size)

@@ -1,0 +1,277 @@
+"""Attention for TPU whose products are both transposed: scores as K Q^T, outputs as V^T P.
+
+The value product then has the keys, not the head's few features, along the depth of the matrix unit, and fills it. With
+head size 128 on a 256-wide unit that is a ceiling of 66.7 % of peak where the usual order has 50 %; with 64, 40 and 25.
+
+Three things bring it close:
+
+* **Two chunks of keys at once.** While the scores of chunk j are computed and exponentiated, the probabilities of chunk
+  j - 1, kept in VMEM, meet its values. Neither waits for the other, so that the matrix unit works while the exponential
+  unit does, and little has to be held in registers. Without a bound it is the scores that are kept.
+* **Keys and values are fetched by the body itself**, a chunk ahead, across tiles too. As a grid dimension, the chunks
+  would cost about 200 bundles of bookkeeping each, in which the matrix unit stands still.
+* **No maximum where none is needed** (see `bound`): a score then costs a multiplication, an exponential, an addition
+  and half a conversion. Otherwise the running maximum, in the same order of work.
+
+16-bit arrays wider than a register lie in VMEM as columns of 128 lanes. There both halves of a register's rows are
+neighbours. In the usual order each register would be put together from two.
+
+Padding costs nothing. Whole chunks beyond a sample's length are never fetched. The rest of the length is cut into
+pieces of `TAIL` keys, of which only the last is masked.
+
+The kernel takes operands in the layout that an all-to-all leaves, so no pass has to transpose or join them: tokens
+first, heads side by side, values transposed and in the parts that came from each device. Further keys (a text's) lie in
+their own arrays, which the kernel reads piece by piece after the first.
+
+Shapes: B batch, H heads, S queries, T keys, D features of a head; G groups of heads that share a tile, g heads in one,
+W = g * D features of a group, F = G * W; N parts of the values; C keys of a chunk.
+
+Source: K Q^T with V^T S, several heads to a tile and a bound in place of the maximum are ideas of maxdiffusion's
+`custom_splash_attention.py` (Apache-2.0, commit 7cfb8801). The order of work is ours; no code is taken over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from torchport.kernels.attention.tiles import LANES, SUBLANES, TAIL
+from torchport.kernels.attention.transposed_memory import Cell, Chunks, Plan, Refs
+
+ROWS = (((1,), (1,)), ((), ()))
+PLAIN = (((1,), (0,)), ((), ()))
+
+
+class Softmax:
+    """The products and the softmax of one chunk, cell by cell."""
+
+    def __init__(self, plan: Plan, refs: Refs) -> None:
+        self.plan = plan
+        self.refs = refs
+
+    def clear(self) -> None:
+        """Clears the sums, and separates the heads' queries."""
+        refs, plan = self.refs, self.plan
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        refs.sums[...] = jnp.zeros_like(refs.sums)
+        if not plan.bounded:
+            refs.maximum[...] = jnp.full_like(refs.maximum, -jnp.inf)
+        if plan.heads > 1:
+            q = refs.q[...]
+            feature = lax.broadcasted_iota(jnp.int32, q.shape, 1)
+            for g in range(plan.heads):
+                is_of_head = (feature >= g * plan.head_size) & (feature < (g + 1) * plan.head_size)
+                refs.heads[g] = jnp.where(is_of_head, q, jnp.zeros_like(q))
+
+    def first(self, keys: jax.Array, cell: Cell) -> None:
+        """Leaves a cell's probabilities, or its scores, for the next step.
+
+        Args:
+            keys: [C, W].
+            cell: Which head and queries.
+        """
+        g, a, n = cell
+        s = self._scores(keys, cell)
+        if self.plan.bounded:
+            p = jnp.exp2(s)
+            self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            self._leave(cell, p.astype(self.refs.waiting.dtype))
+        else:
+            self.refs.peaks[g, :, pl.ds(a, n)] = _by_sublane(s).max(0)
+            self._leave(cell, s)
+
+    def second(self, values: Any, cell: Cell) -> None:
+        """Adds the values [C / 128, W, 128] of the chunk whose first half was left here."""
+        g, a, n = cell
+        columns = range(n // LANES)
+        left = jnp.concatenate([self.refs.waiting[g, lax.div(a, LANES) + i] for i in columns], axis=1)
+        if self.plan.bounded:
+            self._add(values, cell, left)
+        else:
+            self._online(values, cell, left, self.refs.peaks[g, :, pl.ds(a, n)])
+
+    def both(self, keys: jax.Array, values: Any, valid: jax.Array, cells: Sequence[Cell]) -> None:
+        """Adds a piece of the tail in one step; `valid` [TAIL, 1] says which keys count."""
+        # All scores first: while some are exponentiated, others are multiplied.
+        scores = [self._scores(keys, cell) for cell in cells]
+        if self.plan.bounded:
+            weights = [jnp.where(valid, jnp.exp2(s), 0.0) for s in scores]
+            for (g, a, n), p in zip(cells, weights, strict=True):
+                self.refs.sums[g, :, pl.ds(a, n)] += _by_sublane(p).sum(0)
+            for cell, p in zip(cells, weights, strict=True):
+                self._add(values, cell, p)
+        else:
+            for cell, score in zip(cells, scores, strict=True):
+                s = jnp.where(valid, score, -jnp.inf)
+                self._online(values, cell, s, _by_sublane(s).max(0))
+
+    def _leave(self, cell: Cell, x: jax.Array) -> None:
+        g, a, n = cell
+        for i in range(n // LANES):
+            self.refs.waiting[g, lax.div(a, LANES) + i] = x[:, i * LANES : (i + 1) * LANES]
+
+    def _online(self, values: Any, cell: Cell, s: jax.Array, peaks: jax.Array) -> None:
+        g, a, n = cell
+        here = (g, slice(None), pl.ds(a, n))
+        before = self.refs.maximum[here]
+        # One maximum for all sublanes of a query: its sums are added up only at the end.
+        after = jnp.maximum(before, peaks.max(0, keepdims=True))
+        self.refs.maximum[here] = after
+        p, shrink = jnp.exp2(s - after[:1]), jnp.exp2(before - after)
+        self.refs.sums[here] = self.refs.sums[here] * shrink + _by_sublane(p).sum(0)
+        self._add(values, cell, p, shrink[:1])
+
+    def _add(self, values: Any, cell: Cell, p: jax.Array, shrink: jax.Array | None = None) -> None:
+        """Adds the values weighted with p [C, queries], after shrinking what is there."""
+        g, a, n = cell
+        here = (self.plan.rows(g), pl.ds(a, n))
+        head_values = self._head_values(values, g)
+        product = self._product(head_values, p.astype(head_values.dtype), PLAIN)
+        before = self.refs.acc[here]
+        self.refs.acc[here] = (before if shrink is None else before * shrink) + product
+
+    def _head_values(self, values: Any, head: int) -> jax.Array:
+        """Returns the values of a head as [D, C]."""
+        return jnp.concatenate([values[i, self.plan.rows(head), :] for i in range(values.shape[0])], axis=1)
+
+    def _scores(self, keys: jax.Array, cell: Cell) -> jax.Array:
+        """Returns the scores [C, queries] of keys [C, W], in units of log 2."""
+        g, a, n = cell
+        q = self.refs.q[pl.ds(a, n), :] if self.plan.heads == 1 else self.refs.heads[g, pl.ds(a, n), :]
+        # In float32, after the product: a scaled q, rounded to bfloat16 again, would cost precision.
+        return self._product(keys, q, ROWS) * self.plan.scale
+
+    def _product(self, a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+        return lax.dot_general(a, b, dims, precision=self.plan.precision, preferred_element_type=jnp.float32)
+
+
+def _by_sublane(x: jax.Array) -> jax.Array:
+    """Returns [rows, n] as [rows / 8, 8, n]: reducing the first dim then costs no shuffle."""
+    return x.reshape(x.shape[0] // SUBLANES, SUBLANES, x.shape[1])
+
+
+def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
+    """One tile of queries against all keys of its sample."""
+    refs = Refs.of(plan, lengths, q, others)
+    attend(plan, refs, Softmax(plan, refs))
+
+
+def attend(plan: Plan, refs: Refs, softmax: Softmax) -> None:
+    """Runs through all keys of the sample."""
+    lengths = refs.lengths
+    row, tile, block = pl.program_id(0), pl.program_id(1), plan.tile.block_kv
+    first, *further = [Chunks(plan, refs, row, array) for array in range(plan.arrays)]
+    length = lengths[0, first.sample]
+    full = lax.div(length, block)
+    pl.when((tile == 0) & (full > 0))(first.fetch_first)
+    softmax.clear()
+    pl.when(full > 0)(lambda: _full_chunks(softmax, first, full))
+    pl.when((tile < pl.num_programs(1) - 1) & (full > 0))(first.fetch_first)
+    _tail(softmax, first, full * block, length)
+    for array, chunks in enumerate(further, 1):
+        _tail(softmax, chunks, 0, lengths[array, chunks.sample])
+    _finish(softmax)
+
+
+def _full_chunks(softmax: Softmax, chunks: Chunks, full: Any) -> None:
+    """Runs through the whole chunks: the first half of chunk j beside the second half of chunk j - 1."""
+    refs, plan, last, slot = softmax.refs, softmax.plan, full - 1, chunks.slot
+    chunks.keys(jnp.minimum(1, last), slot(1)).start()
+    chunks.keys(0, 0).wait()
+    _each(plan, _for_each(lambda cell: softmax.first(refs.keys[0], cell)))
+
+    def step(j: Any, _: None) -> None:
+        chunks.keys(j, slot(j)).wait()
+        chunks.values(j - 1, slot(j - 1)).wait()
+        # The last step fetches its keys again rather than branch: a branch would end the block of instructions that
+        # the compiler schedules as one.
+        chunks.keys(jnp.minimum(j + 1, last), slot(j + 1)).start()
+        keys, values = refs.keys.at[slot(j)], refs.values.at[slot(j - 1)]
+        cells, copies = plan.cells(), chunks.values(j, slot(j))
+        for cell, some in zip(cells, _shares(len(copies), len(cells)), strict=True):
+            copies.start(some)
+            softmax.second(values, cell)
+            softmax.first(keys[...], cell)
+
+    lax.fori_loop(1, full, step, None)
+    chunks.keys(last, slot(full)).wait()
+    chunks.values(last, slot(last)).wait()
+    _each(plan, _for_each(lambda cell: softmax.second(refs.values.at[slot(last)], cell)))
+
+
+def _shares(copies: int, cells: int) -> list[range]:
+    """Returns which copies are started before each cell.
+
+    Where several are started at once, the products stand still. But a copy that is started between two cells keeps
+    their products apart, of which few cells have none to spare: they have all copies before the first.
+    """
+    if cells < 2 * copies:
+        return [range(copies), *[range(0)] * (cells - 1)]
+    return [range(i * copies // cells, (i + 1) * copies // cells) for i in range(cells)]
+
+
+def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
+    """Adds what is left of the keys after the last whole chunk."""
+    refs = softmax.refs
+
+    def piece(i: Any, _: None) -> None:
+        here = start + i * TAIL
+        chunks.fetch_tail(here)
+        left = length - here
+        valid = lax.broadcasted_iota(jnp.int32, (TAIL, 1), 0) < left
+        # Values beyond the length may hold anything, and 0 * NaN is NaN.
+        shape = refs.tail_values.shape
+        key = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
+        refs.tail_values[...] = jnp.where(key < left, refs.tail_values[...], jnp.zeros_like(refs.tail_values))
+        work = functools.partial(softmax.both, refs.tail_keys[...], refs.tail_values, valid)
+        _each(softmax.plan, work, softmax.plan.tile.together)
+
+    lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
+
+
+def _finish(softmax: Softmax) -> None:
+    """Writes the outputs: 0 where there was no key."""
+    refs, plan = softmax.refs, softmax.plan
+
+    def work(cells: Sequence[Cell]) -> None:
+        parts = []
+        for g, a, n in cells:
+            sums = refs.sums[g, :, pl.ds(a, n)].sum(0, keepdims=True)
+            share = jnp.where(sums == 0, 0.0, 1.0 / sums)
+            parts.append(refs.acc[plan.rows(g), pl.ds(a, n)] * share)
+        refs.o[pl.ds(a, n), :] = jnp.concatenate(parts, axis=0).T.astype(refs.o.dtype)
+
+    _each(plan, work)
+
+
+def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1) -> None:
+    """Works on every cell in a loop: what runs once for each tile need not be unrolled.
+
+    Args:
+        plan: Has the cells.
+        work: Called with some of the cells: all heads of the same queries.
+        together: For how many cells' queries it is called at once: a divisor of their number.
+    """
+    width, end = plan.tile.columns, plan.tile.block_q
+
+    def step(i: Any, _: None) -> None:
+        starts = [pl.multiple_of((i * together + cell) * width, LANES) for cell in range(together)]
+        work([(g, a, width) for a in starts for g in range(plan.heads)])
+
+    lax.fori_loop(0, end // width // together, step, None)
+    if end % width:
+        work([(g, end // width * width, end % width) for g in range(plan.heads)])
+
+
+def _for_each(work: Callable[[Cell], None]) -> Callable[[Sequence[Cell]], None]:
+    def work_on_all(cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            work(cell)
+
+    return work_on_all

@@ -1,0 +1,294 @@
+"""One door to causal convolutions of a video: the kernel on a TPU, XLA elsewhere, on each device's part.
+
+On a TPU a convolution whose frames are a multiple of 8 goes through the kernel. Its float32 products are as many
+bfloat16 ones as the precision asks for (`jax.default_matmul_precision`): `default` 1, `high` 3, `highest` 6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from torchport.kernels.attention import dispatch
+from torchport.kernels.attention.problem import platform
+from torchport.kernels.convolution import canvas, halo, kernel, plain
+from torchport.kernels.convolution.canvas import Canvas
+
+PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
+"""Parts of a float32 operand, by the precision of a card."""
+PAIRED = 8
+"""Latent frames of one chunk where they are decoded in pairs."""
+MOST_FRAMES = 64
+"""More frames than this are taken in several calls: a row of them would not fit vector memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller asks of a convolution.
+
+    Attributes:
+        edges: Whether what is outside the video is its nearest row and column; otherwise it is 0.
+        chunked: Whether there are chunks of time before and after this one.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns each of x becomes first.
+    """
+
+    edges: bool
+    chunked: bool = False
+    still: bool | None = None
+    zoom: int = 1
+
+
+def uses_kernel() -> bool:
+    """Returns whether the program is traced for a TPU, or a test runs its kernels as plain JAX."""
+    return platform()[0] == "tpu" or dispatch.current().interpret
+
+
+def pair_multiple(frames: int) -> int:
+    """Returns of what the number of latent frames, decoded in pairs, should be a multiple: those of one chunk."""
+    return PAIRED if uses_kernel() else min(PAIRED, frames + frames % 2)
+
+
+def convolved(
+    request: Request,
+    x_BCTHW: jax.Array,
+    weight_DCTHW: jax.Array,
+    bias_D: jax.Array | None,
+    gains_C: jax.Array | None = None,
+    residual_BDTHW: jax.Array | None = None,
+    scale_BCTHW: jax.Array | None = None,
+    shift_BCTHW: jax.Array | None = None,
+    carry: jax.Array | None = None,
+    first: jax.Array | None = None,
+    lead: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
+
+    Args:
+        request: How it treats what is outside.
+        x_BCTHW: As the canvas has it.
+        weight_DCTHW: [D, C, 3 or 1, 3, 3].
+        bias_D: Or None.
+        gains_C: Of an RMSNorm that x goes through first, and then SiLU.
+        residual_BDTHW: Added to the output.
+        scale_BCTHW: What x goes through first, and then SiLU; one of its rows and columns may be for several of x's.
+        shift_BCTHW: Like the scale.
+        carry: What the chunk before returned, [B, 2, H, W, D] float32; None if there is none.
+        first: Whether there is no chunk before, where that is known only when it runs.
+        lead: How many frames of the input count as 0, int32 []; more than there are: all. None: each is what it is.
+    """
+    form = canvas.current()
+    spec = form.spec
+    lead = None if lead is None else jnp.asarray(lead)
+    beside: dict[str, Any] = {
+        "gains": gains_C,
+        "residual": residual_BDTHW,
+        "scale": scale_BCTHW,
+        "shift": shift_BCTHW,
+        "carry": carry,
+        "first": first,
+        "lead": lead,
+    }
+    carries, whole = PartitionSpec(None, None, form.rows or None, form.columns or None), PartitionSpec()
+    specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
+    beside = {name: value for name, value in beside.items() if value is not None}
+
+    def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
+        return _local(request, form, x, weight, bias, **beside)
+
+    if jax.sharding.get_abstract_mesh().empty:
+        out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, beside)
+        return out
+    run = jax.shard_map(
+        local,
+        in_specs=(spec, whole, whole, {name: specs.get(name, whole) for name in beside}),
+        out_specs=(spec, carries),
+        check_vma=False,
+    )
+    made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, beside)
+    return made
+
+
+def _takes(x_BCTHW: jax.Array, weight_DCTHW: jax.Array) -> bool:
+    """Returns whether the kernel takes a convolution."""
+    in_types = x_BCTHW.dtype in (jnp.float32, jnp.bfloat16)
+    return uses_kernel() and in_types and x_BCTHW.shape[2] % 8 == 0 and weight_DCTHW.shape[3:] == (3, 3)
+
+
+def _local(
+    request: Request,
+    form: Canvas,
+    x_BCTHW: jax.Array,
+    weight_DCTHW: jax.Array,
+    bias_D: jax.Array | None,
+    *,
+    gains: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    shift: jax.Array | None = None,
+    carry: jax.Array | None = None,
+    first: jax.Array | None = None,
+    lead: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
+    height = x_BCTHW.shape[3] * _ways(form.rows)
+    width = x_BCTHW.shape[4] * _ways(form.columns)
+    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else _by_xla
+    outs, carries = [], []
+    for n in range(x_BCTHW.shape[0]):
+        x = x_BCTHW[n].transpose(2, 3, 1, 0)
+        x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
+        beside = {
+            "gains": gains,
+            "residual": None if residual is None else residual[n].transpose(2, 3, 1, 0),
+            "carry": None if carry is None else carry[n],
+            "first": first,
+            "lead": lead,
+            "scale": None if scale is None else _scaling(form, scale[n]),
+            "shift": None if shift is None else _scaling(form, shift[n]),
+        }
+        out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
+        outs.append(out.transpose(3, 2, 0, 1))
+        carries.append(kept)
+    return jnp.stack(outs), jnp.stack(carries)
+
+
+def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
+    """Returns a part [H, W + 2, T, C] with what lies beside it; 0 outside the video, which stays 0 then."""
+    height, width = (scale_CTHW.shape[n] * _ways(axes) for n, axes in ((2, form.rows), (3, form.columns)))
+    x = scale_CTHW.astype(jnp.float32).transpose(2, 3, 1, 0)
+    x, (left, right) = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), edges=False)
+    return jnp.concatenate([left, x, right], axis=1)
+
+
+def _ways(axes: tuple[str, ...]) -> int:
+    return int(lax.axis_size(axes)) if axes else 1
+
+
+def _with_neighbours(
+    form: Canvas, x: jax.Array, valid_rows: int, valid_columns: int, edges: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns a part [H, W, T, C], with a row more at each end where rows are parted, and the columns beside it."""
+    if form.rows:
+        x, (above, below) = _sides(x, 0, form.rows, valid_rows, form.height != form.valid_height, edges)
+        x = jnp.concatenate([above, x, below])
+    return _sides(x, 1, form.columns, valid_columns, form.width != form.valid_width, edges)
+
+
+def _sides(
+    x: jax.Array, dim: int, axes: tuple[str, ...], valid: int, padded: bool, edges: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns a part with its padding replaced, and what lies before and after it."""
+    x = halo.outside(x, dim, axes, valid, edges) if padded else x
+    before, after = halo.sides(x, dim, axes, edges)
+    return x, (before, halo.after_last(after, x, dim, axes, valid, edges) if padded else after)
+
+
+def _by_xla(
+    request: Request,
+    rows: bool,
+    x: jax.Array,
+    sides: tuple[jax.Array, jax.Array],
+    weight: jax.Array,
+    bias: jax.Array | None,
+    **beside: Any,
+) -> tuple[jax.Array, jax.Array]:
+    forms: dict[str, Any] = {"edges": request.edges, "rows": rows, "still": request.still, "zoom": request.zoom}
+    return plain.convolved(x, sides, weight, bias, **forms, **beside)
+
+
+def _by_kernel(
+    request: Request,
+    rows: bool,
+    x: jax.Array,
+    sides: tuple[jax.Array, jax.Array],
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    gains: jax.Array | None,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    shift: jax.Array | None,
+    carry: jax.Array | None,
+    first: jax.Array | None,
+    lead: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
+    conv, count = _conv(request, rows, x, weight, scale)
+    conv = dataclasses.replace(conv, normal=gains is not None, residual=residual is not None, led=lead is not None)
+    height, width = conv.height, conv.width
+    _note(conv, count)
+    weights = kernel.weights_of(weight, conv)
+    bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
+    run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret, gains=gains)
+    empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
+    begin = empty if carry is None else carry
+    is_first = jnp.asarray(carry is None if first is None else first).reshape(1)
+    if count == 1:
+        chunk = {"carry": begin, "first": is_first} if conv.carried else {}
+        out, kept = run(x, sides, weights, bias, residual=residual, scale=scale, shift=shift, lead=lead, **chunk)
+        return out, empty if kept is None else kept
+
+    def parts(array: jax.Array | None) -> jax.Array | None:
+        if array is None:
+            return None
+        return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
+
+    def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
+        number, x, left, right, beside = item
+        chunk = {"carry": kept, "first": is_first & (number == 0)} if conv.carried else {}
+        here = None if lead is None else lead - number * conv.frames
+        out, after = run(x, (left, right), weights, bias, lead=here, **beside, **chunk)
+        return (kept if after is None else after), out
+
+    beside = {"residual": parts(residual), "scale": parts(scale), "shift": parts(shift)}
+    items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), beside)
+    kept, outs = lax.scan(step, begin, items)
+    return jnp.moveaxis(outs, 0, 2).reshape(height, width, x.shape[2], -1), kept
+
+
+def _conv(
+    request: Request, rows: bool, x: jax.Array, weight: jax.Array, scale: jax.Array | None
+) -> tuple[kernel.Conv, int]:
+    """Returns one call of the kernel, and how many there are, one after the other."""
+    frames = x.shape[2]
+    count = next(n for n in range(1, frames + 1) if frames % n == 0 and frames // n <= MOST_FRAMES)
+    width = x.shape[1] * request.zoom
+    conv = kernel.Conv(
+        height=(x.shape[0] - 2 * rows) * request.zoom,
+        width=width,
+        frames=frames // count,
+        inputs=x.shape[3],
+        outputs=weight.shape[0],
+        parts=1 if x.dtype == jnp.bfloat16 else PARTS[jax.config.jax_default_matmul_precision],
+        taps=weight.shape[2],
+        edges=request.edges,
+        rows=rows,
+        carried=(request.chunked or count > 1) and weight.shape[2] == 3,
+        dtype=x.dtype.name,
+        still=request.still,
+        zoom=request.zoom,
+        scaled=0 if scale is None else width // (scale.shape[1] - 2),
+    )
+    return conv, count
+
+
+def _note(conv: kernel.Conv, count: int) -> None:
+    """Notes a call of the kernel for a plan."""
+    note = dispatch.current().note
+    if note is not None:
+        note(
+            dispatch.Pass(
+                conv.name,
+                f"{kernel.__name__}:alone",
+                dataclasses.asdict(conv),
+                kernel.trips(conv),
+                kernel.moved(conv),
+            )
+        )

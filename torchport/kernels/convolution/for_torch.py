@@ -1,0 +1,331 @@
+"""A video decoder's parts for patches: functions of torch tensors, traced into JAX, and computed in PyTorch otherwise.
+
+In PyTorch the whole video is computed at once, and there is no padding: what upstream computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from torchport import engine
+from torchport.kernels.convolution import canvas
+from torchport.kernels.convolution.canvas import Canvas
+
+if TYPE_CHECKING:
+    from torchport.kernels.convolution.chunks import Tape
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+"""What makes a video of a video."""
+
+
+@contextlib.contextmanager
+def spread(
+    latents_BCTHW: torch.Tensor, multiple: int = 16, *, paired: bool = False
+) -> Iterator[tuple[torch.Tensor, Canvas]]:
+    """Gives latents as they lie on the devices, with padding, and the canvas on which all inside is computed.
+
+    Frames of padding before the first repeat it: a convolution that is `still` computes the same for each of them, and
+    another takes them as 0. Rows and columns of padding hold anything, and so do frames after the last.
+
+    Args:
+        latents_BCTHW: The video's.
+        multiple: Where the kernel computes, T is padded to a multiple of this; it wants one of 8.
+        paired: Whether upstream decodes two latent frames at a time, and three at first where their number is odd. Then
+            each pair begins at an even frame, `batch_moments` knows which frames are decoded together, and T is padded
+            to whole chunks.
+    """
+    frames, height, width = latents_BCTHW.shape[2:]
+    if not engine.is_traced(latents_BCTHW):
+        lead = frames % 2 if paired else 0
+        form = Canvas(frames + lead, height, width, lead, height, width, single=not paired or lead == 1)
+        with canvas.using(form):
+            yield torch.cat([latents_BCTHW[:, :, :lead], latents_BCTHW], 2), form
+        return
+    import jax
+
+    from torchport.kernels.convolution import dispatch
+
+    multiple = multiple if dispatch.uses_kernel() else 1
+    multiple = dispatch.pair_multiple(frames) if paired else multiple
+    form = canvas.of_latents(frames, height, width, multiple=multiple, paired=paired)
+    first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
+    last = latents_BCTHW[:, :, -1:].expand(-1, -1, form.tail, -1, -1)
+    every = torch.cat([first, latents_BCTHW, last], 2)
+    padded = functional.pad(every, (0, form.width - width, 0, form.height - height))
+    if not jax.sharding.get_abstract_mesh().empty:
+        padded = engine.call_jax(jax.lax.with_sharding_constraint, padded, form.spec)
+    with canvas.using(form):
+        yield padded, form
+
+
+def crop(video_BCTHW: torch.Tensor, form: Canvas) -> torch.Tensor:
+    """Returns what is made of latents without padding."""
+    frames, height, width = video_BCTHW.shape[2:]
+    video = video_BCTHW[:, :, max(0, form.lead_of(frames)) : frames - form.tail_of(frames)]
+    return video[..., : form.valid_rows(height), : form.valid_columns(width)]
+
+
+def is_first(x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Returns which of a video's frames, or of a chunk's, are made of the first latent frame: bool [T, 1, 1].
+
+    Padding before it is among them.
+    """
+    numbers = torch.arange(x_BCTHW.shape[2]).to(x_BCTHW.device)
+    first: torch.Tensor = numbers <= _lead(x_BCTHW)
+    return first[:, None, None]
+
+
+def _lead(x_BCTHW: torch.Tensor) -> Any:
+    """Returns the number of the first latent frame's last one: an int, or in a chunk a tensor, where it may be any."""
+    frames, tape = x_BCTHW.shape[2], _tape(x_BCTHW)
+    lead = canvas.current().lead_of(frames if tape is None else frames * tape.count)
+    return lead if tape is None else lead - tape.number * frames
+
+
+def _tape(x: torch.Tensor) -> Tape | None:
+    if not engine.is_traced(x):
+        return None
+    from torchport.kernels.convolution import chunks
+
+    return chunks.current()
+
+
+def conv3d(
+    x_BCTHW: torch.Tensor,
+    weight_DCTHW: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    *,
+    edges: bool,
+    gains_C: torch.Tensor | None = None,
+    residual_BDTHW: torch.Tensor | None = None,
+    scaling: tuple[torch.Tensor, torch.Tensor] | None = None,
+    still: bool | None = None,
+    zoom: int = 1,
+) -> torch.Tensor:
+    """Returns a convolution that is causal in time and as large as its input, [B, D, T, H, W].
+
+    Args:
+        x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
+        weight_DCTHW: [D, C, 3 or 1, 3, 3].
+        bias_D: Or None.
+        edges: Whether what is outside is the nearest row and column; otherwise it is 0.
+        gains_C: Of an RMSNorm over channels that x goes through first, and then SiLU.
+        residual_BDTHW: Added to the output.
+        scaling: Scale and shift that x goes through first, and then SiLU, both [B, C, T, H, W]. Their H and W may be
+            parts of x's: each row and column is for as many of x as there are then.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns each of x becomes first.
+    """
+    still, taps = edges if still is None else still, weight_DCTHW.shape[2]
+    lead = None if still or taps == 1 or _starts(x_BCTHW) else _lead(x_BCTHW)
+    if not engine.is_traced(x_BCTHW):
+        x_BCTHW = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
+        x_BCTHW = x_BCTHW.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
+        return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, still, gains_C, residual_BDTHW, lead or 0)
+    from torchport.kernels.convolution import dispatch
+
+    tape = _tape(x_BCTHW) if taps > 1 else None
+    request = dispatch.Request(edges, chunked=tape is not None, still=still, zoom=zoom)
+    scale, shift = scaling or (None, None)
+    first, carry = (None, None) if tape is None else (tape.first, tape.take())
+    beside = (gains_C, residual_BDTHW, scale, shift, carry, None if carry is None else first, lead)
+    run = functools.partial(dispatch.convolved, request)
+    out, left = engine.call_jax(run, x_BCTHW, weight_DCTHW, bias_D, *beside)
+    if tape is not None:
+        tape.leave(left)
+    result: torch.Tensor = out
+    return result
+
+
+def _starts(x_BCTHW: torch.Tensor) -> bool:
+    """Returns whether a video has no frames before those that count."""
+    tape, form = _tape(x_BCTHW), canvas.current()
+    frames = x_BCTHW.shape[2] if tape is None else x_BCTHW.shape[2] * tape.count
+    return form is canvas.NONE or form.lead_of(frames) == 0
+
+
+def _eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: bool,
+    still: bool,
+    gains: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    lead: int,
+) -> torch.Tensor:
+    if gains is not None:
+        x = functional.normalize(x, dim=1) * math.sqrt(x.shape[1]) * gains.view(-1, 1, 1, 1)
+        x = functional.silu(x)
+    x = functional.pad(x[:, :, lead:], (0, 0, 0, 0, lead, 0)) if lead else x
+    x = functional.pad(x, (1, 1, 1, 1, 0, 0), mode="replicate" if edges else "constant")
+    x = functional.pad(x, (0, 0, 0, 0, weight.shape[2] - 1, 0), mode="replicate" if still else "constant")
+    x = functional.conv3d(x, weight, bias)
+    return x if residual is None else x + residual
+
+
+def unfolded(
+    hidden_BCTHW: torch.Tensor, shortcut_BCTHW: torch.Tensor, repeats: int, *, makes_frames: bool
+) -> torch.Tensor:
+    """Returns the sum of a video and a shortcut, whose channels become positions: two of rows, of columns, of frames.
+
+    Of channels [B, r1 r2 r3 c, T, H, W] it makes [B, c, r1 T, r2 H, r3 W]; those of the shortcut are repeated for it. A
+    decoder that makes one frame of the first latent frame has no r1 there, and its channels lie in another order. Here
+    it becomes two equal ones, like every frame: `crop` leaves out what is too many.
+
+    Args:
+        hidden_BCTHW: The video.
+        shortcut_BCTHW: What is added.
+        repeats: How often each of its channels is taken.
+        makes_frames: Whether r1 is 2; else it is 1.
+    """
+    times = 2 if makes_frames else 1
+    out = _spread(hidden_BCTHW, times) + _spread(shortcut_BCTHW.repeat_interleave(repeats, dim=1), times)
+    if makes_frames:
+        first = _spread(hidden_BCTHW, 1)[:, :, :, :, : hidden_BCTHW.shape[1] // 8]
+        first = first + _spread(shortcut_BCTHW, 1).repeat_interleave(repeats // 2, dim=4)
+        out = torch.where(is_first(shortcut_BCTHW), first, out)
+    out = out.permute(0, 4, 5, 1, 6, 2, 7, 3)
+    batch, channels, frames, _, height, _, width, _ = out.shape
+    return out.reshape(batch, channels, frames * times, height * 2, width * 2)
+
+
+def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Returns channels by the positions that they become: [B, r1, 2, 2, c, T, H, W]."""
+    return x.reshape(x.shape[0], times, 2, 2, -1, *x.shape[2:])
+
+
+def with_frames_before(x_BCTHW: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns a video, or a chunk of it, after so many frames that come before it; before the first, they are 0."""
+    tape = _tape(x_BCTHW)
+    kept = None if tape is None else tape.take()
+    before = torch.zeros_like(x_BCTHW[:, :, :1]).repeat(1, 1, count, 1, 1) if kept is None else kept
+    x = torch.cat([before, x_BCTHW], 2)
+    if tape is not None:
+        tape.leave(x[:, :, x.shape[2] - count :])
+    return x
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    times = x.shape[4] // scale.shape[4]
+    scale, shift = (each.repeat_interleave(times, 3).repeat_interleave(times, 4) for each in (scale, shift))
+    return functional.silu(x * scale + shift).to(x.dtype)
+
+
+def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mean and variance of groups of channels, over all frames that upstream decodes together with each frame.
+
+    Padding does not count. It is for videos of `spread(..., paired=True)`.
+
+    Args:
+        x_BCTHW: A video, or the chunk of it that `by_chunks` is at.
+        groups: How many groups there are.
+
+    Returns:
+        Two of float32, [B, groups, T].
+    """
+    if engine.is_traced(x_BCTHW):
+        from torchport.kernels.convolution import moments
+
+        mean, variance = engine.call_jax(functools.partial(moments.of_frames, groups), x_BCTHW)
+    else:
+        grouped = x_BCTHW.float().reshape(x_BCTHW.shape[0], groups, -1, *x_BCTHW.shape[2:])
+        variance, mean = torch.var_mean(grouped, (2, 4, 5), correction=0)
+    batch_of_frame, counts = _batches(x_BCTHW)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+    def over_batch(each_BGT: torch.Tensor) -> torch.Tensor:  # no product of matrices, which a TPU rounds
+        return (each_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
+
+    together = over_batch(mean)
+    return together, over_batch(variance + (mean - together) ** 2)
+
+
+def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the batch of each frame, [T], and which frames count in each of the batches, [batches, T]."""
+    from torchport.kernels.convolution import chunks
+
+    frames, form, tape = x_BCTHW.shape[2], canvas.current(), chunks.current()
+    every = frames if tape is None else frames * tape.count
+    device, times = x_BCTHW.device, every // form.frames
+    first = torch.tensor(True).to(device) if tape is None else tape.first
+    numbers = torch.arange(frames).to(device)
+    pair = numbers // (2 * times)
+    # The first of an odd number of latent frames is decoded with the pair after it.
+    joined = pair.clamp(min=1) if form.lead and form.frames - form.tail > 2 else pair
+    batch = torch.where(first, joined, pair)
+    is_padding = first & (numbers < form.lead_of(every))
+    every_batch = torch.arange(frames // (2 * times)).to(device)[:, None]
+    return batch, ((batch == every_batch) & ~is_padding).float()
+
+
+def by_chunks(step: Layer, x_BCTHW: torch.Tensor, most: int = 8) -> torch.Tensor:
+    """Returns what a function makes of a video, a few frames at a time; only they are in memory at once.
+
+    All that looks back in time in it must be `conv3d` or `with_frames_before`.
+
+    Args:
+        step: Called with frames, returns frames: as many for each of them, or a multiple.
+        x_BCTHW: The video.
+        most: Frames of a chunk; they are fewer where this does not divide T.
+    """
+    frames = x_BCTHW.shape[2]
+    if not engine.is_traced(x_BCTHW) or frames <= most:
+        return step(x_BCTHW)
+    from torchport.kernels.convolution import chunks
+
+    size = math.gcd(most, frames)
+    video: torch.Tensor = engine.call_jax(functools.partial(chunks.scanned, step, size), x_BCTHW)
+    return video
+
+
+def through(layers: Sequence[Layer], last: Layer, x_BCTHW: torch.Tensor) -> torch.Tensor:
+    """Returns what layers make of a video, then `last`; from the last one that makes frames on, a few frames at a time.
+
+    Args:
+        layers: Those that make frames of others have `add_temporal_upsample`, which is then true.
+        last: What comes after them.
+        x_BCTHW: The video.
+    """
+    makes_frames = [n for n, layer in enumerate(layers) if getattr(layer, "add_temporal_upsample", False)]
+    count = makes_frames[-1] if makes_frames else 0
+
+    def run(layers: Sequence[Layer], x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, layer: layer(value), layers, x)
+
+    return by_chunks(functools.partial(run, [*layers[count:], last]), run(layers[:count], x_BCTHW))
+
+
+def frame_attention(
+    q_BCTHW: torch.Tensor, k_BCTHW: torch.Tensor, v_BCTHW: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:
+    """Returns attention of each latent position to all of its own frame, with one head.
+
+    Scores are computed for a frame of queries at a time.
+
+    Args:
+        q_BCTHW: Queries.
+        k_BCTHW: Keys.
+        v_BCTHW: Values.
+        causal: Whether it sees all earlier frames, too.
+    """
+    if engine.is_traced(q_BCTHW):
+        from torchport.kernels.convolution import frame_attention as form
+
+        out: torch.Tensor = engine.call_jax(functools.partial(form.attention, causal), q_BCTHW, k_BCTHW, v_BCTHW)
+        return out
+    frames = q_BCTHW.shape[2]
+    q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]
+    seen = [slice(0 if causal else n, n + 1) for n in range(frames)]
+    outs = [
+        functional.scaled_dot_product_attention(q[:, n], k[:, some].flatten(1, 2), v[:, some].flatten(1, 2))
+        for n, some in enumerate(seen)
+    ]
+    return torch.stack(outs, 1).permute(0, 3, 1, 2).reshape(q_BCTHW.shape)

@@ -1,0 +1,538 @@
+"""A 3 x 3 x 3 convolution, causal in time, of one device's part of a video: a Pallas kernel for TPU.
+
+Rows, columns, frames and channels lie in this order, so that a step in space is another address and frames fill the
+sublanes. A grid step makes one row. It puts the next row of the input into a ring of three, normalised and split into
+bfloat16 parts, and multiplies 256 positions at a time with the weights of a tap in space. The three taps in time are
+columns of one product. They are added in the end, one and two frames later: what is due after the last frame is
+carried to the next chunk as a sum, so that no frame is computed twice or kept.
+
+The parts are `x = high + middle + low`, each of 8 bits. Of two parts three products are made and of three six: all but
+those whose size is that of the rounding. On v6e the matrix units are 95 % busy at 256 channels and more, and 64 % at
+128, whose columns fill them by three quarters (by the instruction schedule, libtpu 0.0.52).
+
+More than 400 lines: one kernel, with all that must follow it when it changes (its blocks, its loops, its bytes).
+
+Shapes: H rows, W columns, T frames, C channels in, D channels out, P parts; N = 3 B columns of B channels out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+ROWS = 256
+"""Positions of one product: the weights, which have to be loaded for each, are loaded less often with more."""
+BLOCK = 256
+"""Channels out of one grid step: three times as many columns fill the matrix units."""
+VMEM = 110 * 2**20
+"""Bytes of vector memory that a kernel may take of the 128 MiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv:
+    """What is known of a convolution before it is traced.
+
+    Attributes:
+        height: H of the output.
+        width: W.
+        frames: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
+        inputs: C.
+        outputs: D.
+        parts: 1 for products of bfloat16, 2 for three of them, 3 for six.
+        taps: Of time: 3, or 1.
+        edges: Whether what is outside is the nearest row or frame; otherwise it is 0.
+        rows: Whether the input has a row more at each end.
+        normal: Whether the input goes through RMSNorm and SiLU first.
+        residual: Whether something is added to the output.
+        carried: Whether there are chunks before and after this one.
+        led: Whether some of its frames, from the first on, may count as 0.
+        dtype: Of input, output and residual.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns of the output each of the input's becomes first.
+        scaled: How many rows and columns of the output have one scale and shift, which the input goes through first,
+            and then SiLU; 0: there are none.
+    """
+
+    height: int
+    width: int
+    frames: int
+    inputs: int
+    outputs: int
+    parts: int
+    taps: int = 3
+    edges: bool = True
+    rows: bool = False
+    normal: bool = False
+    residual: bool = False
+    carried: bool = False
+    led: bool = False
+    dtype: str = "float32"
+    still: bool | None = None
+    zoom: int = 1
+    scaled: int = 0
+
+    @property
+    def channels(self) -> int:
+        """C, as the ring has it."""
+        return -(-self.inputs // LANES) * LANES
+
+    @property
+    def depth(self) -> int:
+        """Channels of a tap in a product: C, in whole registers of the weights."""
+        return -(-self.inputs // 16) * 16
+
+    @property
+    def together_taps(self) -> int:
+        """Taps in space of one product, which leave little of a matrix unit's depth of 256 empty."""
+        whole = BLOCK % self.depth == 0 or self.depth % BLOCK == 0
+        return max(1, (BLOCK if whole else 3 * BLOCK) // self.depth)
+
+    @property
+    def pitch(self) -> int:
+        """Columns of a tap in time: B, or a few where all taps fit the lanes."""
+        return LANES // 4 if self.taps == 3 and self.outputs <= LANES // 4 else self.block
+
+    @property
+    def sums(self) -> int:
+        """N."""
+        return -(-self.taps * self.pitch // LANES) * LANES
+
+    @property
+    def block(self) -> int:
+        """B."""
+        return min(BLOCK, -(-self.outputs // LANES) * LANES)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of channels out there are."""
+        return -(-self.outputs // self.block)
+
+    @property
+    def columns(self) -> int:
+        """Columns of one product's positions: a divisor of W."""
+        fits = [n for n in range(1, self.width + 1) if self.width % n == 0 and n * self.frames <= 2.5 * ROWS]
+        return min(fits or [1], key=lambda n: (abs(n * self.frames - ROWS), n % 8 != 0))
+
+    @property
+    def together(self) -> int:
+        """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
+        if not self.normal and not self.scaled:
+            return self.width
+        unit = max(self.zoom, self.scaled, 1)
+        most = max(1, 64 * 1024 // (self.frames * self.channels * unit))
+        return unit * max(n for n in range(1, most + 1) if self.width // unit % n == 0)
+
+    @property
+    def split(self) -> bool:
+        """Whether the ring holds parts; float32 is split for each tap where bfloat16 does not fill its sublanes."""
+        return self.frames % 16 == 0
+
+    @property
+    def products(self) -> list[tuple[int, int]]:
+        """Which parts of the input meet which of the weights, the largest last."""
+        every = [(a, b) for a in range(self.parts) for b in range(self.parts) if a + b < self.parts]
+        return sorted(every, key=lambda pair: -sum(pair))
+
+    @property
+    def name(self) -> str:
+        """Names the kernel in a program."""
+        ways = (self.normal, self.residual, self.carried, self.led)
+        flags = "".join(letter for letter, on in zip("nrcl", ways, strict=True) if on)
+        flags += f"z{self.zoom}" if self.zoom > 1 else ""
+        flags += f"s{self.scaled}" if self.scaled else ""
+        sizes = f"{self.height}x{self.width}x{self.frames}_{self.inputs}_{self.outputs}"
+        return f"conv{self.taps}_{sizes}_p{self.parts}{flags}_{jnp.dtype(self.dtype).itemsize}"
+
+
+def parts_of(x: jax.Array, count: int) -> list[jax.Array]:
+    """Returns bfloat16 arrays whose sum is x, to 8 bits for each of them."""
+    parts: list[jax.Array] = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x.astype(jnp.float32) - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
+    """Returns PyTorch's weights as the kernel takes them: parts [blocks, 9 depth, N], bfloat16."""
+    outputs, inputs = weight_DCTHW.shape[:2]
+    padded = jnp.pad(
+        weight_DCTHW,
+        ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0)),
+    )
+    every = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
+    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
+    every = jnp.pad(every, ((0, 0), (0, 0), (0, conv.sums - every.shape[2])))
+    return parts_of(every, conv.parts)
+
+
+def convolved(
+    conv: Conv,
+    x: jax.Array,
+    sides: tuple[jax.Array, jax.Array],
+    weights: list[jax.Array],
+    bias: jax.Array,
+    *,
+    gains: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    shift: jax.Array | None = None,
+    carry: jax.Array | None = None,
+    first: jax.Array | None = None,
+    lead: jax.Array | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the convolution, and what it adds to the first two frames of the next chunk.
+
+    Args:
+        conv: Its sizes and forms.
+        x: [H, W, T, C], with `conv.rows` [H + 2, W, T, C]; H and W divided by `conv.zoom`.
+        sides: The columns before and after it, of as many rows, [H, 1, T, C].
+        weights: From `weights_of`.
+        bias: [D].
+        gains: [C] of the norm.
+        residual: [H, W, T, D].
+        scale: float32 [H, W + 2, T, C], with `conv.rows` [H + 2, W + 2, T, C]; H and W divided by `conv.scaled`. The
+            first column and the last are those of the sides. It is 0 outside the video, and so is the shift.
+        shift: Like the scale.
+        carry: [2, H, W, D] float32, from the chunk before.
+        first: Whether there is no chunk before, int32 [1]; what `conv.still` says then counts as all before.
+        lead: With `conv.led`, how many frames of the input count as 0, int32 [1] or [].
+        interpret: Run it as plain JAX.
+
+    Returns:
+        [H, W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
+    """
+    numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
+    numbers = [number.reshape(1).astype(jnp.int32) for number in numbers]
+    operands: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
+    operands += [_row(gains, conv.channels)] if conv.normal else []
+    operands += [residual] if conv.residual else []
+    operands += [scale, shift] if conv.scaled else []
+    operands += [carry] if conv.carried else []
+    outputs = pl.pallas_call(
+        functools.partial(_kernel, conv),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(conv.blocks, conv.height + 2),
+            in_specs=_inputs(conv),
+            out_specs=_outputs(conv),
+            scratch_shapes=_scratch(conv),
+        ),
+        out_shape=_shapes(conv),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+        interpret=interpret,
+        name=conv.name,
+    )(*numbers, *operands)
+    return outputs[0], outputs[1] if conv.carried else None
+
+
+def _row(vector: jax.Array | None, size: int) -> jax.Array:
+    assert vector is not None
+    return jnp.pad(vector.astype(jnp.float32), (0, size - vector.shape[0]))[None]
+
+
+def _inputs(conv: Conv) -> list[pl.BlockSpec]:
+    """Returns the blocks of the operands, at each block of channels out and each row of the input."""
+
+    def row(times: int) -> Callable[..., tuple[Any, ...]]:
+        """Returns the block of an array that has a row for so many."""
+
+        def here(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+            inside = jnp.clip(s - 1, 0, conv.height - 1) // times
+            return ((s - 1 + times) // times if conv.rows else inside, 0, 0, 0)
+
+        return here
+
+    def made(n: Any, s: Any, *numbers: Any) -> tuple[Any, ...]:
+        return (jnp.maximum(s - 2, 0), 0, 0, n)
+
+    def line(width: int, times: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, width, conv.frames, conv.inputs), row(times))
+
+    block = min(conv.block, conv.outputs)
+    weights = pl.BlockSpec((1, 9 * conv.depth, conv.sums), lambda n, s, *numbers: (n, 0, 0), pipeline_mode=_once())
+    specs = [line(conv.width // conv.zoom, conv.zoom), *[line(1, conv.zoom)] * 2, *[weights] * conv.parts]
+    specs.append(pl.BlockSpec((1, conv.block), lambda n, s, *numbers: (0, n)))
+    specs += [pl.BlockSpec((1, conv.channels), lambda n, s, *numbers: (0, 0))] if conv.normal else []
+    specs += [pl.BlockSpec((1, conv.width, conv.frames, block), made)] if conv.residual else []
+    specs += [line(conv.width // conv.scaled + 2, conv.scaled)] * 2 if conv.scaled else []
+    return specs + ([_carry_block(conv)] if conv.carried else [])
+
+
+def _once() -> Any:
+    return pl.Buffered(1)
+
+
+def _carry_block(conv: Conv) -> pl.BlockSpec:
+    block = min(conv.block, conv.outputs)
+    return pl.BlockSpec((2, 1, conv.width, block), lambda n, s, *numbers: (0, jnp.maximum(s - 2, 0), 0, n))
+
+
+def _outputs(conv: Conv) -> list[pl.BlockSpec]:
+    block = min(conv.block, conv.outputs)
+    made = pl.BlockSpec((1, conv.width, conv.frames, block), lambda n, s, *numbers: (jnp.maximum(s - 2, 0), 0, 0, n))
+    return [made, *([_carry_block(conv)] if conv.carried else [])]
+
+
+def _shapes(conv: Conv) -> list[jax.ShapeDtypeStruct]:
+    made = jax.ShapeDtypeStruct((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype)
+    carry = jax.ShapeDtypeStruct((2, conv.height, conv.width, conv.outputs), jnp.float32)
+    return [made, *([carry] if conv.carried else [])]
+
+
+def _scratch(conv: Conv) -> list[Any]:
+    ring = (3, conv.width + 2, conv.frames, conv.channels)
+    rings = [pltpu.VMEM(ring, jnp.bfloat16)] * conv.parts if conv.split else [pltpu.VMEM(ring, jnp.float32)]
+    # Slabs of 128 columns: every so-manieth row can be read of no wider array.
+    slabs = (conv.sums // LANES, conv.columns * conv.frames, LANES)
+    return [pltpu.VMEM(slabs, jnp.float32), *rings]
+
+
+def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
+    """One row of the input comes in, and one of the output goes out."""
+    names = ["x", "left", "right", *[f"weight{n}" for n in range(conv.parts)], "bias"]
+    flags = (("gains", conv.normal), ("residual", conv.residual), ("scale", conv.scaled), ("shift", conv.scaled))
+    more = (("carry", conv.carried), ("out", True), ("next", conv.carried), ("sums", True))
+    names += [name for name, on in (*flags, *more) if on]
+    step = _Step(
+        conv, dict(zip(names, refs, strict=False)), refs[len(names) :], first[0] == 1, lead[0], pl.program_id(1)
+    )
+    step.take_row()
+    pl.when(step.row >= 2)(step.make_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One step of the grid.
+
+    Attributes:
+        conv: The convolution.
+        ref: The operands, the outputs and the sums, by name.
+        rings: The last three rows of the input, with a column more at each end: one array for each part.
+        is_first: Whether there is no chunk before.
+        lead: How many frames count as 0.
+        row: The input's row, of H + 2.
+    """
+
+    conv: Conv
+    ref: dict[str, Any]
+    rings: Any
+    is_first: Any
+    lead: Any
+    row: Any
+
+    def take_row(self) -> None:
+        """Puts a row of the input into the ring, with the column before it and the one after it."""
+        conv, some = self.conv, self.conv.together
+
+        def put(number: Any, _: Any) -> Any:
+            x = self._columns("x", number * (some // conv.zoom), some, conv.zoom)
+            beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
+            self._put(x, 1 + number * some, beside)
+            return 0
+
+        scaling = ("scale", "shift") if conv.scaled else ()
+        if some < conv.width:
+            jax.lax.fori_loop(0, conv.width // some, put, 0)
+        else:
+            put(0, 0)
+        for side, column in (("left", 0), ("right", conv.width + 1)):
+            last = 0 if column == 0 or not conv.scaled else conv.width // conv.scaled + 1
+            self._put(self._columns(side, 0, 1, 1), column, [self._columns(name, last, 1, 1) for name in scaling])
+
+    def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
+        """Returns columns of an operand's row, [count, T, C] in float32, where each counts so many times."""
+        conv = self.conv
+        x = self.ref[name][0, pl.ds(start, count // times)].astype(jnp.float32)
+        if conv.channels != conv.inputs:
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, conv.channels - conv.inputs)))
+        if times == 1:
+            return x
+        return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(count, *x.shape[1:])
+
+    def _put(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
+        conv = self.conv
+        if conv.scaled:
+            x = x * scaling[0] + scaling[1]
+            x = x * jax.nn.sigmoid(x)
+        if conv.normal:
+            x = _activated(x, self.ref["gains"][...], conv.inputs)
+        if not conv.edges and not conv.rows:
+            x = jnp.where(jnp.logical_or(self.row == 0, self.row == conv.height + 1), 0.0, x)
+        if conv.led:
+            x = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1) >= self.lead, x, 0.0)
+        for ring, part in zip(self.rings, parts_of(x, conv.parts) if conv.split else [x], strict=True):
+            ring[self.row % 3, pl.ds(column, x.shape[0])] = part
+
+    def make_row(self) -> None:
+        """Makes a row of the output, some columns at a time."""
+        count, columns = self.conv.width // self.conv.columns, self.conv.columns
+
+        def make(number: Any, _: Any) -> Any:
+            self._make_columns(number * columns)
+            return 0
+
+        if columns % 8 == 0 or not self.conv.carried:
+            jax.lax.fori_loop(0, count, make, 0)
+        else:  # the carry's columns are sublanes, and cannot be cut anywhere by a number that is not known yet
+            for number in range(count):
+                make(number, 0)
+
+    def _make_columns(self, start: Any) -> None:
+        sums = self.ref["sums"]
+        if self.conv.channels > BLOCK:  # a loop, which keeps the kernel's code short
+            sums[...] = jnp.zeros_like(sums)
+
+        def add(row: Any, _: Any) -> Any:
+            product = self._product(start, row, 3)
+            for n in range(sums.shape[0]):
+                sums[n] += product[:, n * LANES : (n + 1) * LANES]
+            return 0
+
+        if self.conv.channels > BLOCK:
+            jax.lax.fori_loop(0, 3, add, 0)
+        else:
+            product = self._product(start, 0, 9)
+            for n in range(sums.shape[0]):
+                sums[n] = product[:, n * LANES : (n + 1) * LANES]
+        self._finish(start)
+
+    def _product(self, start: Any, group: Any, count: int) -> jax.Array:
+        """Returns the sum of products of a group of taps in space, [columns * T, N]."""
+        conv = self.conv
+        total: Any = None
+        for tap in range(0, count, conv.together_taps):
+            some = range(tap, min(tap + conv.together_taps, count))
+            lhs = [self._positions(start, group, n, count) for n in some]
+            joined = [jnp.concatenate(each, -1) if len(each) > 1 else each[0] for each in zip(*lhs, strict=True)]
+            here = pl.ds((group * count + tap) * conv.depth, len(some) * conv.depth)
+            for mine, theirs in conv.products:
+                weight = self.ref[f"weight{theirs}"][0, here]
+                product = jnp.dot(joined[mine], weight, precision="default", preferred_element_type=jnp.float32)
+                total = product if total is None else total + product
+        return total
+
+    def _positions(self, start: Any, group: Any, number: int, count: int) -> list[jax.Array]:
+        """Returns the parts of the positions that a tap in space meets, [columns * T, depth]."""
+        conv = self.conv
+        row, column = (number // 3, number % 3) if count == 9 else (group, number)
+        slot = (self.row + row + 1) % 3  # the output's row is two behind the input's
+        rows = [ring[slot, pl.ds(start + column, conv.columns)] for ring in self.rings]
+        rows = [x.reshape(conv.columns * conv.frames, conv.channels)[:, : conv.depth] for x in rows]
+        return rows if conv.split else parts_of(rows[0], conv.parts)
+
+    def _finish(self, start: Any) -> None:
+        """Adds the taps in time, each some frames later, and the bias; keeps what is due after the last frame."""
+        conv, here = self.conv, pl.ds(start, self.conv.columns)
+        total = [x.reshape(conv.columns, conv.frames, conv.block) for x in self._taps(slice(None))]
+        out = total[-1] + self.ref["bias"][...]
+        if conv.taps == 3:
+            number = jax.lax.broadcasted_iota(jnp.int32, (1, conv.frames, 1), 1)
+            out = out + jnp.where(number >= 1, pltpu.roll(total[1], 1, 1), 0.0)
+            out = out + jnp.where(number >= 2, pltpu.roll(total[0], 2, 1), 0.0)
+            for n, before in enumerate(self._before(here)):
+                out = out + jnp.where(number == n, before[:, None, :], 0.0)
+        if conv.carried:
+            last, other = (self._taps(self._frame(conv.frames - n)) for n in (1, 2))
+            width = self.ref["next"].shape[-1]
+            self.ref["next"][0, 0, here] = (other[0] + last[1])[:, :width]
+            self.ref["next"][1, 0, here] = last[0][:, :width]
+        out = out[..., : self.ref["out"].shape[-1]]
+        if conv.residual:
+            out = out + self.ref["residual"][0, here].astype(jnp.float32)
+        self.ref["out"][0, here] = out.astype(conv.dtype)
+
+    def _taps(self, rows: Any) -> list[jax.Array]:
+        """Returns rows of the sums, those of each tap in time."""
+        if self.conv.pitch < LANES:
+            every = self.ref["sums"].at[0][rows]
+            return [every, *(pltpu.roll(every, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
+        slabs = self.conv.block // LANES
+        parts = [[self.ref["sums"].at[n * slabs + m][rows] for m in range(slabs)] for n in range(self.conv.taps)]
+        return [jnp.concatenate(part, -1) for part in parts]
+
+    def _frame(self, number: int) -> Any:
+        """Returns where the rows of one frame are."""
+        return pl.ds(number, self.conv.columns, stride=self.conv.frames)
+
+    def _before(self, here: Any) -> list[jax.Array]:
+        """Returns what earlier frames add to the first two, [columns, B] each."""
+        head = self._taps(self._frame(0))
+        still = self.conv.edges if self.conv.still is None else self.conv.still
+        begin = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
+        if not self.conv.carried:
+            return begin if still else []
+        missing = self.conv.block - self.ref["carry"].shape[-1]
+        carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
+        return [jnp.where(self.is_first, mine, one) for mine, one in zip(begin, carry, strict=True)]
+
+
+def _activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
+    """Returns SiLU of RMSNorm, as `torch.nn.functional.normalize` computes it."""
+    length = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    x = x / jnp.maximum(length, 1e-12) * channels**0.5 * gains
+    return x * jax.nn.sigmoid(x)
+
+
+def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Returns a kernel and its operands' shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
+    conv = Conv(**sizes)
+    shape = jax.ShapeDtypeStruct
+    rows = conv.height // conv.zoom + 2 * conv.rows
+    x = shape((rows, conv.width // conv.zoom, conv.frames, conv.inputs), conv.dtype)
+    side = shape((rows, 1, conv.frames, conv.inputs), conv.dtype)
+    weight = shape((conv.blocks, 9 * conv.depth, conv.sums), jnp.bfloat16)
+    scaling = None
+    if conv.scaled:
+        size = (conv.height // conv.scaled + 2 * conv.rows, conv.width // conv.scaled + 2)
+        scaling = shape((*size, conv.frames, conv.inputs), jnp.float32)
+    more = {
+        "gains": shape((conv.inputs,), jnp.float32) if conv.normal else None,
+        "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
+        "scale": scaling,
+        "shift": scaling,
+        "carry": shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
+        "first": shape((1,), jnp.int32) if conv.carried else None,
+        "lead": shape((1,), jnp.int32) if conv.led else None,
+    }
+    keys = [key for key, value in more.items() if value is not None]
+
+    def call(x: Any, left: Any, right: Any, bias: Any, *rest: Any) -> Any:
+        weights, others = list(rest[: conv.parts]), dict(zip(keys, rest[conv.parts :], strict=True))
+        return convolved(conv, x, (left, right), weights, bias, **others)
+
+    bias = shape((conv.outputs,), jnp.float32)
+    return call, [x, side, side, bias, *[weight] * conv.parts, *(more[key] for key in keys)]
+
+
+def trips(conv: Conv) -> tuple[int, ...]:
+    """Returns how often the kernel's loops run, in the order of their starts: see `torchport.plan.tpu.cost.Trips`."""
+    tiles = conv.width // conv.columns
+    deep = (3,) if conv.channels > BLOCK else ()
+    if conv.columns % 8 == 0 or not conv.carried:
+        inner: tuple[int, ...] = (*((tiles,) if tiles > 1 else ()), *deep)
+    else:
+        inner = deep * tiles
+    some = conv.width // conv.together
+    return (conv.blocks * (conv.height + 2), *((some,) if some > 1 else ()), *inner)
+
+
+def moved(conv: Conv) -> int:
+    """Returns the bytes that a call reads from HBM and writes there."""
+    size, positions = jnp.dtype(conv.dtype).itemsize, conv.height * conv.width
+    inputs = conv.blocks * positions // conv.zoom**2 * conv.frames * conv.inputs * size
+    if conv.scaled:
+        columns = conv.height // conv.scaled * (conv.width // conv.scaled + 2)
+        inputs += 2 * 4 * conv.blocks * columns * conv.frames * conv.inputs
+    outputs = positions * conv.frames * conv.outputs * size * (1 + conv.residual)
+    carries = 2 * 2 * 4 * positions * conv.outputs * conv.carried
+    return inputs + outputs + carries + 2 * 9 * conv.parts * conv.depth * conv.blocks * conv.sums

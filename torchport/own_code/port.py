@@ -1,0 +1,294 @@
+"""A module that somebody has loaded already becomes a program on a mesh, and is called as before."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import AxisType, Mesh
+from torch.utils import _pytree
+
+from torchport import load, shard
+from torchport.compile import failure, network, rules
+from torchport.config import Document, Frozen, validated
+from torchport.config.card import Axis, Card, Implementation, Rule
+from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
+from torchport.own_code.applied import Session, sessions
+from torchport.task.devices import hush_libtpu
+
+CALL = "(call)"
+"""The name of the static argument that says how a module is called; no parameter has it."""
+CONSTANTS = bool | int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | None
+"""What a module may return beside tensors."""
+
+
+def port(
+    module: torch.nn.Module,
+    *,
+    strategy: str | Mapping[str, object] | None = None,
+    mesh: Mapping[Axis, int] | Mesh | None = None,
+    component: str | None = None,
+    inputs: Sequence[Mapping[str, object]] = (),
+    attention: Implementation | None = None,
+) -> torch.nn.Module:
+    """Returns a module that is compiled on a mesh at its first call, and at each call with other shapes.
+
+    It takes what `module` takes, with tensors of the host, and returns what that returns, on the host. Call it inside
+    the same `torchport.applied(...)`. It takes `module` over: the weights go to the devices.
+
+    Args:
+        module: With its weights, in the host's memory, in evaluation mode.
+        strategy: The name of one of the card's strategies, or own rules for this module in a card's words:
+            `{"weights": [{"match": ".*", "spec": "replicate"}], "inputs": [...]}`, also as text of YAML. By default the
+            card's first.
+        mesh: Sizes of the axes, `{"dp": 2, "tp": 4}`, or a mesh of JAX's with these names. By default one device.
+        component: The card's name for the module; by default the one whose class it is.
+        inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
+        attention: The implementation of attention; by default the platform's own.
+
+    Returns:
+        The ported module. Under `backend="original"` it is `module` itself.
+
+    Raises:
+        BadValueError: There are no patches in force, or it is no module, or is training.
+        UnknownNameError: There is no such strategy or component.
+        ShardError: Rules that do not fit the module, or a mesh that does not fit it or the devices.
+    """
+    if not sessions:
+        remedy = "Call it inside `with torchport.applied(...)`, or start the script with torchport exec"
+        raise BadValueError("port", "No patches are in force, and torchax needs some to trace", remedy)
+    if not isinstance(module, torch.nn.Module):
+        fact = f"It is of the type {type(module).__name__}, and no torch.nn.Module"
+        raise BadValueError("port", fact, "Pass a network, such as the pipeline's transformer")
+    session = sessions[-1]
+    if session.backend == "original":
+        return module
+    if module.training:
+        raise BadValueError("port", "The module is in training mode, where dropout is random", "Call its eval() first")
+    written = _rules(module, session, strategy or session.choice.strategy, component, inputs)
+    placed_on = _mesh(mesh if mesh is not None else session.choice.mesh or {})
+    sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
+    config = load.configuration(module) if hasattr(module, "config") else {}
+    rules.check(written, config, sizes)
+    return Ported(module, written, placed_on, session, attention or session.choice.attention)
+
+
+def _rules(
+    module: torch.nn.Module,
+    session: Session,
+    strategy: str | Mapping[str, object] | None,
+    component: str | None,
+    inputs: Sequence[Mapping[str, object]],
+) -> rules.Rules:
+    """Returns what is said of a module: by the card, or by its caller."""
+    is_name = strategy is None or (isinstance(strategy, str) and strategy.isidentifier())
+    if not is_name:
+        if inputs:
+            fact = "'strategy' has rules for inputs already"
+            raise BadValueError("port(inputs=...)", fact, "Put them there")
+        assert strategy is not None
+        return rules.of_caller(component or type(module).__name__, strategy)
+    if session.card is None or session.document is None:
+        fact = f"It is {strategy!r}, and no model's card is in force"
+        raise BadValueError(rules.PLACE, fact, 'Name a model, `torchport.applied("...")`, or pass rules of your own')
+    extra = validated(_Inputs, Document("port(inputs=...)", {"inputs": [dict(rule) for rule in inputs]}, {})).inputs
+    name = component or _component(module, session.card)
+    first = next(iter(session.card.strategies))
+    return rules.of_card(session.card, session.document, str(strategy or first), name, extra)
+
+
+class _Inputs(Frozen):
+    inputs: list[Rule]
+
+
+def _component(module: torch.nn.Module, card: Card) -> str:
+    """Returns the network of a card whose class a module is of.
+
+    Raises:
+        UnknownNameError: There is none, or there are two.
+    """
+    path = f"{type(module).__module__}:{type(module).__qualname__}"
+    networks = [name for name in card.components if any(name in each.weights for each in card.strategies.values())]
+    names = [name for name in networks if card.components[name].class_.rpartition(":")[2] == type(module).__name__]
+    if len(names) != 1:
+        which = f"{' and '.join(names)} are" if names else "None of its networks is"
+        fact = f"The module is a {path}. {which} of that class in the card of '{card.model}'"
+        raise UnknownNameError("port", fact, f"Name its network with component=: {', '.join(networks)}", name=path)
+    return names[0]
+
+
+def _mesh(mesh: Mapping[Axis, int] | Mesh) -> Mesh:
+    """Returns a mesh with all axes named, of the first devices of the process or of those that are given.
+
+    Raises:
+        UnknownNameError: An axis of another name.
+        MeshError: More devices than there are.
+    """
+    sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
+    for axis in sizes:
+        if axis not in shard.AXES:
+            fact = f"There is no axis '{axis}'"
+            raise UnknownNameError(rules.MESH, fact, nearest(str(axis), shard.AXES), name=str(axis))
+    if isinstance(mesh, Mesh):
+        order = [list(mesh.axis_names).index(axis) for axis in shard.AXES if axis in sizes]
+        devices = mesh.devices.transpose(order).reshape([sizes.get(axis, 1) for axis in shard.AXES])
+        return Mesh(devices, shard.AXES, axis_types=(AxisType.Auto,) * len(shard.AXES))
+    hush_libtpu()
+    there, count = jax.devices(), math.prod(sizes.values())
+    if count > len(there):
+        shard.check_mesh(sizes, len(there), f"this process ({there[0].platform})", rules.MESH)
+    if count < 1:
+        raise MeshError(rules.MESH, f"It takes {count} devices", "Give each axis a size of 1 or more")
+    return shard.make_mesh(sizes, there[:count])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a call is beside its tensors, which are the program's inputs.
+
+    Attributes:
+        tree: Of the arguments.
+        fixed: The leaves that are no tensors; None where there is one.
+        names: The names of the tensors, in the order of the tree.
+        autocast: The regions that the call is in.
+    """
+
+    tree: Any
+    fixed: tuple[Any, ...]
+    names: tuple[str, ...]
+    autocast: tuple[Any, ...]
+
+
+class Ported(torch.nn.Module):
+    """A module whose forward is a program. Its other attributes are those of the module that it was.
+
+    Args:
+        module: It is taken over.
+        written: What is said of it.
+        mesh: The devices.
+        session: The patches.
+        attention: The implementation.
+
+    Attributes:
+        compiled: Its programs.
+        original: The module; its parameters have shapes, and no values.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        written: rules.Rules,
+        mesh: Mesh,
+        session: Session,
+        attention: Implementation | None,
+    ) -> None:
+        super().__init__()
+        vars(self)["original"] = module  # no submodule: `to` and `state_dict` would find parameters without values
+        self.session = session
+        self.signature = inspect.signature(module.forward)
+        self.outputs: dict[_Call, tuple[Any, list[Any]]] = {}
+        trace = session.ledger.trace()
+        self.compiled = network.ported(module, written, mesh, how=self._traced, trace=trace, attention=attention)
+        self.training = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs and outputs are: on the host."""
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the module that it was."""
+        return getattr(vars(self)["original"], name)
+
+    def train(self, mode: bool = True) -> Ported:
+        """Refuses training.
+
+        Raises:
+            BadValueError: `mode` is True.
+        """
+        if mode:
+            raise BadValueError(self.compiled.network.name, "A ported module has no gradients", "Train it before port")
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module returns for these arguments, on the host.
+
+        Raises:
+            UnmatchedError: An input that no rule matches.
+            MeshError: A dim that its axes do not divide.
+            StaleTraceError: It is compiled outside of its patches.
+            BadValueError: An argument that is neither tensors nor a constant.
+        """
+        call, tensors = self._sorted(args, kwargs)
+        with failure.explained(self._owners()), self.session.operators():
+            (tensors_out,) = self.compiled(**tensors, **{CALL: call})
+        # A rule for inputs must match one in the first call; a later call may lack what is optional.
+        self.compiled.network = dataclasses.replace(self.compiled.network, spare=True)
+        tree, fixed = self.outputs[call]
+        waiting = iter(tensors_out)
+        return _pytree.tree_unflatten([next(waiting) if leaf is _TENSOR else leaf for leaf in fixed], tree)
+
+    def _sorted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, dict[str, torch.Tensor]]:
+        """Returns a call without its tensors, and those by name."""
+        bound = self.signature.bind(*args, **kwargs)
+        leaves, tree = _pytree.tree_flatten_with_path(dict(bound.arguments))
+        rest = {p.name for p in self.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+        tensors, fixed = {}, []
+        for path, leaf in leaves:
+            keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+            name = ".".join(keys[1:] if keys[0] in rest else keys)
+            if isinstance(leaf, torch.Tensor):
+                tensors[name] = leaf
+                fixed.append(_TENSOR)
+            else:
+                fixed.append(self._constant(name, leaf))
+        regions = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
+        return _Call(tree, tuple(fixed), tuple(tensors), tuple(regions)), tensors
+
+    def _owners(self) -> failure.Owners:
+        """Returns whose code the module runs. Its own package is upstream also where no card names it."""
+        session, package = self.session, type(self.original).__module__.partition(".")[0]
+        return failure.Owners(
+            session.pack,
+            session.card,
+            session.document,
+            lambda: [record.entry for record in session.ledger.records],
+            others=frozenset({package} - {"__main__"}),  # a script can be edited, and no patch can name it
+        )
+
+    def _constant(self, name: str, value: Any) -> Any:
+        try:
+            hash(value)
+        except TypeError as error:
+            fact = f"'{name}' is of the type {type(value).__name__}, and becomes no constant of a program"
+            remedy = "Pass tensors, in tuples, lists and dicts, and constants"
+            raise BadValueError(self.compiled.network.name, fact, remedy, name=name) from error
+        return value
+
+    def _traced(self, module: torch.nn.Module, **inputs: Any) -> tuple[tuple[torch.Tensor, ...]]:
+        """Calls the module while it is traced, and keeps the form of what it returns."""
+        call: _Call = inputs.pop(CALL)
+        waiting = iter(call.names)
+        leaves = [inputs[next(waiting)] if leaf is _TENSOR else leaf for leaf in call.fixed]
+        arguments = _pytree.tree_unflatten(leaves, call.tree)
+        bound = inspect.BoundArguments(self.signature, arguments)
+        returned, tree = _pytree.tree_flatten(module(*bound.args, **bound.kwargs))
+        for leaf in returned:
+            if not isinstance(leaf, torch.Tensor | CONSTANTS):
+                fact = f"It returns a '{type(leaf).__name__}', of which PyTorch knows no tensors"
+                remedy = "Return tensors in tuples, lists and dicts, or an output class of diffusers or transformers"
+                raise BadValueError(self.compiled.network.name, fact, remedy)
+        self.outputs[call] = tree, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in returned]
+        return (tuple(leaf for leaf in returned if isinstance(leaf, torch.Tensor)),)
+
+
+class _Tensor:
+    """Stands where a tensor is."""
+
+
+_TENSOR = _Tensor()

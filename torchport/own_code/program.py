@@ -1,0 +1,153 @@
+"""The process of `torchport exec`: what is done in it before the first line of the script, and after the last."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, get_args
+
+from torchport.config import machine
+from torchport.config.card import Axis, Implementation
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
+from torchport.own_code.applied import Choice, Session, applied
+from torchport.patch.patch_set import unreached
+from torchport.processes import script
+from torchport.progress import log
+
+_entered = contextlib.ExitStack()
+"""Of this process: its patches, for as long as it lives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """The command line of `torchport exec`.
+
+    Attributes:
+        model: A model card.
+        words: The script and its arguments, or `-m` and a module.
+        upstream_path: The checkout of an upstream that is no installed package.
+        backend: `torchax`, or `original`.
+        patches: Further patches.
+        strategy: What a compiled network is sharded by; by default the card's first.
+        mesh: Sizes of the axes, `dp=2,tp=4`; by default one device.
+        machine: The devices, such as `cpu:8`; by default what JAX finds.
+        attention: The implementation of attention.
+        paths: The packs.
+    """
+
+    model: str
+    words: Sequence[str]
+    upstream_path: str | None = None
+    backend: str = "torchax"
+    patches: Sequence[str] = ()
+    strategy: str | None = None
+    mesh: str | None = None
+    machine: str | None = None
+    attention: Implementation | None = None
+    paths: Sequence[str] = ()
+
+
+def run(flags: Flags) -> None:
+    """Becomes the script, under the patches; does not return.
+
+    Raises:
+        BadValueError: There is no such script, a mesh that is none, or a flag that the original does not read.
+        UnknownNameError: There is no such strategy or implementation of attention.
+    """
+    script.check(flags.words)
+    axes_of(flags.mesh)
+    if flags.machine is not None:
+        machine.parse_machine(flags.machine, f"--machine {flags.machine}")
+    if flags.backend == "original":
+        for name in ("strategy", "mesh", "machine", "attention"):
+            if getattr(flags, name) is not None:
+                fact = "--backend original compiles nothing"
+                raise BadValueError(f"--{name} {getattr(flags, name)}", fact, "Leave one of the two out")
+    _check_names(flags)
+    arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
+    script.become(flags.words, "torchport.own_code.program:begin", arguments, {})
+
+
+def _check_names(flags: Flags) -> None:
+    """Refuses names that are read where a network is compiled, which a script may do late, or never."""
+    if flags.strategy is not None:
+        card, _ = find_pack(flags.paths).card(flags.model)
+        _check_name("--strategy", flags.strategy, f"The card of '{flags.model}' has no such strategy", card.strategies)
+    if flags.attention is not None:
+        _check_name("--attention", flags.attention, "There is no such implementation", get_args(Implementation))
+
+
+def _check_name(flag: str, name: str, fact: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise UnknownNameError(f"{flag} {name}", fact, nearest(name, known), name=name)
+
+
+def axes_of(text: str | None) -> dict[Axis, int] | None:
+    """Returns the mesh of a flag, `dp=2,tp=4`.
+
+    Raises:
+        BadValueError: It is none.
+    """
+    if text is None:
+        return None
+    mesh: dict[Any, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in ("dp", "sp", "tp") or axis in mesh or not size.isdecimal() or int(size) < 1:
+            raise BadValueError(f"--mesh {text}", f"'{part}' is no axis with its size", "Write it as dp=2,tp=4")
+        mesh[axis] = int(size)
+    return mesh
+
+
+def begin(**arguments: Any) -> None:
+    """Runs in the process of the script, before it: puts the patches in force until the process ends.
+
+    Raises:
+        TorchportError: A patch cannot be applied as declared, or the machine has not so many devices.
+    """
+    flags = Flags(words=(), **arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)  # to this logger alone: all others are the script's to set up
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    choice = Choice(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine)
+    choice.prepare()
+    session = _entered.enter_context(
+        applied(
+            flags.model,
+            patches=flags.patches,
+            upstream_path=flags.upstream_path,
+            backend="original" if flags.backend == "original" else "torchax",
+            paths=flags.paths,
+            choice=choice,
+        )
+    )
+    atexit.register(_report, session)
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    """Returns whether a script was asked for its own help, which it prints before it imports anything.
+
+    Args:
+        words: Python, the script, its arguments. `-h` may be a flag with a value, unless it is the last one.
+    """
+    return "--help" in words[2:] or words[2:][-1:] == ["-h"]
+
+
+def _report(session: Session) -> None:
+    """Says what a script must hear of its patches when it has ended; its exit code stays its own."""
+    errors, nothing = unreached(), session.nothing()
+    is_failed = hasattr(sys, "last_value")  # by an exception: it may never have come to its imports
+    if errors or is_failed or _asks_for_help(sys.orig_argv):
+        nothing = None
+    for error in [*errors, *([nothing] if nothing is not None else [])]:
+        sys.stderr.write(f"{error.report()}\n")
+    sys.stderr.flush()
+    with contextlib.suppress(TorchportError):  # they are what was written
+        _entered.close()

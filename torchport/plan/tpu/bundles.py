@@ -1,0 +1,380 @@
+"""The bundles of a Pallas TPU kernel: the instruction schedule that its compiler fixed, read without a TPU.
+
+A TPU core issues one bundle of instructions each cycle, in the order that the compiler fixed: a kernel's steady loop
+takes as many cycles as it has bundles, unless it waits for a DMA. libtpu writes its bundles as text when it is told
+to (`absent.environment`); a kernel's has two files that matter. `*-final_bundles.txt` has a line for each bundle:
+
+    0x1328   : > { %v1 = vadd.f32 ...  ;;  %9 = sbr.rel (%p1_p7) target = $region99 }
+    0x1329   :  {}
+    0x132d LB: >> { %v2 = vmatmul ... } /* Start region 105 */
+
+As many `>` as loops surround it, `LB` where a loop's body begins, and the region to which a branch goes; a branch
+backwards closes a loop, one forwards skips what a predicate rules out (`pl.when`), and the bundles in a branch's delay
+slots run either way. `*-final_hlo-static-per-bundle-utilization.txt` has, for each bundle, how many of the core's slots
+it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; their form is documented nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy
+import numpy.typing
+
+from torchport.config.machine import Machine
+from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
+from torchport.plan.tpu.absent import describe, environment
+from torchport.processes import child
+from torchport.progress import size_text
+
+MATMUL, SPILL, FILL = "MATMUL", "VSTORE:SPILL", "VLOAD:FILL"
+"""Slots, as the compiler names them: the matrix unit; vector registers that are saved to VMEM and read back."""
+
+_BUNDLE = re.compile(r"\s*(?P<at>0x[0-9a-f]+|0) *(?P<marks>[A-Z ]*):(?P<depth>[ >]*)\{(?P<empty>\s*\})?")
+_BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?\s*target = \$region(\d+)")
+_START = re.compile(r"\bStart(?:/End empty)? region (\d+)")
+_FILE = re.compile(r"\d+-(?P<kernel>.+)-\d+-(?P<what>final_bundles|final_hlo-static-per-bundle-utilization)\.txt")
+_PALLAS = re.compile(r'%([\w.-]+) = [^\n]*custom_call_target="tpu_custom_call"')
+_SCOPED = re.compile(r"Scoped allocation with size ([\d.]+)([KMG]?) and limit ([\d.]+)([KMG]?)")
+_WHOLE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*space=vmem", re.DOTALL)
+_FORM = "It must have the form that torchport reads, which is libtpu 0.0.51's"
+_PEELED = 4
+"""A loop counts as the kernel's if it holds one part in so many of the matrix work: a pipelined loop's first and last
+iterations, which stand outside of it, do together what one iteration does, and twice that if two are in flight."""
+
+Kind = Literal["kernel", "loop", "predicated"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A run of bundles `[start, end)`: the kernel, a loop's body, or what a predicate can rule out.
+
+    Attributes:
+        kind: Which of these.
+        start: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
+        end: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
+        depth: How many loops surround its bundles; a loop counts itself.
+        inside: The regions directly in it, in order.
+    """
+
+    kind: Kind
+    start: int
+    end: int
+    depth: int
+    inside: tuple[Region, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelBundles:
+    """A kernel's bundles on one core.
+
+    Attributes:
+        kernel: As the compiler names it: the `name=` of `pallas_call` and a number.
+        slots: How many of each kind a bundle has, in the order of the columns of `counts`.
+        counts: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it
+            holds its matrix unit; products that overlap in one unit's queue count once.
+        root: The whole kernel, with its loops and predicated regions in it.
+    """
+
+    kernel: str
+    slots: dict[str, int]
+    counts: numpy.typing.NDArray[numpy.int64]
+    root: Region
+
+    @property
+    def size(self) -> int:
+        """Bundles of the whole kernel."""
+        return len(self.counts)
+
+    def steady(self) -> list[int]:
+        """Returns the bundles that one iteration runs while the matrix unit is in its steady state, in order.
+
+        The loop is the innermost one that holds the matrix work: from the kernel inwards, always into the loop with
+        the most of it, as long as that has a quarter of the kernel's; a kernel without such a loop is taken whole. Of
+        its predicated regions only the one with the most matrix work runs, and within it likewise: a steady grid step
+        runs neither the first step's region nor the last's. Of two with equally much, the shorter runs: the other one
+        masks as well. What is left out with them is code that starts a DMA under a predicate, some tens of bundles
+        where the compiler makes a region of it. A loop inside counts as one iteration.
+        """
+        return self._run(self._loop())
+
+    def share(self, slot: str) -> float:
+        """Returns which part of a slot the steady state takes, 0 to 1.
+
+        Raises:
+            UnknownNameError: The chip has no such slot.
+        """
+        steady = self.steady()
+        return float(self.counts[steady, self._column(slot)].sum()) / (self.slots[slot] * len(steady))
+
+    def spills(self) -> tuple[int, int]:
+        """Returns the vector registers that one steady iteration saves to VMEM, and those it reads back."""
+        saved, filled = (int(self.counts[self.steady(), self._column(slot)].sum()) for slot in (SPILL, FILL))
+        return saved, filled
+
+    def _column(self, slot: str) -> int:
+        if slot in self.slots:
+            return list(self.slots).index(slot)
+        raise UnknownNameError(f"bundles of {self.kernel}", f"There is no slot '{slot}'", nearest(slot, self.slots))
+
+    def _work(self, region: Region) -> int:
+        return int(self.counts[region.start : region.end, self._column(MATMUL)].sum())
+
+    def _loop(self) -> Region:
+        region, least = self.root, max(1, self._work(self.root) / _PEELED)
+        while True:
+            loops = [loop for loop in _loops(region) if self._work(loop) >= least]
+            if not loops:
+                return region
+            region = max(loops, key=self._work)
+
+    def _run(self, region: Region) -> list[int]:
+        predicated = [part for part in region.inside if part.kind == "predicated" and self._work(part)]
+        kept = max(predicated, key=lambda part: (self._work(part), part.start - part.end), default=None)
+        ran: list[int] = []
+        at = region.start
+        for part in region.inside:
+            ran += range(at, part.start)
+            ran += self._run(part) if part.kind == "loop" or part is kept else []
+            at = part.end
+        return [*ran, *range(at, region.end)]
+
+
+def _loops(region: Region) -> Iterator[Region]:
+    """Yields the outermost loops inside a region, those under predicates too."""
+    for part in region.inside:
+        yield from [part] if part.kind == "loop" else _loops(part)
+
+
+def read(folder: Path, kernel: str) -> KernelBundles:
+    """Returns a kernel's bundles from the folder into which libtpu dumped them.
+
+    Args:
+        folder: What `absent.environment(folder)` named to the process that compiled.
+        kernel: The `name=` of the kernel's `pallas_call`, or the compiler's own name for one call of it (`name.1`).
+
+    Raises:
+        TopologyError: No such kernel, several calls of it, or files of another form.
+    """
+    files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        name = _FILE.fullmatch(file.name)
+        # The compiler's own programs around a kernel: TLP (the whole program), <late-initialization>, ...
+        if name and name["kernel"] != "TLP" and "<" not in name["kernel"]:
+            files[name["what"]].append((name["kernel"], file))
+    bundles, counts = (_one(folder, kernel, each) for each in files.values())
+    slots, table = _read_counts(counts[1])
+    root = _read_regions(bundles[1])
+    if root.end == len(table):
+        return KernelBundles(bundles[0], slots, table, root)
+    raise TopologyError(str(counts[1]), f"It has {len(table)} rows for {root.end} bundles", _FORM)
+
+
+def _one(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
+    """Returns the one file of a kernel; libtpu writes `_` for what it allows in no name, and adds a number."""
+    wanted = re.sub(r"[^\w.-]", "_", kernel)
+    of_it = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(wanted)}(\.\d+)?", name)]
+    exact = [(name, file) for name, file in of_it if name == wanted] or of_it
+    if not exact:
+        fact = f"The compiler left no bundles of a kernel '{kernel}' there"
+        raise TopologyError(str(folder), fact, nearest(kernel, {name for name, _ in files}))
+    if len(exact) > 1:
+        raise TopologyError(
+            str(folder),
+            f"It has the bundles of {len(exact)} calls of a kernel '{kernel}': {', '.join(name for name, _ in exact)}",
+            "Name one of the calls, and dump each program into an empty folder",
+        )
+    return exact[0]
+
+
+def _read_counts(file: Path) -> tuple[dict[str, int], numpy.typing.NDArray[numpy.int64]]:
+    """Returns the slots with their capacities, and the counts; the file's header names both."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    names = [name.strip() for name in lines[1].split(",")] if len(lines) > 4 else []
+    capacities = lines[2].split() if names else []
+    rows = [line.split() for line in lines[4:] if line.strip()]
+    numbers = all(cell.isdecimal() for row in [capacities, *rows] for cell in row)
+    if MATMUL not in names or not numbers or {len(row) for row in [capacities, *rows]} != {len(names)}:
+        raise TopologyError(f"{file}:2", f"No table of slots such as {MATMUL} with a row for each bundle", _FORM)
+    return dict(zip(names, map(int, capacities), strict=True)), numpy.array(rows, dtype=numpy.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bundle:
+    marks: str
+    depth: int
+    empty: bool
+    branches: list[int] = dataclasses.field(default_factory=list)
+
+
+def _read_regions(file: Path) -> Region:
+    """Returns the tree of a kernel's regions, checked against the marks and depths that the file prints."""
+    bundles, starts = _read_bundles(file)
+    missing = {name for bundle in bundles for name in bundle.branches} - set(starts)
+    nameless = [at for at, bundle in enumerate(bundles) if "PF" in bundle.marks and at not in starts.values()]
+    if len(missing) == len(nameless) == 1:
+        # An empty bundle has no comment to name its region: the exit, to which v5p's second core may jump.
+        starts[missing.pop()] = nameless[0]
+    if not bundles or missing:
+        fact = f"A branch goes to region {min(missing)}, which begins nowhere" if missing else "There is no bundle"
+        raise TopologyError(str(file), fact, _FORM)
+    jumps = [(at, starts[name]) for at, bundle in enumerate(bundles) for name in bundle.branches]
+    after = 1 + _delay_slots(bundles, jumps)
+    loops = {(to, max(at + after for at, other in jumps if other == to), "loop") for at, to in jumps if to <= at}
+    skips = {(at + after, to, "predicated") for at, to in jumps if to > at + after}
+    # Where both begin at one bundle, the predicate guards the loop.
+    spans = deque(sorted(loops | skips, key=lambda span: (span[0], -span[1], span[2] == "loop")))
+    root = _nest("kernel", 0, len(bundles), 0, spans)
+    marked = {at: bundle.depth for at, bundle in enumerate(bundles) if "LB" in bundle.marks}
+    closed = {start: sum(first <= start < last for first, last, _ in loops) for start, _, _ in loops}
+    if marked != closed:
+        at = min(dict(marked.items() ^ closed.items()))
+        raise TopologyError(f"{file}: bundle {at:#x}", "Its mark of a loop and the branches do not agree", _FORM)
+    return root
+
+
+def _read_bundles(file: Path) -> tuple[list[_Bundle], dict[int, int]]:
+    """Returns the bundles, and at which of them each numbered region begins."""
+    bundles: list[_Bundle] = []
+    starts: dict[int, int] = {}
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if head := _BUNDLE.match(line):
+                if int(head["at"], 16) != len(bundles):
+                    raise TopologyError(f"{file}:{number}", f"Bundle {head['at']} is number {len(bundles):#x}", _FORM)
+                bundles.append(_Bundle(head["marks"], head["depth"].count(">"), bool(head["empty"])))
+            # A bundle's comments can go on over several lines.
+            if bundles:
+                bundles[-1].branches.extend(map(int, _BRANCH.findall(line)))
+                starts.update((int(name), len(bundles) - 1) for name in _START.findall(line))
+    return bundles, starts
+
+
+def _delay_slots(bundles: list[_Bundle], jumps: list[tuple[int, int]]) -> int:
+    """Returns how many bundles after a branch run whether it is taken or not: 4 up to v6e, 1 on tpu7x.
+
+    No file says so. They end before the next mark and the next branch, and after a branch that closes a loop before
+    the first bundle of a smaller depth; the shortest such run of the whole kernel is theirs.
+    """
+    runs = []
+    for at, to in jumps:
+        depth, end = (bundles[to].depth if to <= at else 0), at + 1
+        while end < len(bundles) and not bundles[end].marks.strip() and not bundles[end].branches:
+            if bundles[end].depth < depth and not bundles[end].empty:
+                break
+            end += 1
+        runs.append(end - at - 1)
+    return min(runs, default=0)
+
+
+def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, int, Any]]) -> Region:
+    """Returns a region with those that begin in it; `spans` are ordered by start, the longer first, and used up."""
+    inside = []
+    while spans and spans[0][0] < end:
+        first, last, inner = spans.popleft()
+        inside.append(_nest(inner, first, min(last, end), depth + (inner == "loop"), spans))
+    return Region(kind, start, end, depth, tuple(inside))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that was compiled for a TPU that is not there.
+
+    Attributes:
+        bundles: Of the one kernel that was named.
+        compile_seconds: What lowering and compiling took, on this host.
+        kernels: Every Pallas kernel of the program, by the compiler's name.
+    """
+
+    bundles: KernelBundles
+    compile_seconds: float
+    kernels: tuple[str, ...]
+
+
+def compile_kernel(
+    build: str, arguments: dict[str, Any], machine: Machine, *, kernel: str | None = None, keep: Path | None = None
+) -> CompiledKernel:
+    """Compiles a function for one device of an absent TPU and reads the bundles of its Pallas kernel.
+
+    A child process does it: libtpu reads its settings once, and may end the process.
+
+    Args:
+        build: `module:function`; the function returns the callable to compile and its operands as a list of
+            `jax.ShapeDtypeStruct`.
+        arguments: What the function is called with.
+        machine: A TPU slice, such as v6e:2x4.
+        kernel: Which kernel, as `read` takes it; None where the program has a single one.
+        keep: An empty folder for the compiler's files, which are otherwise deleted (200 MB for a large kernel).
+
+    Raises:
+        VmemError: The tile does not fit the chip's vector memory; carries `asked` and `limit`, in bytes.
+        TopologyError: No libtpu, no such slice, a program that does not compile, or no single such kernel in it.
+    """
+    place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    with tempfile.TemporaryDirectory(prefix="torchport-bundles-") as scratch:
+        dump = keep.resolve() if keep else Path(scratch) / "dump"
+        dump.mkdir(parents=True, exist_ok=True)
+        seconds, kernels = child.call(
+            "torchport.plan.tpu.bundles:compiled",
+            *(build, arguments, machine, place),
+            ended=lambda end: _ended(place, end),
+            environment=environment(dump),
+        )
+        if kernel is None and len(kernels) != 1:
+            fact = f"The program has {len(kernels)} Pallas kernels: {', '.join(kernels) or 'none'}"
+            raise TopologyError(place, fact, "It must have one, or 'kernel' must name one of them")
+        return CompiledKernel(read(dump, kernel or kernels[0]), seconds, kernels)
+
+
+def _ended(place: str, end: child.Ended) -> TopologyError:
+    remedy = "The function must build and lower on any machine"
+    return TopologyError(place, f"The process that compiles it {end}", remedy, stderr=end.stderr)
+
+
+def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
+    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`.
+
+    Raises:
+        VmemError, TopologyError: The compiler refuses it.
+    """
+    import jax
+
+    devices = describe(machine).devices
+    module, _, function = build.partition(":")
+    call, operands = getattr(importlib.import_module(module), function)(**arguments)
+    mesh = jax.sharding.Mesh(numpy.array(devices[:1]), ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    operands = [jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=here) for operand in operands]
+    began = time.monotonic()
+    try:
+        with jax.set_mesh(mesh):
+            program = jax.jit(call).lower(*operands).compile()
+        took, text = time.monotonic() - began, program.as_text()  # XLA cannot print every program that it compiles
+    except jax.errors.JaxRuntimeError as error:
+        raise refused(str(error), machine, place) from error
+    return took, tuple(sorted(set(_PALLAS.findall(text))))
+
+
+def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemError:
+    """Returns what the compiler's refusal means."""
+    scoped, whole = _SCOPED.search(text), _WHOLE.search(text)
+    if scoped and "memory space vmem" in text:
+        sizes = [float(scoped[n]) * 1024 ** " KMG".index(scoped[n + 1] or " ") for n in (1, 3)]
+    elif whole:
+        sizes = [float(size) for size in whole.groups()]
+    else:
+        fact = f"The compiler for {machine.name} refuses it: {' '.join(text.split())[:300]}"
+        return TopologyError(place, fact, "Change the kernel or its tile")
+    asked, limit = (round(size) for size in sizes)
+    fact = f"The tile takes {size_text(asked)} of VMEM on {machine.name}, and the limit is {size_text(limit)}"
+    vmem = machine.chip.vmem if machine.chip else 0
+    more = f", or raise vmem_limit_bytes: a core has {size_text(vmem)}" if limit < vmem else ""
+    return VmemError(place, fact, f"Take a smaller tile{more}", asked=asked, limit=limit)

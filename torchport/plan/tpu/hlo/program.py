@@ -1,0 +1,287 @@
+"""A scheduled program, and what can be asked of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchport.errors import UnknownNameError, nearest
+from torchport.plan.tpu.hlo.instruction import Computation, Instruction, SourceLine
+from torchport.plan.tpu.hlo.trips import LoopTrips
+
+KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
+_BUFFERS = {"ConcatBitcast", "AllocateBuffer"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """An instruction, and how many times it is executed.
+
+    Attributes:
+        instruction: Which.
+        times: By one run of what was walked.
+        beside: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another
+            that waits for it.
+        least: Cycles that the arithmetic of its convolutions takes at peak, each time.
+    """
+
+    instruction: Instruction
+    times: int
+    beside: bool = False
+    least: int = 0
+
+    @property
+    def estimated(self) -> int:
+        """The cycles that the compiler estimates for all of these times; 0 without an estimate."""
+        return (self.instruction.cycles or 0) * self.times
+
+    @property
+    def cycles(self) -> int:
+        """The cycles of all of these times: what the compiler estimates, and no less than the arithmetic takes."""
+        return max(self.estimated, self.least * self.times)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveExecution:
+    """A collective, and how many times it is executed; one that starts and ends in two instructions is one.
+
+    Attributes:
+        kind: One of `KINDS`.
+        bytes: Of its output on one device, each time.
+        times: How many times it is executed.
+        groups: As an instruction has them.
+        source: The line that asks for it.
+        overlapped: Whether the core can do other work between its start and its end.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    groups: tuple[tuple[int, ...], ...]
+    source: SourceLine | None
+    overlapped: bool
+
+    @property
+    def group_size(self) -> int:
+        """How many devices exchange with one another: those of the largest group; 2 for a permutation."""
+        return max(map(len, self.groups), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop: its body's computation, iterations of one execution, executions, estimated cycles of one iteration."""
+
+    body: str
+    trips: int
+    times: int
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A scheduled program, the same on every device.
+
+    Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
+
+    Attributes:
+        file: Where it was read.
+        devices: How many it runs on.
+        entry: The computation that it begins with.
+        computations: By name.
+        flops_per_cycle: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By
+            default so many that every estimate counts as it is.
+    """
+
+    file: Path
+    devices: int
+    entry: str
+    computations: dict[str, Computation]
+    flops_per_cycle: float = math.inf
+
+    def walk(self, of: str | None = None) -> Iterator[Execution]:
+        """Yields every instruction that runs, with how many times; a fusion is one instruction.
+
+        A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
+        cycles is taken to run, every time.
+
+        Raises:
+            TopologyError: It cannot be told how many times a loop runs.
+            UnknownNameError: No computation is named so.
+        """
+        if of is not None and of not in self.computations:
+            raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
+        yield from self._walk(of or self.entry, 1, False)
+
+    def constants(self) -> int:
+        """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
+        every = [one for part in self.computations.values() for one in part.instructions.values()]
+        return sum(one.bytes for one in every if one.opcode == "constant")
+
+    def cycles(self, of: str | None = None) -> int:
+        """Returns the cycles (`Execution.cycles`) of what the core does itself, no Pallas kernels and collectives."""
+        return sum(run.cycles for run in self._priced(of))
+
+    def kernels(self, of: str | None = None) -> dict[str, int]:
+        """Returns how many times each Pallas kernel is called, by its name."""
+        count: Counter[str] = Counter()
+        for run in self.walk(of):
+            for _, inner in self._inner(run.instruction):
+                if inner.kernel:
+                    count[inner.kernel] += run.times
+        return dict(count)
+
+    def largest(self, number: int, of: str | None = None) -> list[Execution]:
+        """Returns the instructions with the most estimated cycles over all their times, the largest first."""
+        return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
+
+    def underestimated(self, of: str | None = None) -> list[Execution]:
+        """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
+        raised = [run for run in self._priced(of) if run.cycles > run.estimated]
+        return sorted(raised, key=lambda run: run.estimated - run.cycles)
+
+    def unpriced(self, of: str | None = None) -> list[Execution]:
+        """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
+
+        Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
+        """
+        left = [run for run in self.walk(of) if not run.beside and self._unpriced(run.instruction)]
+        return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
+
+    def collectives(self, of: str | None = None) -> list[CollectiveExecution]:
+        """Returns the collectives, in the order in which they begin."""
+        sent = []
+        for run in self.walk(of):
+            for fusion, inner in self._inner(run.instruction):
+                kind, size = inner.opcode.removesuffix("-start"), inner.bytes
+                if kind not in KINDS or (inner.chain and fusion is not None and not self._begins(fusion)):
+                    continue
+                if fusion is not None and self._scatters(fusion):
+                    kind, size = "reduce-scatter", fusion.bytes
+                apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
+                source = inner.source or run.instruction.source
+                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
+        return sent
+
+    def loop_bodies(self, of: str | None = None) -> list[Loop]:
+        """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
+
+        Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
+        are those of one block.
+        """
+        loops = []
+        for run in self.walk(of):
+            if run.instruction.opcode == "while":
+                body = run.instruction.calls[1]
+                loops.append(Loop(body, self._trips[body], run.times, self.cycles(body)))
+        return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
+
+    def _walk(self, name: str, times: int, beside: bool) -> Iterator[Execution]:
+        for instruction in self.computations[name].instructions.values():
+            yield Execution(instruction, times, beside, self._least(instruction))
+            for called, more in self._called(instruction):
+                yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
+
+    def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Returns the computations that one execution runs, and how many times; a fusion's is part of it."""
+        if instruction.opcode == "while":
+            condition, body = instruction.calls
+            return [(condition, self._trips[body] + 1), (body, self._trips[body])]
+        if instruction.opcode == "conditional":
+            return [(max(instruction.calls, key=self.cycles), 1)]
+        # Only one that starts names what it wraps; an update or the end of it may name it again. What a reduction
+        # applies to each pair of elements is part of it. A custom call with a computation runs it on the SparseCore.
+        runs = instruction.opcode in ("call", "custom-call", "async-start")
+        return [(called, 1) for called in instruction.calls] if runs else []
+
+    def _inner(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
+        """Yields an instruction, and with the fusion that it is in each one that a fusion holds."""
+        yield None, instruction
+        if instruction.opcode == "fusion":
+            for called in instruction.calls:
+                for inner in self.computations[called].instructions.values():
+                    yield from ((fusion or instruction, held) for fusion, held in self._inner(inner))
+
+    def _least(self, instruction: Instruction) -> int:
+        """Returns the cycles that the convolutions in an instruction take at peak."""
+        return math.ceil(instruction.flops / self.flops_per_cycle)
+
+    def _scatters(self, fusion: Instruction) -> bool:
+        """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
+        inside = self.computations[fusion.calls[0]]
+        root = inside.instructions[inside.root]
+        kept = inside.instructions[root.operands[0]] if root.operands else root
+        return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
+
+    def _begins(self, fusion: Instruction) -> bool:
+        """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
+        return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
+
+    def _apart(self, instruction: Instruction) -> bool:
+        """Whether it is a Pallas kernel or a collective, or holds one."""
+        names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
+        return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
+
+    def _priced(self, of: str | None) -> Iterator[Execution]:
+        for run in self.walk(of):
+            kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
+            if run.cycles and not run.beside and not kernel:
+                yield run
+
+    def _unpriced(self, instruction: Instruction) -> bool:
+        free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
+        free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+        known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
+        return not known and not free and not self._apart(instruction)
+
+    @functools.cached_property
+    def _trips(self) -> LoopTrips:
+        return LoopTrips(self.file, self.computations)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """What one more block adds to a program.
+
+    Attributes:
+        cycles: Estimated cycles, as `Program.cycles` counts them.
+        collectives: How many, by kind, bytes of output on one device and size of the group.
+        kernels: How many calls of each Pallas kernel.
+    """
+
+    cycles: float
+    collectives: dict[tuple[str, int, int], float]
+    kernels: dict[str, float]
+
+
+def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
+    """Returns what a block adds: the difference of two programs that differ in their number of blocks alone.
+
+    This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
+    says which block an instruction is of. The first and the last block differ from those between them (what the last
+    one computes for nobody is removed), so both programs should have two blocks or more.
+
+    Args:
+        fewer: The program with fewer blocks.
+        more: The same with more of them.
+        blocks: How many more; at least 1.
+    """
+    sent, calls = _collective_counts(more), Counter(more.kernels())
+    sent.subtract(_collective_counts(fewer))
+    calls.subtract(fewer.kernels())
+    return PerBlock(
+        (more.cycles() - fewer.cycles()) / blocks,
+        {collective: count / blocks for collective, count in sent.items() if count},
+        {kernel: count / blocks for kernel, count in calls.items() if count},
+    )
+
+
+def _collective_counts(program: Program) -> Counter[tuple[str, int, int]]:
+    count: Counter[tuple[str, int, int]] = Counter()
+    for one in program.collectives():
+        count[one.kind, one.bytes, one.group_size] += one.times
+    return count

@@ -1,0 +1,301 @@
+"""A patch before it is filled in, by its kind: the fields of its entry, its function and its test."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchport import patch
+from torchport.config.checkout import below_src
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TargetError
+from torchport.patch.source import proposal
+from torchport.porting.draft import function, trial
+from torchport.porting.draft.target import Target, check_name, find
+from torchport.porting.draft.trial import Trial
+from torchport.source import parsing
+from torchport.source.modules import is_there, read_source
+
+KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")
+WHY = "say here what fails, or is slow, without it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What patch is wanted.
+
+    Attributes:
+        target: `module:attribute.path`.
+        kind: One of `KINDS`.
+        file: The name of its files in `patches/<package>/`, without their endings; by default its module's.
+        line: Of a rewrite, the line of the statement in upstream's file.
+        importers: Of a stub, the modules that import the package.
+        why: What fails without it.
+        in_full: Whether its id and its test have the file's name, too: two modules have functions of this name.
+    """
+
+    target: str
+    kind: str
+    file: str | None = None
+    line: int | None = None
+    importers: Sequence[str] = ()
+    why: str = WHY
+    in_full: bool = False
+
+    @property
+    def place(self) -> str:
+        """What errors name."""
+        return f"torchport new patch {self.target}"
+
+    @property
+    def package(self) -> str:
+        """The folder of its files in `patches/`: the package that is changed; of a stub, the first importer's."""
+        first = self.importers[0] if self.kind == "stub" and self.importers else self.target
+        return re.split(r"[.:]", first)[0]
+
+    @property
+    def files(self) -> str:
+        """The name of its files, without their endings."""
+        if self.file is not None:
+            return self.file
+        if self.kind in ("op", "stub"):
+            return {"op": "lowerings", "stub": "imports"}[self.kind]
+        return self.target.partition(":")[0].rpartition(".")[2].strip("_") or "patches"
+
+    @property
+    def names(self) -> str:
+        """What a card lists."""
+        return f"{self.package}/{self.files}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A patch that can be written.
+
+    Attributes:
+        fields: The entry's; those that every entry has may be missing.
+        python: Its function or class; empty for a stub.
+        test: The text of its test.
+        trial: What the test is of.
+        left: What is left to fill in, a sentence each.
+    """
+
+    fields: Mapping[str, Any]
+    python: str
+    test: str
+    trial: Trial
+    left: Sequence[str]
+
+
+def draft(wish: Wish) -> Draft:
+    """Returns a patch for a wish; upstream must be on the search path. Nothing of it is imported.
+
+    Raises:
+        BadValueError: A flag is missing, or does not go with the kind.
+        PatchError: The target cannot be patched in this way.
+    """
+    _check(wish)
+    makers: dict[str, Callable[[Wish], Draft]] = {
+        "replace": _changed,
+        "wrap": _changed,
+        "value": _changed,
+        "rewrite": _rewritten,
+        "op": _lowered,
+        "stub": _stubbed,
+    }
+    return makers[wish.kind](wish)
+
+
+def _check(wish: Wish) -> None:
+    check_name(wish.target, wish.place)
+    flags = {"stub": ("--importer MODULE", wish.importers), "rewrite": ("--line N", wish.line)}
+    for kind, (flag, value) in flags.items():
+        if wish.kind == kind and not value:
+            raise BadValueError(wish.place, f"--kind {kind} has no {flag}", f"Add {flag}")
+        if wish.kind != kind and value:
+            raise BadValueError(wish.place, f"{flag.partition(' ')[0]} is for --kind {kind}", "Leave it out")
+    if not re.fullmatch(r"[A-Za-z_]\w*", wish.files, re.ASCII):
+        raise BadValueError(f"--file {wish.file}", "It is no name of a file of patches", "Write letters and digits")
+
+
+def _trial(wish: Wish, key: str, name: str) -> Trial:
+    return Trial(key, wish.names, name, f"tests/test_{wish.package}_{name}.py")
+
+
+def _key(wish: Wish, path: str) -> str:
+    """Returns an id. In torch others have patches, too: one that a pack beneath has gets the file's name."""
+    key = f"{proposal.slug(wish.package)}.{proposal.slug(path)}"
+    folders = find_pack(()).folders
+    known = patch.read(folders, [wish.package]) if wish.package in patch.upstreams(folders) else []
+    is_taken = wish.in_full or key in {one.id for one in known}
+    return f"{key}-{proposal.slug(wish.files)}" if is_taken else key
+
+
+def _common(wish: Wish, path: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "id": _key(wish, path),
+        "target": wish.target,
+        "why": wish.why,
+        "equivalence": proposal.PROMISE,
+        "fits": proposal.fits(wish.package),  # it reads what is installed: once
+    }
+    probe = proposal.entry_of({**fields, "replace": "a.py:a"}, wish.package)
+    if probe.is_shared and wish.kind in ("replace", "wrap", "rewrite"):
+        fields |= {"scope": "global", "scope_reason": "say here why that is safe for everybody"}
+    return fields
+
+
+def _left(name: str, file: str, test: str, *more: str) -> list[str]:
+    entry = "In the entry: why, equivalence, and must_be_called with the stages that must call it"
+    return [f"{name} in {file}", f"The arguments in {test}", *more, entry]
+
+
+def _changed(wish: Wish) -> Draft:
+    """Returns the draft of a `replace` or `wrap`."""
+    target = find(wish.target, wish.place)
+    with parsing.nesting(target.source.shown, target.node.lineno):
+        return _change(wish, target)
+
+
+def _change(wish: Wish, target: Target) -> Draft:
+    if wish.kind == "value":
+        fact = f"{wish.target} is a {target.kind}, and no value"
+        raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
+    _check_callable(wish, target)
+    name, path = function.name_of(target.path), ".".join(target.path)
+    name = target.path[-1] if target.kind == "class" else name
+    make = function.replacement if wish.kind == "replace" else function.wrapper
+    short = function.name_of(target.path)
+    one = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
+    fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
+    more = _differences(target, wish.kind)
+    left = _left(name, f"patches/{wish.names}.py", one.file, *more)
+    return Draft(fields, make(target, name), trial.agreement(one, target), one, left)
+
+
+def _differences(target: Target, kind: str) -> list[str]:
+    """Returns what a replacement must see to by itself."""
+    more = []
+    if target.decorators:
+        more.append(f"The decorators of {'.'.join(target.path)}: {', '.join(target.decorators)}")
+    if target.kind == "class" and isinstance(target.node, ast.ClassDef) and kind == "replace":
+        more.append("The bases of the class, and whatever tests isinstance with it")
+    return more
+
+
+def _check_callable(wish: Wish, target: Target) -> None:
+    """Refuses what no function of ours can take the place of."""
+    what = ".".join(target.path)
+    if target.is_async and target.is_generator:
+        fact = f"{what} ({target.place}) is an asynchronous generator function"
+        raise TargetError(wish.place, fact, "Patch the function that iterates over it", target=wish.target)
+    if target.kind == "class" and wish.kind == "wrap":
+        fact = f"{what} ({target.place}) is a class, and a wrapper takes a function"
+        raise TargetError(wish.place, fact, f"Wrap one of its methods, such as {what}.__init__", target=wish.target)
+    if target.kind == "class":
+        for other in target.source.tree.body:
+            if isinstance(other, ast.ClassDef) and what in map(ast.unparse, other.bases):
+                fact = f"{other.name} in the same module derives from {what} ({target.place}), and would keep it"
+                raise TargetError(wish.place, fact, f"Replace methods of {what}", target=wish.target)
+    if target.path[-1] == "__new__":
+        fact = f"{what} ({target.place}) makes the object before there is one"
+        raise TargetError(wish.place, fact, "Replace the class, or wrap __init__", target=wish.target)
+
+
+def _rewritten(wish: Wish) -> Draft:
+    """Returns the draft of a `rewrite`."""
+    target = find(wish.target, wish.place)
+    what, line = ".".join(target.path), wish.line or 0
+    last = target.node.end_lineno or target.node.lineno
+    if isinstance(target.node, ast.ClassDef) or not target.node.lineno < line <= last:
+        fact = f"Line {line} is not in the body of a function {what}: {target.place} is a {target.kind}"
+        remedy = f"Name a line from {target.node.lineno + 1} to {last}" if target.kind != "class" else "Name a method"
+        raise BadValueError(f"--line {line}", fact, remedy)
+    one = proposal.statement(target.source, line, wish.why, wish.files)
+    if one is None or "rewrite" not in one.fields or one.fields["target"] != wish.target:
+        fact = f"The statement on line {line} of {what} cannot be rewritten ({target.place})"
+        raise TargetError(wish.place, fact, "Name an outer statement, or write --kind replace", target=wish.target)
+    change = one.fields["rewrite"]
+    name = change["put"].partition(":")[2]
+    test = dataclasses.replace(_trial(wish, one.fields["id"], f"{wish.files}_{name}"), names=wish.names)
+    text = function.put(name, one.parameters, one.gives, f"{what}, line {line}")
+    fields = {**_common(wish, what), **one.fields}
+    left = _left(name, f"patches/{wish.names}.py", test.file)
+    return Draft(fields, text, trial.agreement(test, target), test, left)
+
+
+def _lowered(wish: Wish) -> Draft:
+    """Returns the draft of an `op`. A name of ATen's has its parameters in torch's schema, which imports torch."""
+    module, _, path = wish.target.partition(":")
+    if module.partition(".")[0] != "torch":
+        fact = f"{wish.target} is not torch's"
+        raise TargetError(wish.place, fact, "Name torch.ops.aten:name.overload, or write --kind replace")
+    given = _of_schema(wish) if module.startswith("torch.ops") else _of_torch(wish)
+    name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
+    one = _trial(wish, _key(wish, name), name)
+    fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
+    text = function.lowering(name, given, wish.target)
+    left = _left(name, f"patches/{wish.names}.py", one.file)
+    return Draft(fields, text, trial.lowering(one, wish.target.replace(":", ".")), one, left)
+
+
+def _of_torch(wish: Wish) -> str:
+    from torchport.porting.draft.target import parameters
+
+    module, _, path = wish.target.partition(":")
+    try:
+        source = read_source(module)
+    except ModuleNotFoundError as error:
+        raise TargetError(wish.place, f"There is no module {module}", "Name a function of torch") from error
+    node = source.where(tuple(path.split("."))).node if source else None
+    return parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
+
+
+def _of_schema(wish: Wish) -> str:
+    import torch
+
+    module, _, path = wish.target.partition(":")
+    value: Any = torch.ops
+    parts = [*module.split(".")[2:], *path.split(".")]
+    try:
+        for part in parts:
+            value = getattr(value, part)
+        schema = value._schema
+    except AttributeError as error:
+        fact = f"torch {torch.__version__} has no overload {'.'.join(parts)}"
+        raise TargetError(wish.place, fact, "Name one, as torch.ops.aten:gelu.default", target=wish.target) from error
+    plain = [one for one in schema.arguments if not one.kwarg_only]
+    named = [one for one in schema.arguments if one.kwarg_only]
+    texts = [_argument(one) for one in plain]
+    return ", ".join([*texts, *(["*"] if named else []), *(_argument(one) for one in named)])
+
+
+def _argument(one: Any) -> str:
+    if not one.has_default_value():
+        return str(one.name)
+    value = one.default_value
+    return f"{one.name}={value!r}" if isinstance(value, int | float | str | bool | None) else f"{one.name}=None"
+
+
+def _stubbed(wish: Wish) -> Draft:
+    """Returns the draft of a `stub`."""
+    package = re.split(r"[.:]", wish.target)[0]
+    if is_there(package):
+        fact = f"The package {package} is installed, and a stub is for one that is not"
+        raise TargetError(wish.place, fact, "Write --kind replace or wrap", target=wish.target)
+    for module in wish.importers:
+        if not is_there(module):
+            remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
+            raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
+    one = _trial(wish, _key(wish, package), f"without_{package}")
+    fields = {
+        **_common(wish, package),
+        "stub": {"package": package, "importers": list(wish.importers)},
+        "plumbing": True,
+        "equivalence": "bitwise",
+    }
+    left = ["Nothing in Python: a stub raises when it is called", "In the entry: why"]
+    return Draft(fields, "", trial.stub(one, wish.importers[0], package), one, left)

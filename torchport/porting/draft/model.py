@@ -1,0 +1,331 @@
+"""A model card before it is filled in, with its job and its family, from the source of the model's classes."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchport.config import parse_document, validated
+from torchport.config.card import Card, Job
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TakenNameError, TargetError
+from torchport.files.folder import as_named
+from torchport.patch.source import proposal
+from torchport.porting.draft import constructor, shrinking
+from torchport.porting.draft.folder import Home, Piece
+from torchport.porting.draft.function import name_of
+from torchport.porting.draft.target import Target, find, folder_of
+from torchport.source import parsing
+
+UNKNOWN_CHECKPOINT = "owner/repository@revision"
+UNKNOWN_URL = "https://example.com/repository"
+_IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
+_VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What card is wanted.
+
+    Attributes:
+        name: The model's.
+        entries: The classes, as `[component=]package.module:Class`; the first one is the network.
+        checkpoint: The published weights.
+    """
+
+    name: str
+    entries: Sequence[str]
+    checkpoint: str = UNKNOWN_CHECKPOINT
+
+    @property
+    def place(self) -> str:
+        """What errors name."""
+        return f"torchport new model {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A component of the card.
+
+    Attributes:
+        name: Its name.
+        target: Its class.
+        tiny: Its small arguments.
+        lacking: Arguments that have no default and no value yet.
+        objects: Those of them that YAML cannot say.
+    """
+
+    name: str
+    target: Target
+    tiny: dict[str, Any]
+    lacking: list[str]
+    objects: list[str]
+
+
+def parts(wish: Wish) -> list[Part]:
+    """Returns the components; upstream must be on the search path. Nothing of it is imported.
+
+    Raises:
+        BadValueError: A name that no card can have, or twice the same.
+        TargetError: There is no such class.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
+        fact = f"'{wish.name}' is no name for a folder of patches"
+        raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
+    _check_checkpoint(wish)
+    result: list[Part] = []
+    for number, entry in enumerate(wish.entries):
+        name, equals, path = entry.rpartition("=")
+        if equals and not name:
+            raise BadValueError(f"--entry {entry}", "No component stands before '='", "Write NAME=MODULE:CLASS")
+        target = find(path, f"--entry {entry}")
+        name = name or ("network" if number == 0 else name_of(target.path))
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {one.name for one in result}:
+            raise BadValueError(
+                f"--entry {entry}", f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS"
+            )
+        result.append(_part(name, target, f"--entry {entry}"))
+        if number == 0:
+            _check_network(target, f"--entry {entry}")
+    return result
+
+
+def _check_network(target: Target, place: str) -> None:
+    """Refuses a class that is no network, as far as its source and that of its bases says.
+
+    Raises:
+        BadValueError: No class above it is unknown, and none is a `torch.nn.Module`.
+    """
+    assert isinstance(target.node, ast.ClassDef)
+    if constructor.derives_from_nothing(target.source, target.node):
+        fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
+        raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
+
+
+def _check_checkpoint(wish: Wish) -> None:
+    """Refuses a checkpoint that no run could name.
+
+    Raises:
+        CheckpointMissingError: It is neither a folder that is there nor the name of a repository.
+    """
+    if wish.checkpoint != UNKNOWN_CHECKPOINT:
+        from torchport.load import checkpoint  # with torch, which nothing else here needs
+
+        checkpoint.check_name(wish.checkpoint)
+
+
+def _check_free(wish: Wish) -> None:
+    """Refuses the name of a model that torchport, or a pack of the environment, has.
+
+    Raises:
+        TakenNameError: One has it.
+    """
+    pack = find_pack(())
+    if wish.name in pack.models():
+        fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"
+        raise TakenNameError(wish.place, fact, "Choose another name", name=wish.name)
+
+
+def _part(name: str, target: Target, place: str) -> Part:
+    if not isinstance(target.node, ast.ClassDef):
+        fact = f"{target.name} ({target.place}) is a {target.kind}"
+        raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
+    with parsing.nesting(target.source.shown, target.node.lineno):
+        arguments = constructor.configuration(target.source, target.node)
+    if arguments is None:
+        return Part(name, target, {}, [], [])
+    plain = [one for one in arguments if one.plain]
+    small, lacking = shrinking.tiny(plain)
+    objects = [one.name for one in arguments if one.required and not one.plain]
+    return Part(name, target, small, lacking, objects)
+
+
+def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
+    """Writes a card, its demo's job and its family into a pack's folder, all or nothing.
+
+    Returns:
+        A line for each file, and then what is left to fill in.
+
+    Raises:
+        TakenNameError: One of the files is there already.
+    """
+    _check_free(wish)
+    every = parts(wish)
+    card_text, job_text = card(wish, every, checkout), job(every)
+    # Our own text: a mistake in it would be ours, and is seen here.
+    validated(Card, parse_document(card_text, f"configs/models/{wish.name}.yaml"))
+    validated(Job, parse_document(job_text, f"configs/{wish.name}_demo.yaml"))
+    lines = home.write(
+        [
+            Piece(f"configs/models/{wish.name}.yaml", card_text, mode="new"),
+            Piece(f"configs/{wish.name}_demo.yaml", job_text, mode="new"),
+            Piece(f"patches/{wish.name}/stages.py", family(wish, every), mode="new"),
+        ]
+    )
+    return [*lines, *(f"fill in     {each}." for each in left(wish, every, card_text))]
+
+
+def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
+    """Returns the folders of upstream that a card must not be written into."""
+    folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
+    return [*([checkout] if checkout else []), *(one for one in folders if one is not None)]
+
+
+def left(wish: Wish, every: Sequence[Part], text: str) -> list[str]:
+    """Returns what is left to fill in, a sentence each."""
+    result = []
+    for one in every:
+        here = f"tiny.components.{one.name}"
+        if one.objects:
+            names = ", ".join(one.objects)
+            result.append(f"build of {one.name}: its class takes {names}, which YAML cannot say (docs/cards.md)")
+        if one.lacking:
+            result.append(f"{here}: {', '.join(one.lacking)}, which have no default")
+        if not one.tiny and not one.lacking and not one.objects:
+            result.append(f"{here}: the source of {one.target.name} shows no argument that is large")
+    if wish.checkpoint == UNKNOWN_CHECKPOINT:
+        result.append("checkpoint: the published weights, and 'published' where their configuration is not the class's")
+    result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in text else []
+    return [
+        *result,
+        "frames and size_multiple_of: what the VAE divides time and space by",
+        f"The stages in patches/{wish.name}/stages.py: encode, like, denoise, decode (docs/families.md)",
+    ]
+
+
+def card(wish: Wish, every: Sequence[Part], checkout: Path | None) -> str:
+    """Returns the card."""
+    network = every[0]
+    package = network.target.module.partition(".")[0]
+    lines = [f"model: {wish.name}", f"title: {_flow(f'{_title(network)}, from {package}')}"]
+    lines += [f"family: {wish.name}/stages", f"artefacts: {wish.name}"]
+    if checkout is None:
+        lines.append(f"upstream: {_flow(proposal.fits(package))}")
+    else:
+        has = Path(network.target.source.file).resolve().relative_to(checkout).as_posix()
+        lines += ["upstream: {}", f"checkout: {_flow({'package': package, 'has': has, 'url': _url(checkout)})}"]
+    lines += [f"checkpoint: {wish.checkpoint}", f"demo: configs/{wish.name}_demo.yaml"]
+    lines += ["patches: {encode: [], denoise: [], decode: []}", "components:"]
+    for one in every:
+        lines.append(f"  {one.name}: {_flow({'class': one.target.name, 'dtype': 'float32'})}")
+    frames = "{multiple_of: 1, plus: 0}" if _is_of_images(network.target) else "{multiple_of: 4, plus: 1}"
+    lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
+    lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
+    lines.append(f"    inputs: {{{network.name}: [{{match: '.*', spec: replicate}}]}}")
+    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny(every)]) + "\n"
+
+
+def _tiny(every: Sequence[Part]) -> list[str]:
+    lines = []
+    for one in every:
+        lines.append(f"    # The arguments of {one.target.name} ({one.target.place}); others keep their defaults.")
+        lines.append(f"    {one.name}:" if one.tiny else f"    {one.name}: {{}}")
+        lines += [f"      {key}: {_flow(value)}" for key, value in one.tiny.items()]
+        lines += [f"      # {name}: it has no default" for name in one.lacking]
+    return lines
+
+
+def _is_of_images(target: Target) -> bool:
+    """Returns whether a network makes images: its file speaks of images or of 2D layers, and of no video."""
+    text = target.source.text
+    return bool(_IMAGE.search(text)) and not _VIDEO.search(text)
+
+
+def job(every: Sequence[Part]) -> str:
+    """Returns the config of the card's demo."""
+    frames = 1 if _is_of_images(every[0].target) else 5
+    return (
+        f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
+        ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
+    )
+
+
+def _title(network: Part) -> str:
+    return network.target.path[-1]
+
+
+def _flow(value: Any) -> str:
+    """Returns a value as one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _url(checkout: Path) -> str:
+    """Returns where a checkout was cloned from, as its git folder says; else a text to fill in."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read_string((checkout / ".git" / "config").read_text(encoding="utf-8"))
+    except (OSError, ValueError, configparser.Error):
+        return UNKNOWN_URL
+    url = parser.get('remote "origin"', "url", fallback=UNKNOWN_URL)
+    # A name and password in a URL are nobody else's.
+    return re.sub(r"//[^/@]*@", "//", url) if url.startswith(("https://", "http://")) else UNKNOWN_URL
+
+
+_FAMILY = '''"""The stages of {name}: what is to be filled in says so (docs/families.md)."""
+
+from __future__ import annotations
+
+from torchport.stages.family import Stage
+
+TAKES_IMAGE, VARIANTS, arrange_tiny = False, (), None
+
+
+def batch(guidance_scale):
+    """Returns how many conditions go through the network at once: 2 with guidance, if it takes them as a batch."""
+    return 1
+
+
+def encode(parts, call, settings, steps):
+    """Fill in: returns the tensors of the prompt, by name."""
+    raise NotImplementedError("fill in encode")
+
+
+def like(parts, settings):
+    """Fill in: returns tensors of the shapes and dtypes that encode returns."""
+    raise NotImplementedError("fill in like")
+
+
+def denoise(parts, call, settings, steps, **conditions):
+    """Fill in: draws the noise, takes the steps with call({inputs}), and returns the latents."""
+    raise NotImplementedError("fill in denoise")
+
+
+def decode(parts, call, settings, steps, *, latents):
+    """Fill in: returns the frames [B, F, 3, H, W], between 0 and 1."""
+    raise NotImplementedError("fill in decode")
+
+
+SIZE = ("height", "width", "frames")
+# A stage is made again only if a setting that it uses differs: name each that its function reads.
+STAGES = (
+    Stage("encode", encode, uses=("prompt", "negative_prompt", "guidance_scale")),
+    Stage(
+        "denoise",
+        denoise,
+        uses=("seed", "steps", "guidance_scale", *SIZE),
+        needs=("encode",),
+        network="{network}",
+        like=like,
+    ),
+    Stage("decode", decode, uses=SIZE, needs=("denoise",){others}),
+)
+'''
+
+
+def family(wish: Wish, every: Sequence[Part]) -> str:
+    """Returns the Python of the stages."""
+    target = every[0].target
+    assert isinstance(target.node, ast.ClassDef)
+    inputs = [one.name for one in constructor.forward(target.source, target.node)]
+    others = [one.name for one in every[1:]]
+    listed = f", parts=({', '.join(map(repr, others))},)".replace("'", '"') if others else ""
+    text = ", ".join(f"{name}=..." for name in inputs[:8]) or "..."
+    return _FAMILY.format(name=wish.name, network=every[0].name, inputs=text, others=listed)

@@ -1,0 +1,31 @@
+"""What in a codebase will not port to TPU, found in its source alone: nothing of it is imported, and neither is torch.
+
+    report = scan.scan(path, ["pkg.model:Network"], folders)
+
+From the first step to the last: `files` (what is read), `syntax` (a file as events), `codebase` (who is meant by a
+name), `detect` (the findings of a function), `constants` and `reach` (what an entry leads to), `coverage` (which
+patches take care of what), and `scanning`, where they meet. `rules` says what each finding means, and `finding` holds
+all that a draft of a patch needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchport.porting.scan.finding import ScanFinding as ScanFinding
+    from torchport.porting.scan.finding import ScanReport as ScanReport
+    from torchport.porting.scan.scanning import scan as scan
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what scans when it is first asked for: whoever only explains a rule does not wait for it."""
+    if name == "scan":
+        from torchport.porting.scan import scanning
+
+        return scanning.scan
+    if name in ("ScanFinding", "ScanReport"):
+        from torchport.porting.scan import finding
+
+        return getattr(finding, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

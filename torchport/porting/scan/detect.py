@@ -1,0 +1,279 @@
+"""The findings of one function, before anybody asks what leads to it.
+
+Each detector looks at one event. `context` is the function, with what its names mean and which of them are tensors.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+from torchport.porting.scan.codebase import Codebase, Unit
+from torchport.porting.scan.context import Context, Site
+from torchport.porting.scan.squares import squares
+from torchport.porting.scan.syntax import TRIED, Act, Event
+from torchport.porting.scan.tensors import ON_DEVICE, Kind
+
+KERNELS = {
+    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_attn_3", "xformers", "sageattention",
+    "sageattn", "sageattn3", "triton", "apex", "bitsandbytes", "natten", "flex_block_attn", "spas_sage_attn",
+    "transformer_engine", "mamba_ssm", "causal_conv1d", "cupy", "pycuda", "tensorrt", "block_sparse_attn",
+    "flashinfer", "liger_kernel", "sgl_kernel", "magi_attention",
+}  # fmt: skip
+"""Packages of GPU kernels."""
+_FLEX = "torch.nn.attention.flex_attention"
+_ANSWERED = {
+    "is_available", "device_count", "empty_cache", "manual_seed", "manual_seed_all", "memory_allocated",
+    "memory_reserved", "max_memory_allocated", "max_memory_reserved", "is_initialized", "is_bf16_supported", "seed",
+    "seed_all", "amp",
+}  # fmt: skip
+"""What torch.cuda answers without CUDA."""
+_WITHOUT_GROUP = {
+    "is_initialized", "is_available", "is_nccl_available", "is_torchelastic_launched", "ProcessGroup", "ReduceOp",
+}  # fmt: skip
+_WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "deepspeed.", "torch.distributed.")
+MAKES_GROUP = {"init_process_group", "init_device_mesh", "new_group", "new_subgroups", "DeviceMesh"}
+"""What makes a process group; what asks one comes after it."""
+_FACTORIES = {
+    "arange", "linspace", "logspace", "tensor", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "randint",
+    "randperm", "normal", "Tensor", "FloatTensor", "LongTensor", "tril_indices", "triu_indices", "hann_window",
+    "range",
+}  # fmt: skip
+_AUTOCAST = {
+    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast",
+    "torch.cuda.amp.custom_fwd", "torch.amp.custom_fwd", "torch.cuda.amp.autocast_mode.autocast",
+}  # fmt: skip
+AUTOCAST = "torch.amp.autocast_mode.autocast"
+"""The class that all names of autocast lead to."""
+_COMPILES = {
+    "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method",
+    "torch.jit.script_if_tracing", "torch.compiler.disable", "torch.compiler.allow_in_graph",
+    "torch._dynamo.disable", "torch._dynamo.optimize", "torch._dynamo.allow_in_graph", "torch.jit.freeze",
+    "torch.jit.load", "torch.jit.trace_module", "torch.compiler.compile",
+}  # fmt: skip
+_FLOAT64 = {"torch.float64", "torch.double", "torch.DoubleTensor"}
+_COMPLEX = {
+    "torch.view_as_complex", "torch.view_as_real", "torch.polar", "torch.complex", "torch.complex64",
+    "torch.complex128", "torch.cfloat",
+}  # fmt: skip
+_BY_VALUES = {"torch.nonzero", "torch.masked_select", "torch.unique", "torch.argwhere", "torch.unique_consecutive"}
+_BY_VALUES_METHODS = {"nonzero", "masked_select", "argwhere", "unique_consecutive"}
+_NOT_INPLACE = {"requires_grad_", "eval_", "share_memory_", "enable_", "disable_", "apply_", "rename_", "to_"}
+
+
+Detector = Callable[[Context, Event], Iterator[Site]]
+
+
+def sites(codebase: Codebase, unit: Unit, attributes: frozenset[str]) -> Iterator[Site]:
+    """Yields the findings of a function, in order; several of one kind on one line are one."""
+    context = Context(codebase, unit, attributes)
+    tensors = unit.module.uses_torch
+    seen: set[tuple[str, int]] = set()
+    for event in unit.body.events:
+        for detector in _BY_ACT.get(event.act, ()) if tensors else _WITHOUT_TORCH.get(event.act, ()):
+            for site in detector(context, event):
+                if (site.kind, site.line) not in seen:
+                    seen.add((site.kind, site.line))
+                    yield site
+        if tensors:
+            context.tensors.follow(event)
+
+
+def _imports(context: Context, event: Event) -> Iterator[Site]:
+    node = event.node
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        if is_kernel(name) and name.partition(".")[0] not in {
+            one.partition(".")[0] for one in context.codebase.modules
+        }:
+            yield context.site("kernel", event, name, sure=TRIED not in event.guards and not name.startswith(_FLEX))
+
+
+def is_kernel(name: str) -> bool:
+    """Returns whether a name in full is of a package of GPU kernels."""
+    return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
+
+
+def _chains(context: Context, event: Event) -> Iterator[Site]:
+    name = context.full(event.node)
+    if not name:
+        return
+    if is_kernel(name) and not context.at_import:
+        yield context.site("kernel", event, name)
+    elif name in _FLOAT64:
+        yield context.site("float64", event, name)
+    elif name in _COMPLEX or name.startswith("torch.fft."):
+        yield context.site("complex", event, name)
+
+
+def _calls(context: Context, event: Event) -> Iterator[Site]:
+    if not isinstance(event.node, ast.Call):
+        return
+    node, name = event.node, context.full(event.node.func)
+    if name.startswith(("torch.", "deepspeed.")) or is_kernel(name):
+        yield from _known_calls(context, event, name)
+        yield from _factory(context, event, node, name)
+    if isinstance(node.func, ast.Attribute):
+        yield from _method_calls(context, event, node, node.func)
+    if isinstance(node.func, ast.Name) and not name:
+        yield from _conversions(context, event, node, node.func.id)
+
+
+def _conversions(context: Context, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+    numbers = name in ("int", "float", "bool", "range", "round")
+    if numbers and any(context.tensors.of(argument) in ON_DEVICE for argument in node.args):
+        yield context.site("branch" if name == "bool" else "item", event)
+
+
+def _known_calls(context: Context, event: Event, name: str) -> Iterator[Site]:
+    last = name.rpartition(".")[2]
+    if is_kernel(name):
+        if not context.at_import:
+            yield context.site("kernel", event, name)
+    elif name in _AUTOCAST:
+        return  # as a context or decorator
+    elif name.startswith("torch.cuda.") and name.split(".")[2] not in _ANSWERED:
+        yield context.site("cuda-import" if context.at_import else "cuda-call", event, name)
+    elif name.startswith(_WRAPPERS) and last not in _WITHOUT_GROUP and "._checkpoint." not in name:
+        yield context.site("cuda-import" if context.at_import else "process-group", event, name)
+    elif name in _COMPILES:
+        yield context.site("compile", event, name)
+    elif name in _COMPLEX or name.startswith("torch.fft."):
+        yield context.site("complex", event, name)
+    elif name in _FLOAT64:
+        yield context.site("float64", event, name)
+    elif name in _BY_VALUES or (
+        name == "torch.where" and isinstance(event.node, ast.Call) and len(event.node.args) == 1
+    ):
+        yield context.site("mask-index", event, name)
+
+
+def _factory(context: Context, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+    if (
+        name.rpartition(".")[0] != "torch"
+        or name.rpartition(".")[2] not in _FACTORIES
+        or context.builds
+        or context.at_import
+    ):
+        return
+    device = next((keyword.value for keyword in node.keywords if keyword.arg == "device"), None)
+    if device is None and any(keyword.arg is None for keyword in node.keywords):
+        return  # in a dictionary that is unpacked
+    if device is None or _is_host(device):
+        yield context.site("host-tensor", event, name)
+    elif isinstance(device, ast.Name) and _is_none(context.unit.defaults.get(device.id)):
+        yield context.site("host-tensor", event, name, if_none=device.id)
+
+
+def _is_host(device: ast.expr) -> bool:
+    inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
+    return isinstance(inner, ast.Constant) and inner.value in ("cpu", None)
+
+
+def _is_none(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _method_calls(context: Context, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
+    method, kind = func.attr, Kind.UNKNOWN
+    plain = context.full(func).startswith(("numpy.", "math."))
+    if method in ("item", "tolist") and not node.args and not plain:
+        yield context.site("item", event, sure=context.tensors.of(func.value) in ON_DEVICE)
+    elif method == "numpy" and not node.args:
+        if context.tensors.of(func.value) in ON_DEVICE:
+            yield context.site("item", event)
+    elif method == "cuda" and not context.full(func):
+        yield context.site("cuda-import" if context.at_import else "cuda-device", event)
+    elif method == "double" and not node.args and not context.full(func):
+        yield context.site("float64", event)
+    elif method in _BY_VALUES_METHODS and not context.full(func):
+        yield context.site("mask-index", event)
+    elif method == "unique":
+        kind = context.tensors.of(func.value)
+        if kind in ON_DEVICE:
+            yield context.site("mask-index", event)
+    in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
+    if event.loop and in_place and not context.builds and not context.full(func):
+        yield context.site("inplace-loop", event)
+
+
+def _tests(context: Context, event: Event) -> Iterator[Site]:
+    pending = [event.node]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.BoolOp):
+            pending += node.values
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            pending.append(node.operand)
+        elif (
+            isinstance(node, ast.expr)
+            and context.tensors.of(node) in ON_DEVICE
+            and not context.tensors.is_container(node)
+        ):
+            yield context.site("branch", event)
+            return
+
+
+def _indices(context: Context, event: Event) -> Iterator[Site]:
+    if not isinstance(event.node, ast.Subscript):
+        return
+    index = event.node.slice
+    for part in index.elts if isinstance(index, ast.Tuple) else [index]:
+        if isinstance(part, ast.Slice):
+            bounds = [bound for bound in (part.lower, part.upper) if bound is not None]
+            if any(context.tensors.of(bound) in ON_DEVICE for bound in bounds):
+                yield context.site("item", event)
+        elif context.tensors.of(part) is Kind.MASK and context.tensors.of(event.node.value) is not Kind.PLAIN:
+            yield context.site("mask-index", event)
+
+
+def _writes(context: Context, event: Event) -> Iterator[Site]:
+    if not isinstance(event.node, ast.Subscript) or context.builds:
+        return
+    base = event.node.value
+    if event.loop and context.tensors.of(base) in ON_DEVICE and not context.tensors.is_container(base):
+        yield context.site("inplace-loop", event)
+    if event.value is not None and not isinstance(event.value, ast.Constant):
+        yield from (site for site in _indices(context, event) if site.kind == "mask-index")
+
+
+def _withs(context: Context, event: Event) -> Iterator[Site]:
+    called = event.node.func if isinstance(event.node, ast.Call) else event.node
+    if context.full(called) in _AUTOCAST:
+        yield context.site("autocast", event, AUTOCAST)
+
+
+def _decorators(context: Context, event: Event) -> Iterator[Site]:
+    called = event.node.func if isinstance(event.node, ast.Call) else event.node
+    name = context.full(called)
+    if name in _AUTOCAST:
+        yield context.site("autocast", event, AUTOCAST)
+    elif name in _COMPILES:
+        yield context.site("compile", event, name)
+    elif is_kernel(name):
+        yield context.site("kernel", event, name)
+
+
+def _texts(context: Context, event: Event) -> Iterator[Site]:
+    if id(event.node) in context.asks_for_autocast:
+        return
+    text = ast.unparse(event.node).strip("'\"f")
+    if text == "cuda" or text.startswith("cuda:"):
+        yield context.site("cuda-import" if context.at_import else "cuda-device", event)
+
+
+_BY_ACT: dict[Act, tuple[Detector, ...]] = {
+    Act.IMPORT: (_imports,),
+    Act.CHAIN: (_chains,),
+    Act.CALL: (_calls, squares),
+    Act.OPERATOR: (squares,),
+    Act.TEST: (_tests,),
+    Act.INDEX: (_indices,),
+    Act.WRITE: (_writes,),
+    Act.WITH: (_withs,),
+    Act.DECORATOR: (_decorators,),
+    Act.TEXT: (_texts,),
+}
+_WITHOUT_TORCH: dict[Act, tuple[Detector, ...]] = {Act.IMPORT: (_imports,), Act.CHAIN: (_chains,), Act.CALL: (_calls,)}

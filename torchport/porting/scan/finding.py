@@ -1,0 +1,114 @@
+"""A finding and the report of a scan, with everything that a drafted patch needs of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from torchport.porting.scan.rules import RULES, Rule
+
+Reach = Literal["path", "training", "off", "unknown"]
+"""Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""
+
+Verdict = Literal["covered", "rewrite", "unknown"]
+"""What is to be done: nothing, as a patch does it; a patch is to be written; or only a trace or a look shows it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanFinding:
+    """One thing in the source that will not port.
+
+    Attributes:
+        rule: The id that `torchport explain` knows, such as PS401.
+        file: Its file, as it can be opened from the current folder.
+        line: Its line.
+        target: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
+        text: The expression, shortened.
+        uses: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
+        reach: Whether the entry leads there.
+        covered_by: The ids of the shipped patches that take care of it.
+        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
+    """
+
+    rule: str
+    file: str
+    line: int
+    target: str
+    text: str
+    uses: str = ""
+    reach: Reach = "unknown"
+    covered_by: tuple[str, ...] = ()
+    sure: bool = True
+
+    @property
+    def meaning(self) -> Rule:
+        """What the rule says."""
+        return RULES[self.rule]
+
+    @property
+    def kind(self) -> str:
+        """The rule's name, such as `branch`."""
+        return self.meaning.kind
+
+    @property
+    def name(self) -> str:
+        """The function's qualified name."""
+        return self.target.partition(":")[2]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is to be done."""
+        if self.covered_by:
+            return "covered"
+        return "rewrite" if self.meaning.stops and self.sure else "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """A package that the path imports and this environment has not.
+
+    Attributes:
+        package: Its name.
+        file: The first file that imports it.
+        line: Its line.
+    """
+
+    package: str
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanReport:
+    """What a scan found.
+
+    Attributes:
+        findings: By file and line; files that could not be read are among them.
+        files: The number of files that were read.
+        lines: The number of their lines.
+        entries: The entries, as `pkg.mod:Class`; none if none was named.
+        absent: The packages that are imported without condition, are not installed here, and that no stub stands for.
+            Packages of kernels are findings.
+    """
+
+    findings: tuple[ScanFinding, ...]
+    files: int
+    lines: int
+    entries: tuple[str, ...] = ()
+    absent: tuple[Absent, ...] = ()
+
+    def count(self) -> str:
+        """Returns the sentence that counts what is on the path; without an entry, what is not training."""
+        some = [one for one in self.findings if one.reach == "path" and one.meaning.in_code]
+        where = "on the inference path"
+        if not self.entries:
+            some = [one for one in self.findings if one.reach != "training" and one.meaning.in_code]
+            where = "outside training"
+        numbers = {
+            verdict: sum(one.verdict == verdict for one in some) for verdict in ("covered", "rewrite", "unknown")
+        }
+        needs = "needs" if numbers["rewrite"] == 1 else "need"
+        return (
+            f"{len(some)} {where}: {numbers['covered']} covered, {numbers['rewrite']} {needs} a rewrite, "
+            f"{numbers['unknown']} unknown"
+        )

@@ -1,0 +1,391 @@
+"""What an entry leads to: calls, constructors, imports, properties and functions that are handed on.
+
+A method of an object whose class the source does not show is looked up in all classes that are made on the way, and a
+network that is made is also called. Conditions that constants of the source decide close a way.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torchport.porting.scan.codebase import Class, Codebase, Unit
+from torchport.porting.scan.constants import NOT_NONE, UNKNOWN, Values
+from torchport.porting.scan.syntax import MODULE, NEVER, Act, Event, chain_of
+
+Arguments = dict[str, Any]
+_DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")
+_NETWORK = ("forward", "encode", "decode", "__call__")
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+    """What patches close.
+
+    Attributes:
+        units: Functions whose own code no longer runs.
+        lines: Lines of a function that no longer run, first and last.
+        given: Parameters of networks' `forward` that are always given, and then are not None.
+    """
+
+    units: frozenset[Unit] = frozenset()
+    lines: Mapping[Unit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+
+    def has(self, unit: Unit, line: int) -> bool:
+        """Returns whether a line of a function no longer runs."""
+        return unit in self.units or any(first <= line <= last for first, last in self.lines.get(unit, ()))
+
+
+class Reached:
+    """What some functions lead to.
+
+    Args:
+        codebase: The codebase.
+        closed: What patches close.
+        trains: Whether the code is read as training.
+    """
+
+    def __init__(self, codebase: Codebase, closed: Closed | None = None, trains: bool = False) -> None:
+        self._codebase = codebase
+        self._closed = closed or Closed()
+        self._trains = trains
+        self._arguments: dict[Unit, Arguments] = {}
+        self._attributes = _attribute_constants(codebase, self._closed.units)
+        self._live: dict[Class, None] = {}
+        self._live_methods: dict[str, dict[Unit, None]] = defaultdict(dict)
+        self._asked: dict[str, dict[int, tuple[Unit, ast.Call | None]]] = defaultdict(dict)
+        self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if unit.has_decorator("property")}
+        self._pending: list[Unit] = []
+        self.callers: dict[Unit, set[tuple[Unit, int]]] = defaultdict(set)
+
+    @property
+    def units(self) -> Iterable[Unit]:
+        """The functions that are reached."""
+        return self._arguments.keys()
+
+    def begin(self, units: Iterable[Unit], classes: Iterable[Class] = ()) -> None:
+        """Follows functions and constructors that are called with any arguments."""
+        for unit in units:
+            self._import(unit.module.name)
+            self._reach(unit, None, None)
+        for one in classes:
+            self._import(one.module.name)
+            self._make(one, None, None)
+        while self._pending:
+            self._process(self._pending.pop())
+
+    def admit(self, units: Iterable[Unit]) -> None:
+        """Notes that functions may be called with any arguments, and follows nothing that they call."""
+        for unit in units:
+            if unit not in self._closed.units:
+                self._arguments[unit] = {parameter.arg: UNKNOWN for parameter in unit.parameters}
+
+    def leads_to(self, unit: Unit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
+        """Returns whether a place of a function is reached."""
+        if unit not in self._arguments or self._closed.has(unit, line):
+            return False
+        values = self._values(unit)
+        if if_none and values.names.get(if_none, UNKNOWN) is not None:
+            return False
+        return _is_open(values, guards)
+
+    def _values(self, unit: Unit) -> Values:
+        assigned = _assigned(unit)
+        names = {name: value for name, value in self._arguments.get(unit, {}).items() if name not in assigned}
+        if unit.name.endswith(".forward"):
+            names |= {
+                name: NOT_NONE for name in self._closed.given if name in unit.defaults and not _may_be_none(unit, name)
+            }
+        return Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
+
+    def _full(self, unit: Unit, node: ast.AST) -> str:
+        name = self._codebase.full(unit.module, chain_of(node), unit.imports)
+        return self._codebase.canonical(name) if name else ""
+
+    def _import(self, name: str) -> None:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            module = self._codebase.modules.get(".".join(parts[:end]))
+            if module is not None and module.units[MODULE] not in self._arguments:
+                self._reach(module.units[MODULE], None, None)
+                for unit in module.units.values():
+                    if isinstance(unit.body.node, ast.ClassDef):
+                        self._reach(unit, None, None)
+
+    def _reach(self, unit: Unit, caller: Unit | None, call: ast.Call | None, bound: bool = True) -> None:
+        """Notes that a function is called, and with which constants; without a call with anything."""
+        if caller is not None:
+            self.callers[unit].add((caller, call.lineno if call is not None else 0))
+        if unit in self._closed.units:
+            return
+        given = {parameter.arg: UNKNOWN for parameter in unit.parameters}
+        if call is not None and caller is not None:
+            given = _given(unit, call, self._values(caller), bound)
+        known = self._arguments.get(unit)
+        if known is None:
+            self._arguments[unit] = given
+            self._pending.append(unit)
+            return
+        joined = {name: value if _same(value, given.get(name, UNKNOWN)) else UNKNOWN for name, value in known.items()}
+        if any(joined[name] is not known[name] for name in known):
+            self._arguments[unit] = joined
+            self._pending.append(unit)
+
+    def _make(self, one: Class, caller: Unit | None, call: ast.Call | None) -> None:
+        """Notes that an object of a class is made."""
+        for name in ("__init__", "__post_init__", "__new__"):
+            unit = self._codebase.method(one, name)
+            if unit is not None:
+                self._reach(unit, caller, call)
+        if one in self._live:
+            return
+        self._live[one] = None
+        names = (*_DUNDERS, "forward") if self._codebase.is_network(one) else _DUNDERS
+        for name in names:
+            unit = self._codebase.method(one, name)
+            if unit is not None:
+                self._reach(unit, caller, None)
+        for name, unit in self._codebase.methods(one).items():
+            if unit not in self._live_methods[name]:
+                self._live_methods[name][unit] = None
+                for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
+                    self._reach(unit, asker, call_of_it)
+
+    def _ask(self, name: str, unit: Unit, call: ast.Call | None) -> None:
+        """Notes that a method of some object is called."""
+        self._asked[name][id(call if call is not None else unit)] = unit, call
+        for method in list(self._live_methods.get(name, ())):
+            self._reach(method, unit, call)
+
+    def _process(self, unit: Unit) -> None:
+        values, skipped = self._values(unit), _only_asked_about(unit)
+        skipped |= unit.module.in_tables if unit.name == MODULE else frozenset()
+        for event in unit.body.events:
+            if event.act not in (Act.CALL, Act.CHAIN, Act.IMPORT) or id(event.node) in skipped:
+                continue
+            line = getattr(event.node, "lineno", 0)
+            if self._closed.has(unit, line) or not _is_open(values, event.guards):
+                continue
+            if event.act is Act.IMPORT:
+                self._imports(unit, event)
+            elif isinstance(event.node, ast.Call):
+                self._call(unit, event.node)
+            else:
+                self._value(unit, event.node)
+
+    def _imports(self, unit: Unit, event: Event) -> None:
+        if isinstance(event.node, ast.Import):
+            for alias in event.node.names:
+                self._import(alias.name)
+        elif isinstance(event.node, ast.ImportFrom):
+            for alias in event.node.names:
+                bound = unit.module.bound if unit.name == MODULE else unit.imports
+                self._import(bound.get(alias.asname or alias.name, ""))
+            for star in unit.module.stars:
+                self._import(star)
+
+    def _call(self, unit: Unit, node: ast.Call) -> None:
+        chain = chain_of(node.func)
+        for name in chain[1:-1]:
+            if name in self._properties:
+                self._ask(name, unit, None)
+        if not chain:
+            self._call_of_expression(unit, node)
+        elif chain[0] == unit.first and unit.owner is not None:
+            self._call_of_self(unit, unit.owner, chain, node)
+        else:
+            name = self._full(unit, node.func)
+            self._read_table(unit, f"{unit.module.name}.{chain[0]}")
+            known = bool(name) and self._call_of_name(unit, name, node)
+            if not known and len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
+                self._ask(chain[-1], unit, node)
+
+    def _call_of_name(self, unit: Unit, name: str, node: ast.Call) -> bool:
+        known = self._codebase.definition(name)
+        if isinstance(known, Class):
+            self._make(known, unit, node)
+            return True
+        if isinstance(known, Unit):
+            bound = known.owner is None or known.has_decorator("classmethod") or known.has_decorator("staticmethod")
+            self._reach(known, unit, node, bound)
+            return True
+        above, _, last = name.rpartition(".")
+        one = self._codebase.definition(above) if above else None
+        if isinstance(one, Class):
+            forward = self._codebase.method(one, "forward") if last == "apply" else None
+            if forward is not None:
+                self._reach(forward, unit, None)
+            else:
+                self._make(one, unit, None)
+            return True
+        return False
+
+    def _call_of_self(self, unit: Unit, owner: Class, chain: tuple[str, ...], node: ast.Call) -> None:
+        if len(chain) == 1:  # `cls(...)`
+            self._make(owner, unit, node)
+        elif len(chain) > 2:
+            self._ask(chain[-1], unit, node)
+        else:
+            self._method_of(unit, owner, chain[1], node)
+
+    def _method_of(self, unit: Unit, owner: Class, name: str, node: ast.Call | None) -> None:
+        method = self._codebase.method(owner, name)
+        if method is not None:
+            self._reach(method, unit, node)
+            for other in list(self._live_methods.get(name, ())):
+                if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
+                    self._reach(other, unit, node)
+
+    def _call_of_expression(self, unit: Unit, node: ast.Call) -> None:
+        func = node.func
+        if not isinstance(func, ast.Attribute):
+            return
+        above = func.value.func if isinstance(func.value, ast.Call) else None
+        if isinstance(above, ast.Name) and above.id == "super" and unit.owner is not None:
+            method = self._codebase.method(unit.owner, func.attr, inherited=True)
+            if method is not None:
+                self._reach(method, unit, node)
+            return
+        self._ask(func.attr, unit, node)
+
+    def _value(self, unit: Unit, node: ast.AST) -> None:
+        """Follows a function or class that is named and not called: somebody may call it."""
+        chain = chain_of(node)
+        if chain and chain[0] == unit.first and unit.owner is not None:
+            if len(chain) > 1:
+                self._method_of(unit, unit.owner, chain[1], None)
+        elif chain:
+            known = self._codebase.definition(name) if (name := self._full(unit, node)) else None
+            self._hand_on(unit, known)
+            self._read_table(unit, name or f"{unit.module.name}.{chain[0]}")
+        for name in chain[1:] if chain else ([node.attr] if isinstance(node, ast.Attribute) else []):
+            if name in self._properties:
+                self._ask(name, unit, None)
+
+    def _hand_on(self, unit: Unit, known: Unit | Class | None) -> None:
+        if isinstance(known, Class):
+            self._make(known, unit, None)
+        elif isinstance(known, Unit):
+            self._reach(known, unit, None)
+
+    def _read_table(self, unit: Unit, name: str) -> None:
+        """Follows what stands in a table of functions or classes that is read."""
+        home, nodes = self._codebase.table(name) or (unit.module, [])
+        for node in nodes:
+            inner = self._codebase.full(home, chain_of(node), {})
+            self._hand_on(unit, self._codebase.definition(self._codebase.canonical(inner)) if inner else None)
+
+
+def _is_open(values: Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:
+    return all(values.truth(condition) in (None, wanted) for condition, wanted in guards)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one is not UNKNOWN and bool(one == other))
+
+
+def _given(unit: Unit, call: ast.Call, values: Values, bound: bool) -> Arguments:
+    """Returns the constants that a call gives to a function's parameters."""
+    names = [parameter.arg for parameter in unit.parameters]
+    method = unit.owner is not None and bound and not unit.has_decorator("staticmethod")
+    result = {name: _constant(unit.defaults.get(name)) for name in names}
+    open_ended = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
+    if open_ended:
+        result = dict.fromkeys(names, UNKNOWN)
+    for name, argument in zip(names[int(method) :], call.args, strict=False):
+        if isinstance(argument, ast.Starred):
+            break
+        result[name] = values.of(argument)
+    result |= {one.arg: values.of(one.value) for one in call.keywords if one.arg in result and one.arg is not None}
+    return result
+
+
+def _constant(node: ast.expr | None) -> Any:
+    return node.value if isinstance(node, ast.Constant) else UNKNOWN
+
+
+def _assigned(unit: Unit) -> frozenset[str]:
+    """Returns the names that a function binds itself, those of its nested functions included."""
+    known: frozenset[str] | None = unit.__dict__.get("_assigned")
+    if known is None:
+        names: set[str] = set()
+        for event in unit.body.events:
+            if event.act is Act.ASSIGN:
+                names |= {node.id for node in ast.walk(event.node) if isinstance(node, ast.Name)}
+            elif event.act is Act.ENTER and isinstance(event.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names |= {node.arg for node in ast.walk(event.node.args) if isinstance(node, ast.arg)}
+        known = unit.__dict__["_assigned"] = frozenset(names)
+    return known
+
+
+def _may_be_none(unit: Unit, name: str) -> bool:
+    """Returns whether a function sets a name to None itself."""
+    return any(
+        isinstance(event.node, ast.Name) and event.node.id == name and _constant(event.value) is None
+        for event in unit.body.events
+        if event.act is Act.ASSIGN
+    )
+
+
+def _only_asked_about(unit: Unit) -> set[int]:
+    """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
+    result: set[int] = set()
+    for event in unit.body.events:
+        if isinstance(event.node, ast.Call) and chain_of(event.node.func) in (("isinstance",), ("issubclass",)):
+            result |= {id(node) for argument in event.node.args[1:] for node in ast.walk(argument)}
+    return result
+
+
+def _attribute_constants(codebase: Codebase, closed: frozenset[Unit]) -> dict[str, Any]:
+    """Returns the attributes that the whole codebase sets to one boolean and nothing else."""
+    values: dict[str, set[Any]] = defaultdict(set)
+    for module in codebase.modules.values():
+        for one in module.classes.values():
+            for statement in one.node.body:
+                for name in _names_set(statement):
+                    values[name].add(UNKNOWN)
+    for unit in codebase.units:
+        for event in unit.body.events if unit not in closed else ():
+            if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and NEVER not in event.guards:
+                constant = isinstance(event.value, ast.Constant) and isinstance(event.value.value, bool)
+                values[event.node.attr].add(event.value.value if constant else UNKNOWN)  # type: ignore[union-attr]
+    return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and UNKNOWN not in some}
+
+
+def _names_set(statement: ast.stmt) -> Iterator[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def roots(codebase: Codebase, one: Class) -> tuple[list[Unit], list[Class]]:
+    """Returns where an entry begins: what is called of its class, and the classes that it is made of."""
+    methods = [unit for name in _NETWORK if (unit := codebase.method(one, name)) is not None]
+    own = [unit for unit in one.module.units.values() if unit.owner is one]
+    if not methods:
+        methods = [unit for unit in own if not unit.name.rpartition(".")[2].startswith("_")]
+    methods += [unit for unit in own if unit.has_decorator("classmethod") and _makes_itself(unit)]
+    classes, init = [one], codebase.method(one, "__init__")
+    for parameter in init.parameters if init is not None else ():
+        for name in _annotated(codebase, init, parameter):  # type: ignore[arg-type]
+            known = codebase.definition(name)
+            if isinstance(known, Class):
+                classes += [known, *codebase.subclasses[known.dotted]]
+    return methods, classes
+
+
+def _makes_itself(unit: Unit) -> bool:
+    calls = [event.node for event in unit.body.events if event.act is Act.CALL and isinstance(event.node, ast.Call)]
+    return any(chain_of(call.func) == (unit.first,) for call in calls)
+
+
+def _annotated(codebase: Codebase, unit: Unit, parameter: ast.arg) -> Iterator[str]:
+    for node in ast.walk(parameter.annotation) if parameter.annotation else ():
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            name = codebase.full(unit.module, chain_of(node), unit.imports)
+            if name:
+                yield codebase.canonical(name)

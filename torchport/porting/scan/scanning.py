@@ -1,0 +1,271 @@
+"""A scan from the first step to the last."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import gc
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.files import folder
+from torchport.porting.scan import coverage, files, parallel
+from torchport.porting.scan.codebase import Class, Codebase, Unit
+from torchport.porting.scan.context import Site
+from torchport.porting.scan.detect import is_kernel, sites
+from torchport.porting.scan.files import Source, Unread
+from torchport.porting.scan.finding import Absent, Reach, ScanFinding, ScanReport
+from torchport.porting.scan.reach import Reached, roots
+from torchport.porting.scan.rules import BY_KIND
+from torchport.porting.scan.syntax import MODULE, Act, chain_of
+from torchport.source.modules import is_there
+
+_TRAINS = {
+    "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",
+    "optimizers", "loss", "losses", "backward", "pretrain",
+}  # fmt: skip
+_LONGEST = 90
+_DEEPEST = 50_000
+"""Calls inside each other: the parser nests 3000 levels, and the deepest walk takes some calls for each."""
+
+
+def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) -> ScanReport:
+    """Returns what in a codebase will not port.
+
+    Args:
+        path: Its folder, or one file.
+        entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
+        folders: The folders of patches, from the top.
+
+    Raises:
+        BadValueError: There is no such folder or file, no Python in it, or an entry's file could not be read.
+        UnknownNameError: The codebase has no such entry.
+        ConfigError: A file of patches has a mistake.
+    """
+    if not folder.has_file(path) and not folder.has_folder(path):
+        raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
+    with _without_collection():
+        sources, unread = files.read(path)
+        if not sources and not unread:
+            raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
+        for entry in entries:
+            _check_read(path, entry, unread)
+        with _deep():
+            report = _scan(path, sources, entries, folders)
+    findings = sorted([*report.findings, *(_of_unread(path, one) for one in unread)], key=_place)
+    return dataclasses.replace(report, findings=tuple(findings))
+
+
+def _place(one: ScanFinding) -> tuple[str, int, str]:
+    return one.file, one.line, one.rule
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    """Lets Python call itself as deep as its parser nests: a sum of a thousand terms is a thousand levels."""
+    was = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(was, _DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(was)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Holds Python's garbage collector: it would walk all syntax trees again and again, a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
+    codebase = Codebase(sources, _package_of(path))
+    chosen = [_entry(codebase, entry) for entry in entries]
+    patches = coverage.read(codebase, folders)
+    before, after = Reached(codebase), Reached(codebase, patches.closed())
+    for reached in (before, after):
+        for one in chosen:
+            reached.begin(*one)
+        if not chosen:  # whatever is not training may run
+            reached.admit(unit for unit in codebase.units if not _trains(unit))
+    training = Reached(codebase, trains=True)
+    (training.begin if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
+    known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase)]
+    known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
+    cover = coverage.Coverage(patches, before, after, [site for site, _ in known])
+    findings = [
+        _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
+    ]
+    lines = sum(source.lines for source in sources)
+    return ScanReport(
+        tuple(findings), len(sources), lines, tuple(entries), tuple(_absent(path, codebase, patches, before))
+    )
+
+
+def _absent(path: Path, codebase: Codebase, patches: coverage.Patches, reached: Reached) -> Iterator[Absent]:
+    """Yields the packages that code on the path imports without condition, and that nobody has here, each once."""
+    beside = path.parent if folder.has_file(path) else path
+    known = {name.partition(".")[0] for name in codebase.modules}
+    for unit in codebase.units:
+        for event in unit.body.events:
+            node = event.node
+            if not isinstance(node, ast.Import | ast.ImportFrom) or event.guards:
+                continue
+            if not reached.leads_to(unit, event.guards, node.lineno):
+                continue
+            for package in dict.fromkeys(_imported(node)):
+                here = is_kernel(package) or folder.has_file(beside / f"{package}.py") or is_there(package)
+                stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
+                if package not in known and not here and not stubbed and not folder.has_folder(beside / package):
+                    known.add(package)
+                    yield Absent(package, _named(path, unit.module.source.path), node.lineno)
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yields the packages that an import statement names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif not node.level and node.module:
+        yield node.module.partition(".")[0]
+
+
+def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> ScanFinding:
+    file = _named(path, site.unit.module.source.path)
+    said = _text(site.node)
+    return ScanFinding(BY_KIND[site.kind], file, site.line, site.unit.target, said, site.uses, reach, ids, site.sure)
+
+
+def _all_sites(codebase: Codebase) -> list[Site]:
+    found = [site for unit in codebase.units for site in sites(codebase, unit, _tensor_attributes(codebase, unit))]
+    known = parallel.helpers(codebase, found)
+    there = {(site.unit, site.kind) for site in found}
+    found += [
+        site
+        for site in parallel.calls_of_helpers(codebase, known)
+        if (site.unit, site.kind) not in there or site.kind == "parallel-state"
+    ]
+    wanted = {
+        f"{unit.module.name}.{unit.name}": unit
+        for unit in (*known, *(site.unit for site in found))
+        if unit.owner is None and unit.name != MODULE
+    }
+    return found + list(parallel.aliases(codebase, wanted))
+
+
+def _tensor_attributes(codebase: Codebase, unit: Unit) -> frozenset[str]:
+    """Returns the parameters and buffers that a network's class registers."""
+    if unit.owner is None or not unit.module.uses_torch:
+        return frozenset()
+    known: frozenset[str] | None = unit.owner.__dict__.get("_tensors")
+    if known is None:
+        init = codebase.method(unit.owner, "__init__")
+        known = unit.owner.__dict__["_tensors"] = frozenset(_registered(init) if init is not None else ())
+    return known
+
+
+def _registered(init: Unit) -> Iterator[str]:
+    for event in init.body.events:
+        node, value = event.node, event.value
+        if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
+            yield from (str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
+            yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []
+
+
+def _package_of(path: Path) -> str:
+    """Returns the dotted name of a folder that lies inside a package, or is one; else nothing."""
+    names: list[str] = []
+    current = path.resolve()
+    current = current.parent if current.is_file() else current
+    while folder.has_file(current / "__init__.py"):
+        names.insert(0, current.name)
+        current = current.parent
+    return ".".join(names)
+
+
+def _entry(codebase: Codebase, entry: str) -> tuple[list[Unit], list[Class]]:
+    """Returns where a named entry begins."""
+    place = f"--entry {entry}"
+    module_name, colon, name = entry.partition(":")
+    if not colon or not name:
+        raise BadValueError(place, "It is no name of a class or function", "Write it as package.module:Class")
+    module = codebase.modules.get(module_name)
+    if module is None:
+        fact = f"The codebase has no module '{module_name}'"
+        raise UnknownNameError(place, fact, _some(module_name, codebase.modules), name=module_name)
+    known = codebase.definition(codebase.canonical(f"{module_name}.{name}"))
+    if isinstance(known, Class):
+        return roots(codebase, known)
+    if isinstance(known, Unit):
+        return [known], []
+    raise UnknownNameError(
+        place, f"'{module_name}' has no '{name}'", nearest(name, module.classes or module.units), name=name
+    )
+
+
+def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
+    """Refuses an entry whose file could not be read.
+
+    Raises:
+        BadValueError: Nothing of the file is known.
+    """
+    names = "/".join(entry.partition(":")[0].split("."))
+    for one in unread:
+        if f"/{one.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
+            fact = f"Its file {_named(path, one.path)}:{one.line} could not be read. {one.why}"
+            raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {one.rule}")
+
+
+def _some(name: str, names: Iterable[str]) -> str:
+    """Returns a remedy that names the modules that end alike; a codebase has too many to list."""
+    last = name.rpartition(".")[2]
+    close = sorted(one for one in names if one.rpartition(".")[2] == last)
+    return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
+
+
+def _trains(unit: Unit) -> bool:
+    """Returns whether a function is there for training, by the words of its name and file."""
+    text = f"{unit.module.source.path} {unit.name}"
+    return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))
+
+
+def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reach:
+    if before.leads_to(site.unit, site.guards, site.line, site.if_none):
+        return "path" if chosen else "unknown"
+    return "training" if training.leads_to(site.unit, site.guards, site.line, site.if_none) else "off"
+
+
+def _covered(known: Sequence[tuple[Site, Reach]], cover: coverage.Coverage) -> Iterator[tuple[str, ...]]:
+    """Yields the patches of each finding; of an alias those of the function, if all that is found there has one."""
+    covered = [cover.of(site) for site, _ in known]
+    by_name: dict[str, list[tuple[str, ...]]] = {}
+    for (site, _), ids in zip(known, covered, strict=True):
+        if site.kind != "alias":
+            by_name.setdefault(f"{site.unit.module.name}.{site.unit.name}", []).append(ids)
+    for (site, _), ids in zip(known, covered, strict=True):
+        some = by_name.get(site.uses, [cover.alone]) if site.kind == "alias" else [ids]
+        yield tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.alias):
+        return node.name
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _named(root: Path, below: str) -> str:
+    return folder.as_named(root if folder.has_file(root) else root / below)
+
+
+def _of_unread(root: Path, one: Unread) -> ScanFinding:
+    return ScanFinding(one.rule, _named(root, one.path), one.line, "", one.why, reach="unknown")

@@ -1,0 +1,329 @@
+"""Which expressions of a function are tensors, as far as its source shows it.
+
+What is not known is no tensor: a finding that is wrong costs more than one that a trace finds later.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections.abc import Callable, Iterable
+
+from torchport.errors import UnreadableError
+from torchport.porting.scan.codebase import Unit
+from torchport.porting.scan.syntax import Act, Event, chain_of
+from torchport.source import parsing
+
+
+class Kind(enum.Enum):
+    """What an expression is."""
+
+    UNKNOWN = enum.auto()
+    TENSOR = enum.auto()
+    MASK = enum.auto()
+    """A tensor of booleans."""
+    HOST = enum.auto()
+    """A tensor that was moved to the host on purpose."""
+    PLAIN = enum.auto()
+    """A number, a shape or another value of Python."""
+
+
+ON_DEVICE = (Kind.TENSOR, Kind.MASK)
+Full = Callable[[ast.AST], str]
+"""Returns the name in full of a chain of names; empty for none."""
+
+_TENSOR_NAMES = {
+    "Tensor", "LongTensor", "FloatTensor", "BoolTensor", "IntTensor", "HalfTensor", "BFloat16Tensor", "tensor",
+}  # fmt: skip
+_PLAIN_ATTRIBUTES = {
+    "shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "layout", "names", "itemsize", "nbytes",
+}  # fmt: skip
+_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
+_PLAIN_METHODS = {
+    "size", "dim", "numel", "stride", "element_size", "is_contiguous", "data_ptr", "get_device",
+    "is_floating_point", "is_complex", "item", "tolist", "numpy", "type", "nelement", "ndimension",
+    "storage_offset",
+}  # fmt: skip
+_MASK_METHODS = {
+    "bool", "eq", "ne", "gt", "ge", "lt", "le", "isnan", "isinf", "isfinite", "logical_not", "logical_and",
+    "logical_or",
+}  # fmt: skip
+_ONLY_TENSORS = {
+    "unsqueeze", "expand", "expand_as", "repeat", "repeat_interleave", "permute", "contiguous", "detach", "float",
+    "half", "bool", "long", "bfloat16", "chunk", "unbind", "type_as", "masked_fill", "new_zeros", "new_ones",
+    "softmax", "cpu", "cuda", "nonzero", "flatten", "clamp", "requires_grad_", "unflatten", "masked_select",
+    "narrow", "sigmoid",
+}  # fmt: skip
+_MASK_FUNCTIONS = {
+    "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or", "eq", "ne", "gt", "ge", "lt", "le",
+    "all", "any", "isin",
+}  # fmt: skip
+_PLAIN_FUNCTIONS = {
+    "is_tensor", "is_floating_point", "is_complex", "numel", "get_default_dtype", "device", "Size", "Generator",
+    "finfo", "iinfo", "is_grad_enabled", "no_grad", "inference_mode", "autocast", "enable_grad", "compile", "load",
+    "save", "manual_seed", "is_autocast_enabled", "set_default_dtype", "get_autocast_dtype", "set_grad_enabled",
+    "dtype", "initial_seed", "seed", "get_num_threads", "set_num_threads", "typename", "is_inference_mode_enabled",
+    "get_rng_state", "Stream", "get_autocast_gpu_dtype", "can_cast", "result_type", "promote_types",
+    "broadcast_shapes", "device_count",
+}  # fmt: skip
+_NUMBERS = re.compile(
+    r"(^|_)(len|length|num|size|shape|mode|idx|index|dim|type|name|height|width|frames|heads|channels|step|config|args|"
+    r"kwargs|return|use|is|do|list|dict|n|h|w|enable|generator|callback|dtype|device|func|fn|"
+    r"train|training)(_|$)"
+)
+"""Parameters without an annotation that are no tensors, by the words of their names."""
+_PLACES = (
+    "torch.cuda.", "torch.distributed.", "torch.backends.", "torch.utils.", "torch.jit.", "torch.nn.attention.",
+    "torch.compiler.", "torch._dynamo.", "torch.profiler.", "torch.optim.", "torch.amp.", "torch.version.",
+    "torch.hub.", "torch.onnx.", "torch.multiprocessing.", "torch.library.", "torch.accelerator.",
+)  # fmt: skip
+_SAME = {"enumerate", "zip", "list", "tuple", "reversed", "sorted", "iter"}
+
+
+class Tensors:
+    """What the names of one function are, event after event.
+
+    Args:
+        unit: The function.
+        full: Who is meant by a chain of names in it.
+        attributes: Those of `self` that are parameters or buffers.
+        returns: What a function of the codebase is annotated to return.
+    """
+
+    def __init__(
+        self, unit: Unit, full: Full, attributes: frozenset[str], returns: Callable[[str], ast.expr | None]
+    ) -> None:
+        self._full = full
+        self._returns = returns
+        self._self = unit.first
+        self._attributes = attributes
+        self.kinds: dict[str, Kind] = {}
+        self.made_from: dict[str, ast.expr] = {}
+        self._containers: set[str] = set()
+        self._evidence = {name for event in unit.body.events for name in _used_as_tensor(event)}
+        self._dictionaries = {name for event in unit.body.events for name in _used_as_dictionary(event)}
+        in_forward = unit.name.endswith(".forward") and unit.owner is not None
+        self._enter(unit.parameters, unit.defaults, in_forward)
+
+    def _enter(self, parameters: Iterable[ast.arg], defaults: dict[str, ast.expr], in_forward: bool) -> None:
+        for parameter in parameters:
+            if parameter.arg == self._self:
+                continue
+            default = defaults.get(parameter.arg)
+            if parameter.annotation is not None:
+                kind = Kind.TENSOR if names_tensor(parameter.annotation) else Kind.UNKNOWN
+                if _is_collection(parameter.annotation):
+                    self._containers.add(parameter.arg)
+            else:
+                constant = isinstance(default, ast.Constant) and default.value is not None
+                number = parameter.arg in self._dictionaries or _NUMBERS.search(parameter.arg) is not None
+                assumed = in_forward and default is None and not constant and not number
+                kind = Kind.TENSOR if assumed else Kind.UNKNOWN
+            self.kinds[parameter.arg] = kind
+
+    def follow(self, event: Event) -> None:
+        """Takes in what an event binds."""
+        if event.act is Act.ENTER and isinstance(event.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = event.node.args
+            self._enter([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs], {}, False)
+        elif event.act is Act.ASSIGN and event.value is not None:
+            self._bind(event.node, event.value, event.loops_over)
+
+    def _bind(self, target: ast.AST, value: ast.expr, loops_over: bool) -> None:
+        if isinstance(target, ast.Name):
+            if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
+                return  # on the other side of a branch it is what it was
+            self.kinds[target.id] = self.of(value)
+            self.made_from[target.id] = value
+            if not loops_over:
+                collects = isinstance(value, (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
+                (self._containers.add if collects else self._containers.discard)(target.id)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            self._unpack(target.elts, value, loops_over)
+
+    def _unpack(self, targets: list[ast.expr], value: ast.expr, loops_over: bool) -> None:
+        """Binds each target of `a, b = ...` or `for a, b in ...`."""
+        called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+        parts = self._parts_returned(value) if not loops_over else []
+        values: list[ast.expr] = [value] * len(targets)
+        if not loops_over and isinstance(value, (ast.Tuple, ast.List)):
+            values[: len(value.elts)] = value.elts[: len(targets)]
+        elif loops_over and isinstance(value, ast.Call) and called == "zip":
+            values[: len(value.args)] = value.args[: len(targets)]
+        elif loops_over and isinstance(value, ast.Call) and called == "enumerate" and value.args:
+            values = [ast.Constant(0), *[value.args[0]] * (len(targets) - 1)]
+        for number, target in enumerate(targets):
+            if len(parts) == len(targets) and isinstance(target, ast.Name):
+                self.kinds[target.id] = Kind.TENSOR if names_tensor(parts[number]) else Kind.PLAIN
+            else:
+                self._bind(target, values[number], loops_over)
+
+    def _parts_returned(self, value: ast.expr) -> list[ast.expr]:
+        """Returns the annotations of a tuple that a function of the codebase returns."""
+        returned = self._returns(self._full(value.func)) if isinstance(value, ast.Call) else None
+        if isinstance(returned, ast.Subscript) and chain_of(returned.value)[-1:] in (("tuple",), ("Tuple",)):
+            return returned.slice.elts if isinstance(returned.slice, ast.Tuple) else []
+        return []
+
+    def is_container(self, node: ast.expr) -> bool:
+        """Returns whether an expression is a list or dictionary of tensors and none itself."""
+        return isinstance(node, ast.Name) and node.id in self._containers
+
+    def of(self, node: ast.expr) -> Kind:
+        """Returns what an expression is; of a list of tensors, what is in it."""
+        if isinstance(node, ast.Name):
+            kind = self.kinds.get(node.id, Kind.UNKNOWN)
+            return Kind.TENSOR if kind is Kind.UNKNOWN and node.id in self._evidence else kind
+        if isinstance(node, ast.Constant):
+            return Kind.PLAIN
+        if isinstance(node, ast.Call):
+            return self._of_call(node)
+        if isinstance(node, ast.Attribute):
+            return self._of_attribute(node)
+        if isinstance(node, ast.Subscript):
+            return self.of(node.value)
+        if isinstance(node, ast.Compare):
+            return self._of_comparison(node)
+        if isinstance(node, ast.UnaryOp):
+            return Kind.PLAIN if isinstance(node.op, ast.Not) else self.of(node.operand)
+        return self._of_several(node)
+
+    def _of_several(self, node: ast.expr) -> Kind:
+        if isinstance(node, ast.BinOp):
+            kind = _join([self.of(node.left), self.of(node.right)])
+            bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
+            return Kind.TENSOR if kind is Kind.MASK and not bits else kind
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return _join([self.of(one) for one in node.elts]) if node.elts else Kind.UNKNOWN
+        if isinstance(node, ast.IfExp):
+            return _join([self.of(node.body), self.of(node.orelse)])
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            return self.of(node.elt)
+        if isinstance(node, ast.NamedExpr):
+            return self.of(node.value)
+        return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
+
+    def _of_attribute(self, node: ast.Attribute) -> Kind:
+        if node.attr in _PLAIN_ATTRIBUTES:
+            return Kind.PLAIN
+        if node.attr in _TENSOR_ATTRIBUTES:
+            return self.of(node.value)
+        own = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
+        return Kind.TENSOR if own and node.attr in self._attributes else Kind.UNKNOWN
+
+    def _of_comparison(self, node: ast.Compare) -> Kind:
+        if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
+            return Kind.PLAIN
+        sides = [node.left, *node.comparators]
+        if any(isinstance(side, ast.Constant) and isinstance(side.value, (str, type(None))) for side in sides):
+            return Kind.PLAIN
+        kinds = [self.of(side) for side in sides]
+        if any(kind in ON_DEVICE for kind in kinds):
+            return Kind.MASK
+        return _join(kinds)
+
+    def _of_call(self, node: ast.Call) -> Kind:
+        name = self._full(node.func)
+        if name.startswith("torch."):
+            return _of_torch(name, node, self)
+        returned = self._returns(name)
+        if name.startswith("einops.") or (returned is not None and names_tensor(returned)):
+            return Kind.TENSOR
+        if isinstance(node.func, ast.Name):
+            if node.func.id in _SAME and node.args and not name:
+                return self.of(node.args[0])
+            return Kind.UNKNOWN if name or node.func.id in self.kinds else Kind.PLAIN
+        if isinstance(node.func, ast.Attribute):
+            return self._of_method(node, node.func)
+        return Kind.UNKNOWN
+
+    def _of_method(self, node: ast.Call, func: ast.Attribute) -> Kind:
+        kind, method = self.of(func.value), func.attr
+        if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
+            if method in _PLAIN_METHODS:
+                return Kind.PLAIN
+            if method == "cpu" or kind is Kind.HOST:
+                return Kind.HOST
+            if method in _MASK_METHODS or (method in ("any", "all", "view", "flatten", "to") and kind is Kind.MASK):
+                return Kind.MASK
+            return (
+                Kind.MASK
+                if kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
+                else Kind.TENSOR
+            )
+        given = [self.of(argument) for argument in node.args]
+        own = isinstance(func.value, ast.Name) and func.value.id == self._self
+        if own and any(one in ON_DEVICE for one in given):  # a submodule over a tensor
+            return Kind.TENSOR
+        return Kind.UNKNOWN
+
+
+def _of_torch(name: str, node: ast.Call, tensors: Tensors) -> Kind:
+    last = name.rpartition(".")[2]
+    if name.startswith(_PLACES) or last in _PLAIN_FUNCTIONS:
+        return Kind.PLAIN
+    if name.startswith("torch.nn.") and not name.startswith("torch.nn.functional."):
+        return Kind.PLAIN
+    if last in _MASK_FUNCTIONS:
+        return Kind.MASK
+    first = tensors.of(node.args[0]) if node.args else Kind.UNKNOWN
+    if first is Kind.MASK and last in ("cat", "concat", "stack", "zeros_like", "ones_like", "pad"):
+        return Kind.MASK
+    dtype = next((chain_of(keyword.value)[-1:] for keyword in node.keywords if keyword.arg == "dtype"), ())
+    return Kind.MASK if dtype == ("bool",) else Kind.TENSOR
+
+
+def _join(kinds: list[Kind]) -> Kind:
+    for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
+        if kind in kinds and (kind is not Kind.PLAIN or all(one is Kind.PLAIN for one in kinds)):
+            return kind
+    return Kind.UNKNOWN
+
+
+def names_tensor(annotation: ast.expr) -> bool:
+    """Returns whether an annotation is a tensor, or may be one: `Tensor`, `Optional[Tensor]`, `Tensor | None`."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        try:
+            body = parsing.tree(annotation.value.strip(), "").body
+        except UnreadableError:
+            return False
+        annotation = body[0].value if body and isinstance(body[0], ast.Expr) else annotation
+    if isinstance(annotation, ast.Subscript):
+        outer = chain_of(annotation.value)[-1:]
+        inner = annotation.slice
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        if outer in (("Dict",), ("dict",), ("Mapping",)):
+            parts = parts[1:]
+        return outer != ("Callable",) and any(names_tensor(part) for part in parts)
+    if isinstance(annotation, ast.BinOp):
+        return names_tensor(annotation.left) or names_tensor(annotation.right)
+    return chain_of(annotation)[-1:] != () and chain_of(annotation)[-1] in _TENSOR_NAMES
+
+
+def _is_collection(annotation: ast.expr) -> bool:
+    if isinstance(annotation, ast.Subscript):
+        outer = chain_of(annotation.value)[-1:]
+        if outer in (("Optional",), ("Union",)):
+            inner = annotation.slice
+            return any(_is_collection(part) for part in (inner.elts if isinstance(inner, ast.Tuple) else [inner]))
+        return outer != ()
+    if isinstance(annotation, ast.BinOp):
+        return _is_collection(annotation.left) or _is_collection(annotation.right)
+    return False
+
+
+def _used_as_dictionary(event: Event) -> Iterable[str]:
+    """Yields the name of which an event reads what a word names."""
+    if isinstance(event.node, ast.Subscript) and isinstance(event.node.value, ast.Name):
+        index = event.node.slice
+        if isinstance(index, ast.Constant) and isinstance(index.value, str):
+            yield event.node.value.id
+
+
+def _used_as_tensor(event: Event) -> Iterable[str]:
+    """Yields the name on which an event calls what only tensors have."""
+    if event.act is Act.CALL and isinstance(event.node, ast.Call):
+        func = event.node.func
+        if isinstance(func, ast.Attribute) and func.attr in _ONLY_TENSORS and isinstance(func.value, ast.Name):
+            yield func.value.id

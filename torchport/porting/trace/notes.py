@@ -1,0 +1,175 @@
+"""What a trace notes while it goes on: stoppers with the assumption after each, and constants with their lines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchport.compile.failure.cure import CURES, Failure
+from torchport.compile.failure.explained import MOST_FRAMES
+from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live
+from torchport.errors import HostTensorError, TorchportError
+
+OWN = "torchport.porting.trace"
+
+
+@dataclasses.dataclass
+class Stopper:
+    """One place that stops a trace.
+
+    Attributes:
+        id: Of the error that a run would end with.
+        stage: The first stage that meets it.
+        place: `file:line`.
+        fact: What is wrong there.
+        remedy: What to do.
+        frames: The foreign frames that lead there, as lines, upstream's own last.
+        folded: How many frames are left out: JAX's, torch's, torchport's.
+        entry: A patch to paste, as YAML; empty where there is none.
+        assumed: What the trace went on with.
+        times: How often it was met.
+    """
+
+    id: str
+    stage: str
+    place: str
+    fact: str
+    remedy: str
+    frames: list[str]
+    folded: int
+    entry: str
+    assumed: str
+    times: int = 1
+
+
+@dataclasses.dataclass
+class Constant:
+    """A tensor of the host that becomes a constant of the program.
+
+    Attributes:
+        stage: The first stage that has it.
+        made: `file:line` of the code that made it.
+        used: `file:line` of the code in which it meets the network.
+        dtype: Its dtype.
+        shape: Its shape.
+        bytes: Its size.
+    """
+
+    stage: str
+    made: str
+    used: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+
+
+class Notes:
+    """Collects stoppers and constants, each place once.
+
+    Args:
+        owners: Say whose code is whose.
+
+    Attributes:
+        stage: The stage at hand.
+        lowers: Whether the network is being lowered. It is called on shapes alone before, and that is no second time.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
+        self.stage = ""
+        self.lowers = False
+        self._met_lowered: dict[tuple[str, str], bool] = {}
+        self.stoppers: dict[tuple[str, str], Stopper] = {}
+        self.constants: dict[tuple[str, str, tuple[int, ...]], Constant] = {}
+
+    def record(self, error: BaseException, assumed: str) -> None:
+        """Notes an exception, raised here or in a call of here, and what the trace goes on with.
+
+        Raises:
+            BaseException: The exception itself, where no foreign code is at fault.
+        """
+        every = [one for one in live(self.owners) if not one.module.startswith(OWN)]
+        every += [one for one in frames([error], self.owners) if not one.module.startswith(OWN)]
+        frame = culprit(error, [one for one in every if one.owner != "torchport"])
+        if frame is None:
+            raise error
+        failure = Failure(self.owners, error, frame, every)
+        kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
+        key = kind.id, frame.place
+        if key in self.stoppers:
+            self.stoppers[key].times += self._met_lowered[key] == self.lowers
+            return
+        self._met_lowered[key] = self.lowers
+        if isinstance(error, TorchportError):
+            fact, remedy, entry = error.fact, error.remedy, None
+        else:
+            fact, remedy, entry = CURES[kind](failure)
+        listed = _listed(every, frame)
+        text = "" if entry is None else entry.text
+        folded = len(every) - len(listed)
+        self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
+
+    def record_made(self, error: BaseException, assumed: str, made: str | None) -> None:
+        """Notes a tensor of the host that stops the trace, with the line that made it."""
+        before = set(self.stoppers)
+        self.record(error, assumed)
+        for key in set(self.stoppers) - before:
+            if made is not None and made not in self.stoppers[key].fact:
+                self.stoppers[key].fact += f" (the tensor is made at {made})"
+
+    def record_refusal(self, error: TorchportError, assumed: str) -> None:
+        """Notes a refusal of torchport's own, which an earlier assumption may have led to."""
+        stopper = Stopper(error.id, self.stage, error.place, error.fact, error.remedy, [], 0, "", assumed)
+        self.stoppers.setdefault((error.id, error.place), stopper)
+
+    @contextlib.contextmanager
+    def of_another_job(self) -> Iterator[None]:
+        """Forgets what is noted while the context lasts: it is another job's."""
+        before = self.stoppers, self.constants
+        self.stoppers = {key: dataclasses.replace(one) for key, one in self.stoppers.items()}
+        self.constants = dict(self.constants)
+        try:
+            yield
+        finally:
+            self.stoppers, self.constants = before
+
+    def note_constant(self, tensor: Any, made: str, used: str) -> None:
+        """Notes a constant, once for each place and shape."""
+        shape = tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        size = tensor.numel() * tensor.dtype.itemsize
+        constant = Constant(self.stage, made, used, dtype, list(shape), size)
+        self.constants.setdefault((made, used, shape), constant)
+
+    def here(self) -> Frame | None:
+        """Returns the innermost frame of upstream, of the family or of a patch."""
+        return next((one for one in reversed(live(self.owners)) if one.owner in OURS), None)
+
+
+def _listed(every: Sequence[Frame], frame: Frame) -> list[str]:
+    ours = [one for one in every if one.owner in OURS or one == frame]
+    distinct = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner]
+    return [one.text().strip() for one in distinct[-MOST_FRAMES:]]
+
+
+class Raised:
+    """A context that keeps an exception of foreign code. Refusals of torchport's own leave it.
+
+    Attributes:
+        error: The exception; None where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Raised:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> bool:
+        ours = isinstance(value, TorchportError) and not isinstance(value, HostTensorError)
+        if not isinstance(value, Exception) or ours:
+            return False
+        self.error = value
+        return True

@@ -1,0 +1,234 @@
+"""What upstream finds around it while it is traced: packages that are absent, CUDA and other processes, all assumed.
+
+They are put into torch and into the import system, and stay there: only a process that ends with its trace may do so.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
+import linecache
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchport.compile.failure.frames import live
+from torchport.porting.trace.notes import OWN, Notes, Raised
+from torchport.source import parsing
+
+
+class Anything(types.ModuleType):
+    """Stands for an absent package and everything in it. A call of it is noted, and returns its first tensor."""
+
+    __path__: list[str] = []
+
+    def __init__(self, name: str, notes: Notes) -> None:
+        super().__init__(name)
+        self.__dict__["_notes"] = notes
+
+    def __getattr__(self, name: str) -> Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        child = Anything(f"{self.__name__}.{name}", self.__dict__["_notes"])
+        self.__dict__[name] = child
+        return child
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], type | types.FunctionType) and not kwargs:
+            return args[0]  # it decorates
+        error = ModuleNotFoundError(f"{self.__name__} is called", name=self.__name__.partition(".")[0])
+        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        assumed = "the call returns its first tensor" if first is not None else "the call returns a stand-in"
+        self.__dict__["_notes"].record(error, assumed)
+        return Anything(f"{self.__name__}()", self.__dict__["_notes"]) if first is None else first
+
+    def __getitem__(self, key: Any) -> Anything:
+        return Anything(f"{self.__name__}[]", self.__dict__["_notes"])
+
+    def __int__(self) -> int:
+        return 0
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (type(self.__name__.rpartition(".")[2], (), {}),)
+
+
+class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what nobody finds, for upstream's own unguarded imports alone, and notes it."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.packages: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns a spec of a stand-in where upstream cannot do without the package."""
+        package = name.partition(".")[0]
+        if package not in self.packages:
+            if package in sys.modules or not self._is_needed(name):
+                return None
+            self.packages.add(package)
+            error = ModuleNotFoundError(f"No module named '{name}'", name=name)
+            self.notes.record(error, "the package is there, and a call of it returns its first tensor")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """Returns the stand-in."""
+        return Anything(spec.name, self.notes)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Does nothing: there is no code."""
+
+    def _is_needed(self, name: str) -> bool:
+        every = [one for one in live(self.notes.owners) if not one.module.startswith((OWN, "torchport.patch.live"))]
+        # An import that torch makes is torch's own to do without.
+        plain = (one for one in reversed(every) if not one.file.startswith("<") and "importlib" not in one.module)
+        importer = next(plain, None)
+        if importer is None or importer.owner != "upstream":
+            return False
+        return is_needed(importer.file, importer.line)
+
+
+@functools.cache
+def is_needed(file: str, line: int) -> bool:
+    """Returns whether a line of a file is an import statement that no `try` around it does without."""
+    tree = parsing.tree("".join(linecache.getlines(file)), file)
+    imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
+    if not any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in imports):
+        return False  # it asks whether the package is there
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+            names = {ast.unparse(one.type) if one.type is not None else "" for one in node.handlers}
+            words = ("ImportError", "ModuleNotFoundError", "Exception")
+            if "" in names or any(word in name for name in names for word in words):
+                return False
+    return True
+
+
+INNER = 1
+"""Calls of modules around one that may be left out: the network's own."""
+_MEMORY = 80 * 2**30
+_PROPERTIES = types.SimpleNamespace(name="assumed", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132)
+_ANSWERS: dict[str, dict[str, Any]] = {
+    "torch.cuda": {
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "get_device_capability": (9, 0),
+        "get_device_name": "assumed",
+        "get_device_properties": _PROPERTIES,
+        "mem_get_info": (_MEMORY, _MEMORY),
+        "current_stream": None,
+        "reset_peak_memory_stats": None,
+        "manual_seed": None,
+    },
+    "torch.distributed": {
+        "init_process_group": None,
+        "get_rank": 0,
+        "get_world_size": 1,
+        "new_group": None,
+        "barrier": None,
+        "broadcast": None,
+        "all_reduce": None,
+        "all_gather": None,
+        "all_gather_into_tensor": None,
+        "all_to_all": None,
+        "all_to_all_single": None,
+    },
+    "torch.distributed.device_mesh": {"init_device_mesh": Anything},
+}
+"""What is assumed where a function of torch fails: one GPU of 80 GiB, and one process."""
+
+
+def _answering(notes: Notes, name: str, function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with Raised() as raised:
+            return function(*args, **kwargs)
+        assert raised.error is not None
+        value = Anything(f"{name}()", notes) if answer is Anything else answer
+        words = "a stand-in" if answer is Anything else repr(answer)
+        notes.record(raised.error, f"{name} returns {words}")
+        return value
+
+    return call
+
+
+@contextlib.contextmanager
+def assumed(notes: Notes) -> Iterator[None]:
+    """Lets upstream find what it looks for, while the context lasts; each is noted."""
+    finder, before = AbsentPackages(notes), []
+    for home, answers in _ANSWERS.items():
+        module = importlib.import_module(home)
+        for name, answer in answers.items():
+            original = getattr(module, name)
+            before.append((module, name, original))
+            setattr(module, name, _answering(notes, f"{home}.{name}", original, answer))
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for module, name, original in reversed(before):
+            setattr(module, name, original)
+        for name in [name for name in sys.modules if name.partition(".")[0] in finder.packages]:
+            del sys.modules[name]
+
+
+def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """Returns in words and as a value what a module may return of its arguments; None where nothing can be said.
+
+    A `forward` that ends in `return img, txt` returns its arguments of these names. Any other returns its first tensor.
+    """
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    forward = type(module).forward
+    source = parsing.tree(textwrap.dedent(inspect.getsource(forward)), inspect.getfile(forward))
+    for node in ast.walk(source):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            names = [one.id for one in node.value.elts if isinstance(one, ast.Name) and one.id in given]
+            if len(names) == len(node.value.elts):
+                return f"its arguments {', '.join(names)}", tuple(given[name] for name in names)
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    return "its first tensor", next((one for one in tensors if one.is_floating_point()), None)
+
+
+@contextlib.contextmanager
+def modules_go_on(notes: Notes) -> Iterator[None]:
+    """Notes what a module's forward raises, and lets it return its first tensor: what comes after is traced.
+
+    What the network itself raises ends its trace: nobody can say what it would return.
+    """
+    original, depth = torch.nn.Module.__call__, 0
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            with Raised() as raised:
+                return original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+        if depth < INNER:
+            raise raised.error  # type: ignore[misc]  # or it would have returned
+        assert raised.error is not None
+        words, value = returned(self, args, kwargs)
+        if value is None:
+            raise raised.error
+        kind = type(self).__qualname__
+        notes.record(raised.error, f"{kind} returns {words}, and the rest of its forward is not traced")
+        return value
+
+    torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,182 @@
+"""Traces a job's networks from shapes alone, as a run would, and goes on after what stops it.
+
+Every trace has a process of its own: what is assumed stays in torch and in the modules that are imported under it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchport import shard
+from torchport.compile import network, preflight
+from torchport.compile.eager import plainly
+from torchport.compile.failure import Owners
+from torchport.compile.in_force import in_force, lowerings
+from torchport.errors import TopologyError, TorchportError
+from torchport.porting.trace.mode import GoingOn
+from torchport.porting.trace.notes import Constant, Notes, Raised, Stopper
+from torchport.porting.trace.programs import Program, programs
+from torchport.porting.trace.surroundings import assumed, modules_go_on
+from torchport.processes import child
+from torchport.stages import recorder
+from torchport.stages.family import Stage
+from torchport.task import Request, Task, accept, devices
+
+Calls = Mapping[str, Sequence[recorder.NetworkCall]]
+"""By stage, the calls that its verb makes of its network."""
+
+
+@dataclasses.dataclass
+class TraceReport:
+    """What a trace found.
+
+    Attributes:
+        stoppers: Each place that stops it, in the order in which they were met.
+        constants: The constants of its programs.
+        programs: The programs of each stage, and what makes a second one.
+        stages: Those that were traced.
+        skipped: The others, with the reason.
+    """
+
+    stoppers: list[Stopper]
+    constants: list[Constant]
+    programs: list[Program]
+    stages: list[str]
+    skipped: dict[str, str]
+
+
+def trace(request: Request, patched: bool = True) -> TraceReport:
+    """Returns what stops the networks of a job from being traced.
+
+    Args:
+        request: The job; it needs no prompt, and no weights are read.
+        patched: Whether the card's patches are in force. Without them, the shapes of the inputs are still those that
+            the patched stages make.
+
+    Raises:
+        TorchportError: The job itself is refused, or a patch cannot be applied.
+    """
+    accept(request, dry=True)  # refusals come before a process is started
+    calls = None if patched else child.call("torchport.porting.trace.trace:called", request, ended=_ended)
+    if not patched:  # blocks that a stopper changes cannot be stacked, and patches may be what makes them equal
+        request = dataclasses.replace(request, overrides=(*request.overrides, "stacked=false"))
+    report: TraceReport = child.call("torchport.porting.trace.trace:traced", request, calls, ended=_ended)
+    return report
+
+
+def _ended(end: child.Ended) -> TopologyError:
+    return TopologyError("torchport trace", f"The process that traces {end}", "Mend that, or trace another job")
+
+
+def called(request: Request) -> Calls:
+    """Returns the calls of every stage's network, under the card's patches: a process's own side."""
+    task = accept(request, dry=True)
+    devices.prepare(task.machine)
+    result: dict[str, list[recorder.NetworkCall]] = {}
+    for stage in task.stages:
+        if stage.network is not None and stage.like is not None:
+            with in_force(task, [stage]):
+                parts = network.as_shapes(task, stage)
+                module, how = network.module_of(stage, parts), network.how(stage, task)
+                found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
+                result[stage.name] = [_without_output(one) for one in found]
+    return result
+
+
+def _without_output(call: recorder.NetworkCall) -> recorder.NetworkCall:
+    """Returns a call that `pickle` can carry."""
+    return dataclasses.replace(call, output=None, kept={})
+
+
+def traced(request: Request, calls: Calls | None) -> TraceReport:
+    """Returns what a trace found: a process's own side.
+
+    Args:
+        request: The job.
+        calls: The calls of its networks where its patches are not to be in force; None where they are.
+    """
+    task = accept(request, dry=True)
+    devices.prepare(task.machine)
+    notes = Notes(Owners.of_task(task))
+    report = TraceReport([], [], [], [], {})
+    for stage in task.stages:
+        if stage.network is None or stage.like is None:
+            reason = "it runs on the host" if stage.network is None else "its inputs are not known beforehand"
+            report.skipped[stage.name] = reason
+            continue
+        notes.stage = stage.name
+        report.stages.append(stage.name)
+        ends = f"nothing: the trace of {stage.name} ends here"
+        try:
+            with Raised() as raised:
+                report.programs += _of_stage(task, stage, notes, calls)
+        except TorchportError as error:
+            if not notes.stoppers:  # else an assumption may have led to it
+                raise
+            notes.record_refusal(error, ends)
+        else:
+            if raised.error is not None:
+                notes.record(raised.error, ends)
+    report.stoppers = list(notes.stoppers.values())
+    report.constants = sorted(notes.constants.values(), key=lambda one: -one.bytes)
+    return report
+
+
+def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> list[Program]:
+    """Traces one stage's network for each set of its inputs."""
+    every = task.patches([stage])
+    entries = every if calls is None else [one for one in every if one.upstream == "torchax"]
+    going = functools.partial(_going_on, notes, stage.call or _plain, False)
+    lowering = functools.partial(_going_on, notes, stage.call or _plain, True)
+    quiet, loud = (dataclasses.replace(stage, call=one, prepare=_guarded(stage, notes)) for one in (going, lowering))
+    with assumed(notes), modules_go_on(notes):
+        with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
+            network.check_classes(task)
+            found = calls[stage.name] if calls is not None else _calls(task, quiet)
+            mesh = shard.make_mesh(task.job.mesh, devices.devices(task.machine))
+            parts = network.as_shapes(task, loud)
+            module = network.module_of(loud, parts)
+            compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
+            for one in found:
+                compiled.lowered(compiled.shapes(one.inputs), one.static)
+        if calls is not None:
+            return []
+        with in_force(task, [stage], entries=entries, explained=False):
+            return programs(task, quiet, found, _calls, notes)
+
+
+def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
+    return plainly(module, **inputs)
+
+
+def _going_on(notes: Notes, call: Callable[..., Any], counts: bool, module: Any, settings: Any, **inputs: Any) -> Any:
+    """Calls a network as its stage does, under the mode that goes on."""
+    notes.lowers = counts
+    with GoingOn(notes, counts):
+        return call(module, settings=settings, **inputs)
+
+
+def _guarded(stage: Stage, notes: Notes) -> Callable[..., None] | None:
+    """Returns a stage's `prepare` that notes what it raises."""
+    if stage.prepare is None:
+        return None
+    prepare = stage.prepare
+
+    def guarded(parts: Mapping[str, Any], settings: Any) -> None:
+        with Raised() as raised:
+            prepare(parts, settings)
+        if raised.error is not None:
+            notes.record(raised.error, "the rest of prepare is left out")
+
+    return guarded
+
+
+def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
+    """Returns the calls of a stage's network; its verb runs on shapes alone."""
+    with preflight.without_values():
+        parts = network.as_shapes(task, stage)
+        module, how = network.module_of(stage, parts), network.how(stage, task)
+        return recorder.network_calls(stage, parts, module, how, task.settings, count=False)

@@ -1,0 +1,398 @@
+"""One run: what it reads for a stage, what it writes after the stage, and how long it took."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import compile, patch, save
+from torchport.compile import memory, network
+from torchport.compile.step_cache import StepCached
+from torchport.config import checkout
+from torchport.config.card import DENOISING, STAGES, StageName
+from torchport.config.step_cache import computed_by
+from torchport.errors import ArtefactForeignError
+from torchport.files import atomic
+from torchport.load import checkpoint
+from torchport.processes import git, hosts
+from torchport.processes.stopping import Stopping
+from torchport.progress import log
+from torchport.run import resume, video
+from torchport.run.profile import Profile
+from torchport.save import step_files
+from torchport.save.manifest import SCHEMA, Manifest, versions
+from torchport.stages import family
+from torchport.task import Execution, Task
+from torchport.task.devices import devices
+
+LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
+"""What a manifest and a run say of `attention: splash_int8`."""
+CURVE = "magcache.yaml"
+"""What `cache: {kind: calibrate}` measures, as a config has it."""
+STATE = "state/"
+"""Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
+
+
+class Journey:
+    """A task on its way.
+
+    Only the first process of a run has the folder: it reads and writes, and the others get what it read.
+
+    Attributes:
+        task: The task.
+        weights: The checkpoint.
+        upstream: The upstream, if it is a checkout; see `checkout.upstream`.
+        stopping: Whether a stop is requested.
+        run: The run's name, which its artefacts carry.
+        unfinished: Its unfinished latents.
+        seconds: By stage and verb: `denoise compile`, `denoise run`.
+        steps: Denoising steps that this run took.
+        begins: The step, from 0, at which the network of the stage that was read for last begins.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        weights: checkpoint.Checkpoint,
+        upstream: checkout.Upstream | None,
+        stopping: Stopping,
+    ) -> None:
+        self.task = task
+        self.weights = weights
+        self.upstream = upstream
+        self.stopping = stopping
+        self.run = ""
+        self.unfinished = resume.Unfinished(task, self.upstream)
+        self.seconds: dict[str, float] = {}
+        self.steps = self.begins = 0
+        self._programs: dict[str, list[dict[str, Any]]] = {}  # a manifest's rows of them, by stage
+        self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
+        self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
+        self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
+        self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
+
+    def stages(self) -> Iterator[family.Stage]:
+        """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
+
+        Raises:
+            StoppedError: A stop is requested.
+        """
+        finished = self._finished_manifests()
+        for stage in self.task.stages:
+            self.stopping.check(self.task.folder, f"before '{stage.name}'")
+            if stage.name not in finished:
+                yield stage
+                continue
+            log.info("%s was finished before the stop", stage.name)
+            self._note(stage, finished[stage.name])
+            hosts.from_first(functools.partial(self._complete, stage, finished[stage.name]))
+            if stage.name == self.task.stages[-1].name:
+                self.revise()
+
+    def _finished_manifests(self) -> dict[str, Manifest]:
+        """Names the run, and returns the manifests of the stages that it finished before it was stopped or killed."""
+
+        def before() -> tuple[str, dict[str, Any]]:
+            name = resume.unfinished_run(self.task)
+            if name is None:
+                return secrets.token_hex(8), {}
+            manifests = resume.finished_manifests(self.task, name, self.weights, self.upstream)
+            return name, {stage: manifest.model_dump() for stage, manifest in manifests.items()}
+
+        self.run, finished = hosts.from_first(before)
+        return {stage: Manifest.model_validate(manifest) for stage, manifest in finished.items()}
+
+    def _complete(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Writes the files beside a stage's artefact, which a killed run may not have written."""
+        names = self.task.identity(stage.name), self.weights.digests, resume.AFTER_REMOVAL
+        outputs = save.read(self.task.folder, stage.name, *names)[0] if "frames" in manifest.tensors else {}
+        self._tidy(stage, outputs, manifest)
+
+    def revise(self) -> bool:
+        """Writes the finished video again if the job has another `fps` by now; returns whether it did.
+
+        Raises:
+            OutputError: The folder cannot be written.
+        """
+
+        def written() -> dict[str, Any] | None:
+            manifest = video.at_jobs_rate(self.task, self.weights.digests)
+            return None if manifest is None else manifest.model_dump()
+
+        fields = hosts.from_first(written)
+        if fields is not None:
+            self._note(self.task.stages[-1], Manifest.model_validate(fields))
+        return fields is not None
+
+    def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns.
+
+        Raises:
+            SaveError: An artefact is missing, damaged, or another run's.
+        """
+        facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
+        self._shas |= facts["shas"]
+        self._settings = {**facts["settings"], **self._settings}
+        inputs = {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE)}
+        state = {name.removeprefix(STATE): tensor for name, tensor in tensors.items() if name not in inputs}
+        self.begins = int(state.pop("done", 0))  # a stopped run goes on later than here
+        self._start = (self.begins, state)
+        return inputs | self.task.noise(stage)
+
+    def _read(self, stage: family.Stage) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Returns the artefacts' checksums and settings, and their tensors."""
+        task = self.task
+        tensors: dict[str, torch.Tensor] = {}
+        shas: dict[str, str] = {}
+        settings: dict[str, Any] = {}
+        for name in stage.needs:
+            folder = task.folder if name in self._manifests else task.inputs
+            made_by = task.command(name, task.folder)
+            names = None if task.card.call is None else task.card.call.embeddings
+            identity = task.identity(name)
+            stage_tensors, manifest = save.read(folder, name, identity, self.weights.digests, made_by, names)
+            follows = name in DENOISING and stage.name in DENOISING
+            tensors |= {f"{STATE * follows}{key}": tensor for key, tensor in stage_tensors.items()}
+            if manifest is not None:
+                save.check_lineage(folder, name, manifest)
+                _check_flags(task, stage, save.file_of(folder, name), manifest)
+                self._compare_upstream(save.file_of(folder, name), manifest)
+                shas[name] = manifest.sha256
+                settings = {**manifest.settings, **settings}
+        return {"shas": shas, "settings": settings}, tensors
+
+    def _compare_upstream(self, file: Path, manifest: Manifest) -> None:
+        """Warns of an artefact that another commit of the upstream made: as with versions, it is taken."""
+        if self.upstream is None or manifest.upstream is None or manifest.upstream.model_dump() == self.upstream.row():
+            return
+        theirs = git.Revision(manifest.upstream.commit, manifest.upstream.dirty, "unknown")
+        log.warning("%s was made by %s at %s; this run has %s", file, self.upstream.package, theirs, self.upstream)
+
+    def inputs_of(self, stage: family.Stage) -> dict[str, str]:
+        """Returns the sha256 of the artefacts that a stage reads, by stage."""
+        return {str(name): self._shas[name] for name in stage.needs if name in self._shas}
+
+    def steps_of(self, stage: family.Stage, ledger: patch.Ledger) -> family.Steps:
+        """Returns a loop's progress bar, its saving every few steps, and where it goes on; see `resume.steps`."""
+        start = self._start
+        if stage.name in DENOISING:
+            unfinished = self.unfinished.read(self.weights, self.inputs_of(stage), stage.name)
+            start = unfinished if unfinished[0] else start
+            self.steps += self.task.settings.steps - start[0]
+            self._start = start
+            hosts.from_first(functools.partial(step_files.remove_after, self.task.folder, stage.name, start[0]))
+        facts = functools.partial(self._facts, stage, ledger)
+        steps = resume.steps(self.task, stage, self.stopping, self.unfinished, facts, start)
+        count = self._execution.profile
+        if count is None or stage.name not in DENOISING or not hosts.first():
+            return steps
+        profile = Profile(self.task.folder, stage.name, count)
+        return dataclasses.replace(steps, track=profile.tracking(steps.track))
+
+    @property
+    def _execution(self) -> Execution:
+        return self.task.request.execution
+
+    def is_idle(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor]) -> bool:
+        """Returns whether a run that was stopped had taken all of a stage's steps, so that nothing was called now."""
+        return stage.name == "denoise_first" and int(outputs["done"]) == self._start[0]
+
+    def note_run(self, stage: family.Stage, call: Any, lap: Callable[[str], None]) -> None:
+        """Notes a stage's programs, the seconds that it ran, and those of them in which its programs were compiled.
+
+        Programs are compiled when they are first called, inside the verb.
+        """
+        lap("run")
+        compiled = call.compiled if isinstance(call, StepCached) else call
+        self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
+        for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
+            log.info("memory of '%s': %s", stage.name, line)
+        compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
+        self.seconds[f"{stage.name} compile"] = compiling
+        self.seconds[f"{stage.name} run"] -= compiling
+        if isinstance(call, StepCached) and len(call.curve) == self.task.settings.steps:
+            hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
+
+    def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
+        """Writes a stage's artefact, and what goes beside it.
+
+        Raises:
+            NotFiniteError: NaN or infinity among the outputs.
+            OutputError: The folder cannot be written.
+        """
+        facts = self._facts(stage, ledger)
+
+        def write_artefact() -> dict[str, Any]:
+            resume.begin(self.task, self.run)
+            return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
+
+        manifest = Manifest.model_validate(hosts.from_first(write_artefact))
+        self._note(stage, manifest)
+        if stage.name == "denoise_first":
+            self.steps -= self.task.settings.steps - int(outputs["done"])
+        hosts.from_first(lambda: self._tidy(stage, outputs, manifest))
+
+    def _facts(self, stage: family.Stage, ledger: patch.Ledger) -> dict[str, Any]:
+        """Returns a manifest's facts about how a stage was run, as of now."""
+        task = self.task
+        return {
+            "stage": stage.name,
+            "run": self.run,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "identity": task.identity(stage.name),
+            "checkpoint": self.weights.identity,
+            "components": self.weights.digests,
+            "inputs": self.inputs_of(stage),
+            "settings": {**self._settings, **task.manifest_settings(stage)},
+            "config": task.job.model_dump(),
+            "backend": task.request.backend,
+            **self._execution.row(task.machine),
+            "patches": ledger.rows(),
+            "cache": _cache_row(task, stage, self.begins),
+            "code": task.code(stage),
+            "shared_code": task.shared_code(stage),
+            "upstream": None if self.upstream is None else self.upstream.row(),
+            "programs": self._programs.get(stage.name, []),
+            "versions": versions(),
+            "seconds": {key: round(s, 3) for key, s in self.seconds.items() if key.startswith(f"{stage.name} ")},
+        }
+
+    def _note(self, stage: family.Stage, manifest: Manifest) -> None:
+        """Notes what later stages need from a finished stage."""
+        self._manifests[stage.name] = manifest
+        self._shas[stage.name] = manifest.sha256
+        self._settings |= manifest.settings
+
+    def _tidy(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+        """Removes what a stage's new artefact has outdated, and writes its manifest and its pictures beside it."""
+        task = self.task
+        save.write_copy(task.folder, stage.name, manifest)
+        names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
+        save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
+        if "frames" in outputs:
+            video.write(task, outputs["frames"][0])
+
+    def clock(self, stage: family.Stage) -> Callable[[str], None]:
+        """Returns a function that notes the seconds since its last call, or since now, as those of a verb."""
+        last = time.perf_counter()
+
+        def lap(verb: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            self.seconds[f"{stage.name} {verb}"] = now - last
+            last = now
+
+        return lap
+
+    def finish(self) -> Path | None:
+        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one.
+
+        Raises:
+            OutputError: The folder cannot be written.
+        """
+        has_video = any(stage.name == "decode" for stage in self.task.stages)
+        file = self.task.folder / save.VIDEO if has_video else None
+        hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
+        hosts.from_first(lambda: resume.forget(self.task))
+        return file
+
+    def going_on(self) -> str:
+        """Returns what the same command does next time, after an error."""
+        return resume.going_on(self.task, list(self._manifests), self.unfinished)
+
+
+def _write_curve(file: Path, curve: Sequence[float]) -> None:
+    """Writes a measured curve as a job's `cache`."""
+    numbers = ", ".join(f"{value:.5f}" for value in curve)
+    atomic.write_text(file, f"cache: {{kind: magcache, curve: [{numbers}]}}\n")
+    log.info("the curve of %d steps: %s", len(curve), file)
+
+
+def log_patches(ledger: patch.Ledger, when: str) -> None:
+    """Logs one line for all patches and one for each that is inexact or displaced; with -v one for every patch."""
+    rows = ledger.rows()
+    standing = sum(row["state"] in ("applied", "used") for row in rows)
+    if rows:
+        log.info("patches: %d in force, %d called%s", standing, sum(bool(row["calls"]) for row in rows), when)
+    for row in rows:
+        promise = row["equivalence"] if isinstance(row["equivalence"], str) else next(iter(row["equivalence"]))
+        matters = promise in ("close", "lossy") or row["state"] == "displaced"
+        calls = f", called {row['calls']} time{'s' * (row['calls'] > 1)}{when}" if row["calls"] else ""
+        log.log(
+            logging.INFO if matters else logging.DEBUG,
+            "patch %s (%s): %s%s",
+            row["id"],
+            promise,
+            row["state"],
+            calls,
+        )
+
+
+def _cache_row(task: Task, stage: family.Stage, begins: int) -> dict[str, Any] | None:
+    """Returns what a manifest says of a stage's step cache; the stage's network begins at step `begins`."""
+    cache, steps = network.step_cache_of(task, stage), task.job.steps
+    if cache is None:
+        return None
+    return {"kind": cache.kind, "steps": steps, "computed": list(computed_by(cache, steps, begins))}
+
+
+def _eight_bits(stages: Mapping[StageName, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the deviations of stages, as manifests list them, whose attention was asked for in eight bits."""
+    return [
+        {"id": "attention splash_int8", "stage": name, "equivalence": {"lossy": LOSSY_INT8}}
+        for name, stage in stages.items()
+        if name in DENOISING and stage["config"].get("attention") == "splash_int8" and stage["backend"] != "original"
+    ]
+
+
+def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manifest]) -> None:
+    """Writes the manifest of the run itself: the video, if it made one, and every stage's.
+
+    Args:
+        task: The run.
+        video: The video.
+        finished: Manifests of the stages that this run has finished; those of others are read from the folder.
+    """
+    manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
+    stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
+    rows = [row for stage in stages.values() for row in stage["patches"]]
+    caches = [
+        {
+            "id": f"cache {row['kind']}",
+            "stage": name,
+            "equivalence": {"lossy": f"computes {len(row['computed'])} of {row['steps']} steps"},
+        }
+        for name, stage in stages.items()
+        if (row := stage["cache"]) is not None
+    ]
+    manifest = {
+        "schema_version": SCHEMA,
+        "model": task.card.model,
+        "title": task.card.title,
+        "video": video.name if video else None,
+        "deviations": [*(row for row in rows if row["equivalence"] != "bitwise"), *caches, *_eight_bits(stages)],
+        "stages": stages,
+    }
+    atomic.write_json(task.folder / "manifest.json", manifest)
+
+
+def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest) -> None:
+    """Refuses a flag that contradicts an earlier stage's artefact: the flag would have no effect."""
+    for key, value in task.flag_settings().items():
+        earlier = manifest.settings.get(key, value)
+        if key not in stage.uses and earlier != value:
+            raise ArtefactForeignError(
+                str(file),
+                f"'{manifest.stage}' was made with {key} {earlier!r}, and '{stage.name}' is asked for with {value!r}",
+                "Leave the flag out: it has no effect here; or make the earlier stage again with it",
+                key=key,
+            )

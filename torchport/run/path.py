@@ -1,0 +1,315 @@
+"""The path: patch, load, shard, compile, run, save. All else that a run does is in `bookkeeping`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchport import compile, patch, shard
+from torchport.compile import jax_cache, network, preflight
+from torchport.compile.in_force import in_force, stage_in_force
+from torchport.compile.step_cache import StepCached
+from torchport.config import checkout
+from torchport.config.card import DENOISING
+from torchport.config.step_cache import described
+from torchport.errors import BadValueError, OutputError
+from torchport.load import checkpoint
+from torchport.processes import hosts
+from torchport.processes.stopping import Stopping
+from torchport.progress import log
+from torchport.run.journey import LOSSY_INT8, Journey, log_patches
+from torchport.run.output import output_folder
+from torchport.save.manifest import versions
+from torchport.stages import family
+from torchport.task import Request, Task, accept, execution
+from torchport.task.devices import devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Where the video is, and where the time went.
+
+    Attributes:
+        folder: The output folder.
+        video: The video, if this run decoded one.
+        seconds: By stage and verb: `denoise compile`, `denoise run`.
+        steps: Denoising steps that this run took.
+        upstream: The upstream and its commit, if it is a checkout.
+    """
+
+    folder: Path
+    video: Path | None
+    seconds: dict[str, float]
+    steps: int
+    upstream: checkout.Upstream | None = None
+
+
+def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
+    """Carries a request down the path and returns where its outputs are.
+
+    Args:
+        request: The request.
+        cluster: The processes that run it together, each with the same request; by default this one alone.
+
+    Raises:
+        TorchportError: Whatever is refused; see `torchport.errors`.
+    """
+    with Stopping().listening() as stopping:
+        task = accept(request)
+        prepare(task, cluster)
+        with hosts.joined(cluster) as watch:
+            task = _alike(task)
+            watch.folder = task.folder
+            return _carry(task, stopping)
+
+
+def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
+    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags.
+
+    Raises:
+        BadValueError: There is a cluster, and the task looks at one host alone; or a flag contradicts the environment.
+        MachineError: JAX was started in this process without the flags.
+    """
+    if task.original and cluster is not None:
+        remedy = "Leave the cluster out, and run it on one host"
+        raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
+    if not task.request.execution.jit and cluster is not None:
+        raise BadValueError("--no-jit", "It looks at values that lie on other hosts", "Leave the cluster out")
+    execution.pass_flags(task.request.execution, task.machine)
+
+
+def _alike(task: Task) -> Task:
+    """Returns the task with the first process's folder, if all processes of the run have the same task."""
+    settings = dataclasses.asdict(task.settings)
+    same = {**task.job.model_dump(), **settings, **task.request.execution.row(task.machine)}
+    hosts.check_same({**same, "stage": task.request.stage, "versions": versions()})
+    return dataclasses.replace(task, folder=Path(hosts.from_first(lambda: str(task.folder))))
+
+
+def _carry(task: Task, stopping: Stopping) -> Summary:
+    """Carries a task down the path."""
+    with output_folder(task.folder), shared(task) as common:
+        journey = common.journey(task, stopping)
+        try:
+            for stage in journey.stages():
+                with at_stage(common, stage) as stage_at_hand:
+                    stage_at_hand.carry(journey)
+            return summary(journey)
+        except OutputError as error:
+            raise OutputError(error.place, error.fact, f"{error.remedy}; {journey.going_on()}") from error
+
+
+def summary(journey: Journey) -> Summary:
+    """Ends a run, and returns where its outputs are.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    return Summary(journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
+
+
+@contextlib.contextmanager
+def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
+    """Loads one stage, and gives a function that carries requests through it, for a pipeline that is not ours.
+
+    Args:
+        request: Names the stage. It may lack a prompt and an image.
+
+    Yields:
+        `carry(request)`: a request of the same shape, with prompt, seed, image and folders of its own.
+
+    Raises:
+        TorchportError: Whatever is refused.
+    """
+    task = accept(request, dry=True)
+    if request.stage == "all":
+        raise BadValueError("--stage all", "One stage is loaded here", "Name it")
+    prepare(task)
+    with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
+
+        def carry(one: Request) -> Summary:
+            own = accept(one)
+            if (own.job, own.settings.shared(), one.stage) != (task.job, task.settings.shared(), request.stage):
+                fact = f"It is no request for '{request.stage}' of the shape that the stage is loaded for"
+                raise BadValueError(str(own.folder), fact, "Let it differ in prompt, seed, image and folders alone")
+            with output_folder(own.folder):
+                journey = common.journey(own, Stopping())
+                for _ in journey.stages():
+                    stage_at_hand.carry(journey)
+                return summary(journey)
+
+        yield carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone.
+
+    Attributes:
+        task: One of them.
+        weights: The checkpoint.
+        upstream: The upstream, if it is a checkout.
+    """
+
+    task: Task
+    weights: checkpoint.Checkpoint
+    upstream: checkout.Upstream | None
+
+    def journey(self, task: Task, stopping: Stopping) -> Journey:
+        """Returns one of the tasks on its way."""
+        return Journey(task, self.weights, self.upstream, stopping)
+
+
+@contextlib.contextmanager
+def shared(task: Task) -> Iterator[Shared]:
+    """Puts patches in force, checks a task against its mesh and its checkpoint, and gives what it shares with others.
+
+    Raises:
+        TorchportError: The task is refused.
+    """
+    with in_force(task, task.stages), jax_cache.of_task(task):
+        preflight.check(task)
+        common = Shared(task, _checkpoint(task), checkout.upstream(task.card.checkout, task.upstream))
+        loras = task.loras if task.takes_steps else []
+        hosts.check_same({"checkpoint": common.weights.digests, "upstream": str(common.upstream), "lora": loras})
+        preflight.check_checkpoint(task, common.weights.folder)
+        yield common
+
+
+@contextlib.contextmanager
+def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
+    """Gives a stage under its patches, which is loaded once for all runs that it carries."""
+    with stage_in_force(common.task, stage) as ledger:  # patch
+        stage_at_hand = StageAtHand(common, stage, ledger)
+        # What is there already is no garbage of this stage: a collection need not walk through a million objects.
+        gc.freeze()
+        try:
+            yield stage_at_hand
+            stage_at_hand.unload()
+            gc.collect()  # the network's weights are in circles of references; the next one needs their room
+        finally:
+            gc.unfreeze()
+
+
+class StageAtHand:
+    """A stage that is loaded once, for one run or for several of one shape.
+
+    Args:
+        common: What the runs share.
+        stage: The stage.
+        ledger: Of its patches, which are in force.
+
+    Attributes:
+        is_loading: Whether it is being loaded: an error of that moment is one of all runs.
+    """
+
+    def __init__(self, common: Shared, stage: family.Stage, ledger: patch.Ledger) -> None:
+        self.common = common
+        self.stage = stage
+        self.ledger = ledger
+        self.is_loading = False
+        self._parts: dict[str, Any] = {}
+        self._call: Any = None
+        self._loaded: patch.Trace | None = None  # the patches' calls while it was loaded
+
+    def unload(self) -> None:
+        """Forgets parts, network and programs."""
+        self._parts, self._call = {}, None
+
+    def carry(self, journey: Journey) -> None:
+        """Carries a run through the stage: reads its inputs, computes, and writes its outputs."""
+        stage, lap = self.stage, journey.clock(self.stage)
+        inputs = journey.read(stage)
+        ledger = self.ledger if self._loaded is None else self.ledger.of_run(self._loaded)
+        # Stages in PyTorch run in one process alone: another machine might round differently.
+        run = functools.partial(self._outputs, journey, ledger, inputs, lap)  # load, shard, compile, run
+        outputs = run() if stage.network is not None else hosts.tensors_from_first(run)
+        journey.write(stage, outputs, ledger)  # save
+        lap("save")
+
+    def _outputs(
+        self, journey: Journey, ledger: patch.Ledger, inputs: Mapping[str, torch.Tensor], lap: Callable[[str], None]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the stage's outputs for a run's inputs."""
+        task, stage = journey.task, self.stage
+        with self._loading():
+            parts = self._parts_of_run()  # load
+        family.check_inputs(stage, parts, task.settings, inputs)
+        lap("load")
+        with self._loading():
+            call = self._network(parts, ledger)  # shard, compile
+        lap("shard")
+        with network.explained(call):
+            if task.job.attention == "splash_int8" and stage.name in DENOISING and not task.original:
+                log.info("%s: attention splash_int8 (lossy) %s", stage.name, LOSSY_INT8)
+            call, steps = self._cached(call, journey, journey.steps_of(stage, ledger))
+            outputs = stage.run(parts, call, task.settings, steps, **inputs)  # run
+            if isinstance(call, StepCached) and stage.name == DENOISING[0]:
+                outputs |= call.measured()  # the second network's curve goes on from it
+        family.check_outputs(stage, outputs)
+        journey.note_run(stage, call, lap)
+        if not journey.is_idle(stage, outputs):
+            ledger.check_called()
+        log_patches(ledger, "" if task.original or stage.network is None else " while tracing")
+        return outputs
+
+    def _cached(self, call: Any, journey: Journey, steps: family.Steps) -> tuple[Any, family.Steps]:
+        """Returns a run's call and steps, under its step cache if it has one."""
+        task = journey.task
+        cache = None if task.original else network.step_cache_of(task, self.stage)
+        if cache is None:
+            return call, steps
+        computed = described(cache, task.job.steps, journey.begins)
+        log.info("%s: cache %s (lossy) computes %s", self.stage.name, cache.kind, computed)
+        cached = StepCached(call, cache, steps, task.job.steps)
+        return cached, cached.steps
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        self.is_loading = True
+        yield
+        self.is_loading = False
+
+    def _parts_of_run(self) -> dict[str, Any]:
+        """Returns the parts, loaded now or before."""
+        task, folder = self.common.task, self.common.weights.folder
+        if self._loaded is not None:
+            return network.afresh(task, self.stage, self._parts, folder)
+        self._parts = network.loaded(task, self.stage, folder)
+        return self._parts
+
+    def _network(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        """Returns the network, ready to be called: eager, or placed and compiled at its first call."""
+        if self._loaded is None:
+            self._call = self._placed(parts, ledger)
+            self._loaded = ledger.trace()
+        if isinstance(self._call, compile.Compiled):
+            self._call.begin(ledger)
+        return self._call
+
+    def _placed(self, parts: Mapping[str, Any], ledger: patch.Ledger) -> Any:
+        common, stage = self.common, self.stage
+        task, folder = common.task, common.weights.folder
+        if stage.network is None:
+            return None
+        if task.original:
+            return network.eager(task, stage, parts, folder)
+        module, mesh = network.module_of(stage, parts), shard.make_mesh(task.job.mesh, devices(task.machine))
+        weights = network.placed(task, stage, parts, mesh, folder)  # shard
+        return network.compiled(task, stage, module, weights, mesh, trace=ledger.trace())  # compile
+
+
+def _checkpoint(task: Task) -> checkpoint.Checkpoint:
+    if not task.is_tiny:
+        return checkpoint.locate(task.checkpoint, task.card, task.settings.variant)
+    folder = network.write_tiny(task)
+    return checkpoint.Checkpoint(
+        folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
+    )
