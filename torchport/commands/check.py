@@ -6,8 +6,6 @@ The patches of one upstream share a process in which its modules are imported un
 upstreams without which a card's stage could not import it: one that touches CUDA at import needs the patches of
 torch.cuda. Two upstreams cannot share one: what the first imports, the second would find imported before its patches.
 Patches that come late to modules can, so all of them share one more process, which imports everything once.
-
-Over 400 lines: what is tried and the processes that try it are one command; nothing else uses a part of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A wrong example, a right example and the cure for every error, by its id: what `torchport explain` shows.
 
-Over 400 lines: there is one entry for each id. They are beside `errors.py` and not in it, because every command imports
+They are beside `errors.py` and not in it, because every command imports
 that one. tests/commands/test_examples.py runs them: a wrong example raises its id, and the right one does not.
 """
 

@@ -2,8 +2,6 @@
 
 No Python of the pack runs either: the files that entries and cards name are parsed. `torchport check` begins with the
 same checks.
-
-Over 400 lines: patches, cards and configs are one pack, and what names another part of it is checked against that part.
 """
 
 from __future__ import annotations

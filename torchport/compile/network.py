@@ -2,8 +2,6 @@
 
 `run` gives it the weights of a checkpoint, `plan` gives it their shapes. Everything else is the same, so that a plan is
 a plan of the program that runs. `port` gives it a module that somebody has loaded himself.
-
-Over 400 lines: what loads, outlines, places and compiles a network must agree on its parts and its rules.
 """
 
 from __future__ import annotations

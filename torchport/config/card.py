@@ -1,6 +1,4 @@
 """What a model is, and how to run it: model cards and jobs.
-
-Over 400 lines: every field has its meaning below it. docs/cards.md, docs/jobs.md and the JSON Schemas come from these.
 """
 
 from __future__ import annotations

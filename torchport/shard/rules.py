@@ -2,8 +2,6 @@
 
 Rules match whole names (`re.fullmatch`); the first match wins. A spec names a mesh axis, several, or none, for each
 dim of a tensor, from the first on; `replicate` is written out, never implied.
-
-Over 400 lines: what refuses rules and meshes that do not fit stands beside what places by them.
 """
 
 from __future__ import annotations

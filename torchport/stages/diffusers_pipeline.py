@@ -7,8 +7,6 @@ whole loop with the finished latents to upstream's code after it.
 
 A loop that calls a second network after the first has a stage for each, so that one is on the devices at a time: the
 first leaves the loop where it calls the other network, and the second goes on as a stopped run does.
-
-Over 400 lines: the stages share one replay, and what one keeps the next gives back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """A request and its task: everything is read and checked before anything is loaded or downloaded.
-
-Over 400 lines: what a request names is checked where its task is made of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a scan looks for: for each id why it does not port, what to do, and a wrong and a right example.
 
-`torchport explain PS401` prints one, and docs/scan.md lists all. Over 400 lines: one entry for each id.
+`torchport explain PS401` prints one, and docs/scan.md lists all.
 """
 
 from __future__ import annotations
