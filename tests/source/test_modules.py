@@ -1,87 +1,14 @@
-"""Sources are found and cut without running anything, and what is cut is what parsing the whole file gives."""
+"""Sources are found and read without running anything."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
 
 import pytest
 from fakes.patch_world import World
 
 from torchport import patch
-from torchport.patch.declared import entry
-from torchport.patch.live import holders
-from torchport.source import bindings, flow, modules
-from torchport.source.bindings import definition_alone
-
-TEXT = '''\
-"""A module."""
-import functools
-from x import imported
-from y import (
-    first,
-    second,
-)
-
-@functools.wraps(
-    len
-)
-@functools.lru_cache
-def decorated(
-    a,
-):
-    text = """
-at the first column
-"""
-    return text
-
-class Plain:
-    # a comment
-    def f(self):
-        return decorated
-
-# between
-
-def after(): return Plain
-
-assigned = 1
-def twice(): pass
-def twice(): return 2
-if assigned:
-    def inside(): pass
-for looped in []: pass
-left, right = 1, 2
-def called(): return dict(Plain=1)
-def last():
-    return 1'''
-
-
-@pytest.mark.parametrize("name", ["Plain", "after", "called", "last"])
-def test_a_definition_that_is_cut_out_is_the_one_of_the_whole_file(name):
-    cut = definition_alone(TEXT, name)
-    (whole,) = [node for node in ast.parse(TEXT).body if getattr(node, "name", None) == name]
-    assert cut is not None
-    assert ast.dump(cut.body[0], include_attributes=True) == ast.dump(whole, include_attributes=True)
-
-
-@pytest.mark.parametrize(
-    "name", ["imported", "first", "assigned", "twice", "inside", "looped", "left", "right", "absent", "decorated"]
-)
-def test_where_it_is_not_sure_nothing_is_cut_out(name):
-    assert definition_alone(TEXT, name) is None
-
-
-@pytest.mark.parametrize("module", [ast, inspect, entry, flow, holders, modules, sys.modules[World.__module__]])
-def test_real_files_are_cut_as_they_are_parsed(module):
-    text = inspect.getsource(module)
-    tree = ast.parse(text)
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    cuts = {name: cut for name in names if (cut := definition_alone(text, name)) is not None}
-    assert len(cuts) > len(names) / 2
-    for name, cut in cuts.items():
-        whole = bindings.binding_at(tree, [name]).node
-        assert ast.dump(cut.body[0], include_attributes=True) == ast.dump(whole, include_attributes=True)
+from torchport.source import modules
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ from torchport.patch.declared import versions
 from torchport.patch.declared.reading import LOCK
 from torchport.patch.declared.replacement import file_of
 from torchport.patch.source import checks, drift
-from torchport.patch.source.parsed import parsed
 from torchport.source.bindings import binding_at
 from torchport.source.parsing import tree_of
 from torchport.stages import module as family_module
@@ -157,9 +156,9 @@ def _files(root: Path, name: str) -> list[str]:
 def _check_written(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -> None:
     """Checks an entry and the file that it names, without running that."""
     try:
-        loaded = parsed(entry, entry.reference) if entry.reference else None
+        loaded = checks.parsed(entry, entry.reference) if entry.reference else None
         if entry.needed and "probe" in entry.needed:
-            parsed(entry, entry.needed["probe"])
+            checks.parsed(entry, entry.needed["probe"])
     except TorchportError as error:
         report.try_entry(entry, "targets")
         report.add(error, "targets", entry.id)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchport.errors import UnreadableError
-from torchport.source import parsing
 from torchport.source.flow import binds
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -33,17 +31,14 @@ class Binding:
 
 def binding_at(tree: ast.Module, path: Sequence[str]) -> Binding:
     """Returns where an attribute path leads in a module's source."""
-    body: list[ast.stmt] = tree.body
-    loose = False
+    holder: ast.Module | ast.ClassDef = tree
     for depth, name in enumerate(path, 1):
-        node = binding(body, _as_written(name, path[: depth - 1]))
-        loose = loose or _is_loose(body)
+        node = last_bindings(holder).get(_as_written(name, path[: depth - 1]))
         if node is None:
-            return Binding(None, depth - 1, loose)
+            return Binding(None, depth - 1, _is_loose(holder))
         if depth == len(path) or not isinstance(node, ast.ClassDef):
             return Binding(node, depth, depth < len(path))
-        body = node.body
-        loose = bool(node.bases or node.keywords or node.decorator_list)
+        holder = node
     raise AssertionError("a path has at least one name")
 
 
@@ -91,9 +86,10 @@ def _base(target: ast.expr) -> ast.expr:
     return _base(target.value) if isinstance(target, (ast.Subscript, ast.Attribute)) else target
 
 
-def last_bindings(body: Iterable[ast.stmt]) -> dict[str, ast.stmt]:
-    """Returns the last statement that binds each name."""
-    return {name: s for s in at_import(body) for name in _bound_by(s) if not _is_accessor(s, name)}
+@functools.cache
+def last_bindings(holder: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
+    """Returns the last statement that binds each name. A property's setter is no binding of its own."""
+    return {name: s for s in at_import(holder.body) for name in _bound_by(s) if not _is_accessor(s, name)}
 
 
 def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
@@ -109,15 +105,6 @@ def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
 def definitions(body: Iterable[ast.stmt]) -> list[Definition]:
     """Returns the functions and classes that a body defines."""
     return [statement for statement in at_import(body) if isinstance(statement, DEFINITIONS)]
-
-
-def binding(body: Iterable[ast.stmt], name: str) -> ast.stmt | None:
-    """Returns the last statement that binds a name. A property's setter is no binding of its own."""
-    last: ast.stmt | None = None
-    for statement in at_import(body):
-        if name in _bound_by(statement) and not _is_accessor(statement, name):
-            last = statement
-    return last
 
 
 def _bound_by(statement: ast.stmt) -> set[str]:
@@ -141,9 +128,11 @@ def _is_accessor(statement: ast.stmt, name: str) -> bool:
 _DYNAMIC = {"globals", "vars", "setattr", "exec", "locals", "__getattr__"}
 
 
-def _is_loose(body: Iterable[ast.stmt]) -> bool:
-    """Returns whether a body may bind names that it does not show."""
-    for statement in at_import(body):
+def _is_loose(holder: ast.Module | ast.ClassDef) -> bool:
+    """Returns whether a module or class may have names that its body does not show."""
+    if isinstance(holder, ast.ClassDef) and (holder.bases or holder.keywords or holder.decorator_list):
+        return True
+    for statement in at_import(holder.body):
         if isinstance(statement, ast.ImportFrom) and any(alias.name == "*" for alias in statement.names):
             return True
         if isinstance(statement, DEFINITIONS):
@@ -154,71 +143,3 @@ def _is_loose(body: Iterable[ast.stmt]) -> bool:
         if names & _DYNAMIC:
             return True
     return False
-
-
-def definition_alone(text: str, name: str) -> ast.Module | None:
-    """Returns a tree that has only a file's one definition of a name, on its own lines.
-
-    To parse it takes a tenth of the time of parsing a long file: 0.9 s less before each run. None where the name may be
-    bound in another way as well, or where the definition cannot be cut out by its lines.
-    """
-    occurrences = list(_lines_with(text, name).items())
-    heads = [(at, line) for at, line in occurrences if _is_head(line, name)]
-    if len(heads) != 1 or heads[0][1][0] in " \t":
-        return None
-    if any(_may_bind(line, name) for at, line in occurrences if at != heads[0][0]):
-        return None
-    tree = _cut(text, heads[0][0])
-    single = tree is not None and len(tree.body) == 1
-    return tree if single and tree is not None and getattr(tree.body[0], "name", None) == name else None
-
-
-def _lines_with(text: str, name: str) -> dict[int, str]:
-    """Returns the lines that have a name as a word, by where they start."""
-    lines: dict[int, str] = {}
-    for match in re.finditer(rf"\b{re.escape(name)}\b", text):
-        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
-        lines[start] = text[start : end if end >= 0 else len(text)]
-    return lines
-
-
-def _is_head(line: str, name: str) -> bool:
-    words = line.strip()
-    return any(
-        words.startswith(head) and words[len(head) :].lstrip().startswith(name)
-        for head in ("def ", "class ", "async def ")
-    )
-
-
-def _may_bind(line: str, name: str) -> bool:
-    """Returns whether a line may bind a name. In doubt it may, and the whole file is parsed."""
-    words = line.strip()
-    if words.startswith(("from ", "import ", "del ", "global ")) or words.rstrip(",").endswith(f" as {name}"):
-        return True
-    if words.rstrip(",") == name or f"for {name}" in line or f"as {name}" in line or f"{name} :=" in line:
-        return True
-    left, equals, _ = words.partition("=")
-    return bool(equals) and "(" not in left and name in left.partition(":")[0]
-
-
-def _cut(text: str, start: int) -> ast.Module | None:
-    """Returns the tree of the statement that a line heads, with the decorators above it."""
-    first = start
-    while first > 0:
-        above = text.rfind("\n", 0, first - 1) + 1
-        line = text[above : first - 1]
-        if not line.startswith("@") and not (line.strip() and line[0] in " \t)]}#"):
-            break
-        first = above
-    end = start
-    while True:
-        end = text.find("\n", end) + 1
-        if end == 0 or end >= len(text):
-            end = len(text)
-            break
-        if text[end] not in " \t\n\r#)]}":
-            break
-    try:
-        return parsing.tree("\n" * text.count("\n", 0, first) + text[first:end], "")
-    except UnreadableError:  # what is cut out is no statement; of the whole file the error is shown
-        return None

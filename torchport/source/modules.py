@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchport.source import parsing
-from torchport.source.bindings import Binding, all_bindings, binding_at, definition_alone, last_bindings
+from torchport.source.bindings import Binding, all_bindings, binding_at, last_bindings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class SourceFile:
         """
         return parsing.tree(self.text, self.shown)
 
-    @functools.cached_property
+    @property
     def names(self) -> dict[str, ast.stmt]:
         """The last statement of the module that binds each name.
 
@@ -60,7 +60,7 @@ class SourceFile:
             UnreadableError: The text is not Python.
         """
         with parsing.nesting(self.shown):
-            return last_bindings(self.tree.body)
+            return last_bindings(self.tree)
 
     @functools.cached_property
     def all_names(self) -> dict[str, list[ast.stmt]]:
@@ -76,20 +76,14 @@ class SourceFile:
         """Returns the module that one of its statements imports from, in full."""
         return imported_from(node, self.module, self.is_package)
 
-    @functools.cached_property
-    def _definitions(self) -> dict[str, ast.Module]:
-        return {}
-
     def where(self, path: Sequence[str]) -> Binding:
         """Returns where an attribute path leads.
 
         Raises:
             UnreadableError: The text is not Python.
         """
-        if path[0] not in self._definitions:
-            self._definitions[path[0]] = definition_alone(self.text, path[0]) or self.tree
         with parsing.nesting(self.shown):
-            return binding_at(self._definitions[path[0]], path)
+            return binding_at(self.tree, path)
 
 
 def read_source(module: str) -> SourceFile | None:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from torchport.source import parsing
-from torchport.source.bindings import DEFINITIONS, at_import, binding
+from torchport.source.bindings import DEFINITIONS, at_import, last_bindings
 from torchport.source.flow import taken
 from torchport.source.modules import SourceFile, read_source
 
@@ -245,7 +245,7 @@ def _inside(node: ast.AST, self_name: str | None) -> Iterator[Chain]:
     hidden = _local(node) - {self_name} if isinstance(node, _SCOPES) else set()
     for child in _children(node):
         outside = isinstance(child, ast.arguments) or child in getattr(node, "decorator_list", ())
-        names = set() if outside else hidden - _import_names(node)
+        names = set() if outside or not hidden else hidden - _import_names(node)
         yield from (chain for chain in _chains(child, self_name) if chain[0] not in names)
 
 
@@ -332,7 +332,7 @@ class _Lookup:
         node = place[1] if place else None
         if not isinstance(node, ast.ClassDef) or not self._is_new(home, name, inherited):
             return
-        if not inherited and binding(node.body, name) is not None:
+        if not inherited and name in last_bindings(node):
             yield home[0], (*home[1], name)
             return
         homes = (list(self.method(cls, name, inherited=False)) for cls in self.bases(home[0], node))

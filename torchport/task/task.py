@@ -1,5 +1,4 @@
-"""A request and its task: everything is read and checked before anything is loaded or downloaded.
-"""
+"""A request and its task: everything is read and checked before anything is loaded or downloaded."""
 
 from __future__ import annotations
 

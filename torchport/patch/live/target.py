@@ -15,6 +15,7 @@ from torchport.errors import TargetError, nearest
 from torchport.patch.declared.entry import Entry
 from torchport.patch.rewriting.recompile import first_line
 from torchport.patch.source.checks import walks_out
+from torchport.source.parameters import Function
 
 _ABSENT = object()
 
@@ -195,7 +196,7 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
         node: The `def`. If the source shows none, the innermost function by `__wrapped__` is returned.
     """
     functions = list(layers(raw))
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if not isinstance(node, Function):
         return next((f for f in functions if "__wrapped__" not in vars(f)), None)
     line = first_line(node)
     for function in functions:

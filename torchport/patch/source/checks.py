@@ -9,13 +9,15 @@ from typing import Any
 from torchport.config.checkout import below_src
 from torchport.errors import AliasError, RewriteError, ScopeError, SignatureError, TargetError, nearest
 from torchport.patch.declared.entry import Entry
+from torchport.patch.declared.replacement import file_of, no_such_name
 from torchport.patch.rewriting import rewrite
 from torchport.patch.source import signature
 from torchport.source import parsing
-from torchport.source.bindings import Binding, definitions
+from torchport.source.bindings import Binding, binding_at, definitions
 from torchport.source.flow import taken
 from torchport.source.modules import SourceFile, read_source
 from torchport.source.parameters import Function, written_signature
+from torchport.source.parsing import tree_of
 
 
 def source_of(entry: Entry) -> SourceFile | None:
@@ -42,6 +44,37 @@ def is_imported(entry: Entry) -> bool | None:
 
 UNKNOWN: Any = object()
 """What an entry names, where nothing is run and its file does not say what it is: the target alone is checked."""
+
+
+def parsed(entry: Entry, reference: str) -> Any:
+    """Returns what stands for the function or class that a `file.py:name` names.
+
+    Returns:
+        A class for a class; a function that has the written signature for a function; UNKNOWN where the file does not
+        say what it is: an assignment, an import, a decorator that may change the signature.
+
+    Raises:
+        ReplacementError: The file is missing, or has no such name.
+        UnreadableError: It is not Python.
+    """
+    path, name = file_of(entry, reference), reference.partition(":")[2]
+    tree = tree_of(path)
+    binding = binding_at(tree, (name,))
+    node = binding.node
+    if node is None and not binding.open:
+        known = [one.name for one in definitions(tree.body) if not one.name.startswith("_")]
+        raise no_such_name(entry, path, name, known)
+    if isinstance(node, ast.ClassDef):
+        return type(name, (), {})
+    signature = written_signature(node) if isinstance(node, Function) else None
+    if signature is None:
+        return UNKNOWN
+
+    def stand_in() -> None:
+        raise AssertionError("it is only looked at")
+
+    stand_in.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` returns it
+    return stand_in
 
 
 def check_sources(entries: Sequence[Entry], loaded: Mapping[str, Any]) -> None:
@@ -146,7 +179,7 @@ def _check_shape(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any) 
             fact = f"{entry.target} is a class, and '{entry.reference}' is none"
             raise SignatureError(entry.place, fact, "Write a class", patch=entry.id, target=entry.target)
         return
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if not isinstance(node, Function):
         return
     if not callable(loaded) or (entry.kind == "replace" and isinstance(loaded, type)):
         fact = f"{entry.target} ({source.shown}:{node.lineno}) is a function, and '{entry.reference}' is none"
@@ -163,7 +196,7 @@ def _check_rewrite(entry: Entry, source: SourceFile, node: ast.stmt, loaded: Any
     if isinstance(node, ast.ClassDef):
         fact = f"{entry.target} is a class"
         raise RewriteError(entry.place, fact, "Name one of its methods", patch=entry.id, target=entry.target)
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if not isinstance(node, Function):
         return
     text = texts.get(entry.module, source.text)
     parameters = rewrite.parameters(entry, loaded)

@@ -19,7 +19,7 @@ from torchport.source import parsing
 from torchport.source.fingerprint import bound_hash, changes, parts, tree_hash
 from torchport.source.modules import SourceFile, package_folder
 from torchport.source.names import bindings, callees, definition, home_of, uses
-from torchport.source.parameters import signature
+from torchport.source.parameters import Function, signature
 
 _GONE = "gone"
 
@@ -77,7 +77,7 @@ def _flat(row: LockRow) -> dict[str, str]:
 
 
 def _signature(node: ast.stmt) -> str | None:
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if not isinstance(node, Function):
         return None
     return str(signature(node)).replace("=Ellipsis", "=...")
 
