@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from fakes.patch_world import World
@@ -94,23 +95,28 @@ def test_a_file_that_cannot_be_read_is_one_finding(world):
     assert (finding.id, finding.step) == ("TP101", "schema")
 
 
+PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+UNREADABLE = f"{PYTHON} cannot read it: invalid syntax. Mend the file, or use a version of it for this Python."
+
+
 @pytest.mark.parametrize(
-    ("more", "place", "text"),
+    ("more", "key", "place", "text"),
     [
-        ("def broken(:\n", "up/m.py:10", "Importing up.m fails: SyntaxError: invalid syntax"),
+        ("def broken(:\n", "TP217", "up/m.py:10", UNREADABLE),
         (
             "\nimport up.x\n",
+            "TP201",
             "up/m.py:11",
-            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'",
+            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'. Install what it needs, or patch what fails.",
         ),
     ],
 )
-def test_an_upstream_that_does_not_import_is_one_finding_with_its_line(world, more, place, text):
+def test_an_upstream_that_does_not_import_is_one_finding_with_its_line(world, more, key, place, text):
     world.write("up/m.py", "def f(a):\n    return 1\n\ndef g(a):\n    return 2\n\ndef h(a):\n    return 3\n\n" + more)
     _entries(world, "f")
     findings = [finding for finding in _check(world) if finding.id != "TP207"]
-    assert [(finding.id, finding.place) for finding in findings] == [("TP201", place)]
-    assert findings[0].text == f"{text}. Install what it needs, or patch what fails."
+    assert [(finding.id, finding.place) for finding in findings] == [(key, place)]
+    assert findings[0].text == text
 
 
 def test_a_callee_that_is_no_python_is_one_finding_with_its_line(world):
@@ -120,8 +126,8 @@ def test_a_callee_that_is_no_python_is_one_finding_with_its_line(world):
     patches.lock(world.patches)
     world.write("up/other.py", "def helper(x):\n    return x +\n")
     (finding,) = _check(world)
-    assert (finding.id, finding.place) == ("TP201", "up/other.py:2")
-    assert finding.text.endswith("read it: invalid syntax. Mend the file, or install an upstream for this Python.")
+    assert (finding.id, finding.place) == ("TP217", "up/other.py:2")
+    assert finding.text == UNREADABLE
 
 
 def test_an_upstream_that_ends_the_process_is_a_finding(world):

@@ -10,12 +10,12 @@ from pathlib import Path
 import command_lines
 import pytest
 
-from torchport import run
 from torchport.__main__ import cli
 from torchport.commands import terminal
 from torchport.config.pack import find_pack
 from torchport.errors import DataFolderError, TopologyError
 from torchport.processes import child, script
+from torchport.run import path
 from torchport.task import Request, accept
 
 BEGUN = ["error[TP502] here: The work began. All that was asked for is sound."]
@@ -36,7 +36,7 @@ def odd(tmp_path, root, monkeypatch):
 
     monkeypatch.setattr(child, "call", begun)
     monkeypatch.setattr(script, "become", begun)
-    monkeypatch.setattr(run, "_carry", begun)
+    monkeypatch.setattr(path, "_carry", begun)
     before = signal.signal(signal.SIGALRM, hangs)
     command_lines.prepare(tmp_path, (root / "configs" / "demo.yaml").read_text())
     yield tmp_path

@@ -17,7 +17,7 @@ from torchport import run, save
 from torchport.compile import network, program
 from torchport.config.prompts import read_prompts
 from torchport.errors import StoppedError
-from torchport.run import resume, series
+from torchport.run import path, resume, series
 from torchport.task import Request
 
 PATIENCE = 300
@@ -82,11 +82,11 @@ def test_each_video_has_the_bytes_of_a_run_of_its_own(port, torchport, capsys):
 
 def test_a_stage_is_loaded_and_a_program_compiled_once_for_several(port, torchport, capsys, monkeypatch, caplog):
     loaded, compiled, order = [], [], []
-    whole, lowered, carry = network.loaded, program.Compiled.lowered, run.StageAtHand.carry
+    whole, lowered, carry = network.loaded, program.Compiled.lowered, path.StageAtHand.carry
     monkeypatch.setattr(network, "loaded", lambda *args: loaded.append(args[1].name) or whole(*args))
     monkeypatch.setattr(program.Compiled, "lowered", lambda *args: compiled.append(1) or lowered(*args))
     monkeypatch.setattr(
-        run.StageAtHand,
+        path.StageAtHand,
         "carry",
         lambda self, journey: order.append((self.stage.name, journey.task.folder.name)) or carry(self, journey),
     )

@@ -1,1 +1,5 @@
 """A run from its first stage to its video: the path, its journal, resuming, series, profiles."""
+
+from torchport.run.path import Summary, run, staged
+
+__all__ = ["Summary", "run", "staged"]
