@@ -1,4 +1,4 @@
-"""The guide's port runs from its first line to its last, and its other Python blocks run each for itself."""
+"""The guide's port runs from its first line to its last; its other Python blocks, and those of the traps, run alone."""
 
 import itertools
 import os
@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 GUIDE = Path(__file__).parents[1] / "MIGRATION_GUIDE.md"
+TRAPS = GUIDE.parent / "docs" / "traps.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 NEEDS = re.compile(r"# needs: (.*)\n")
 PORT, REST = (BLOCK.findall(part) for part in TEXT.split("\n## The first errors", 1))
+TRAP_BLOCKS = BLOCK.findall(TRAPS.read_text(encoding="utf-8"))
 
 
 def lines(text):
@@ -100,14 +102,18 @@ def test_an_output_that_the_guide_does_not_show_is_seen():
         reader.reads("two (3 more frames)\none\n")
 
 
-@pytest.mark.parametrize("code", [code for kind, code in REST if kind == "python"], ids=lines)
+@pytest.mark.parametrize("code", [code for kind, code in REST + TRAP_BLOCKS if kind == "python"], ids=lines)
 def test_a_python_block_runs(code):
     exec(compile(code, str(GUIDE), "exec"), {"__name__": "guide"})
 
 
+def test_every_block_of_the_traps_is_python():
+    assert len(TRAP_BLOCKS) > 5 and {kind for kind, _ in TRAP_BLOCKS} == {"python"}
+
+
 def test_a_python_block_that_fails_is_seen():
     """Or a block whose assertion was optimised away would pass for ever."""
-    right = next(code for kind, code in REST if '== "flash"' in code)
+    right = next(code for kind, code in TRAP_BLOCKS if '== "flash"' in code)
     wrong = right.replace('== "flash"', '== "mine"')
     done = subprocess.run([sys.executable, "-c", wrong], capture_output=True, text=True)
     assert done.returncode == 1 and "AssertionError" in done.stderr

@@ -28,29 +28,30 @@ def sentence(file: Path) -> str:
     return (text or "").partition("\n")[0]
 
 
-def rows() -> list[str]:
-    """Returns the map as a Markdown table."""
-    lines = ["| floor | room | what it is | what lies in it |", "|---|---|---|---|"]
-    for number, units in enumerate(floors()):
+def tree() -> list[str]:
+    """Returns the map as a tree: a line for each unit, the highest floor first, and one for each folder inside it."""
+    drawn = []
+    for number, units in reversed(list(enumerate(floors()))):
         for unit in units:
-            folder = ROOT / "torchport" / unit
-            if folder.is_dir():
-                inside = sorted(p.stem if p.suffix else f"{p.name}/" for p in folder.iterdir() if _is_part(p))
-                lines.append(f"| {number} | `{unit}/` | {sentence(folder / '__init__.py')} | {' '.join(inside)} |")
-            else:
-                lines.append(f"| {number} | `{unit}` | {sentence(folder.with_suffix('.py'))} | |")
-    return lines
+            drawn += _lines(ROOT / "torchport" / unit, f"{number:>2}  ")
+    width = max(len(name) for name, _ in drawn)
+    return ["```text", *(f"{name:<{width}}  # {comment}" for name, comment in drawn), "```"]
 
 
-def _is_part(path: Path) -> bool:
-    return (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").is_file()
+def _lines(path: Path, margin: str) -> list[tuple[str, str]]:
+    """Returns the names and comments of a module, or of a folder and the folders inside it."""
+    if not path.is_dir():
+        return [(f"{margin}{path.name}.py", sentence(path.with_suffix(".py")))]
+    folders = [inner.parent for inner in sorted(path.glob("*/__init__.py"))]
+    below = [line for folder in folders for line in _lines(folder, " " * (len(margin) + 2))]
+    return [(f"{margin}{path.name}/", sentence(path / "__init__.py")), *below]
 
 
 def page() -> str:
     """Returns CONTRIBUTING.md with the map in its place."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     before, after = text.split(START)[0], text.split(END)[1]
-    return before + START + "\n".join(rows()) + "\n" + END + after
+    return before + START + "\n".join(tree()) + "\n" + END + after
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
     if parser.parse_args().write:
         (ROOT / "CONTRIBUTING.md").write_text(page(), encoding="utf-8")
     else:
-        print("\n".join(rows()))
+        print("\n".join(tree()))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ UNREADABLE = f"{PYTHON} cannot read it: invalid syntax. Mend the file, or use a 
             "\nimport up.x\n",
             "TP201",
             "up/m.py:11",
-            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'. Install what it needs, or patch what fails.",
+            "Importing up.m fails: ModuleNotFoundError: No module named 'up.x'. "
+            "Install what it needs, or patch what fails.",
         ),
     ],
 )
