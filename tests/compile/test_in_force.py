@@ -48,7 +48,7 @@ def ported(request):
 
 
 def verified(request):
-    recording.recorded(accept(dataclasses.replace(request, backend="original")), None, False)
+    recording.recording_of(accept(dataclasses.replace(request, backend="original")), None, False)
 
 
 IN_FORWARD = {
