@@ -78,7 +78,7 @@ class Budget:
     def pytest_collection_modifyitems(self, items):
         """Marks the tests of `slow.txt`, and puts the files of tests in the order in which they take least.
 
-        Those of the patch engine walk over all objects of their process, so they come before any model is loaded.
+        Those of patches walk over all objects of their process, so they come before any model is loaded.
         Whole models come next: a long file at the end would run alone.
         """
         patterns = dict.fromkeys(slow_patterns(), 0)
@@ -93,7 +93,7 @@ class Budget:
         dead = [p for p, count in patterns.items() if not count and p.split("::")[0] in files]
         if dead and not single:
             raise pytest.UsageError(f"{SLOW}: these patterns match no test: {', '.join(dead)}")
-        first = ("tests/patch/", "tests/commands/test_examples.py", "tests/test_")
+        first = ("tests/patch/", "tests/patches/", "tests/commands/test_examples.py", "tests/test_")
         items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in first])
 
     def pytest_collection_finish(self):

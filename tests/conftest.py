@@ -85,6 +85,14 @@ def own_jax_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="module")
+def plainly_compiled():
+    """Has XLA compile without most of its optimisations: for programs that run once, they take longer than the run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def root():
     """The checkout."""

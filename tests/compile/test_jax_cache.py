@@ -8,13 +8,14 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes.plain_pack import PlainPack
 from jax.experimental.compilation_cache import compilation_cache
 
 from torchport.compile import jax_cache
 from torchport.errors import BadValueError, OutputError
 from torchport.files import cache
 from torchport.run.path import run
-from torchport.task import accept
+from torchport.task import Request, accept
 
 pytestmark = pytest.mark.usefixtures("own_jax_cache")
 
@@ -26,6 +27,15 @@ def folder(tmp_path, monkeypatch):
     before = os.umask(0o022)
     yield cache.jax_folder()
     os.umask(before)
+
+
+@pytest.fixture
+def patched_pack(tmp_path, monkeypatch):
+    """The plain network, which needs patches."""
+    pack = PlainPack(tmp_path, monkeypatch)
+    pack.write_gpu_code()
+    yield pack
+    pack.close()
 
 
 def compiled(number):
@@ -94,8 +104,9 @@ def test_a_damaged_file_costs_a_warning_and_the_program_is_compiled(folder):
             assert compiled(6) == (10, False)
 
 
-def test_a_second_run_loads_its_programs_from_jax_and_makes_the_same_bits(request_for, folder, tmp_path):
-    request = request_for(backend="torchax", overrides=("height=64", "width=64", "frames=5", "steps=1"))
+def test_a_second_run_loads_its_programs_from_jax_and_makes_the_same_bits(patched_pack, folder, tmp_path):
+    paths = (str(patched_pack.root),)
+    request = Request("plain", "configs/small.yaml", prompt="A cat", out=tmp_path / "out", paths=paths)
     run(dataclasses.replace(request, stage="encode"))
     shas, patches, programs = [], [], []
     for _ in range(2):
@@ -106,6 +117,7 @@ def test_a_second_run_loads_its_programs_from_jax_and_makes_the_same_bits(reques
         patches.append([{**row, "late": None} for row in manifest["patches"] if not row["plumbing"]])
         programs += manifest["programs"]
     assert shas[0] == shas[1] and patches[0] == patches[1]
+    assert any(row["calls"] for row in patches[0])
     assert programs == [{"jax_cache": False}, {"jax_cache": True}]
     assert not jax.config.jax_compilation_cache_dir
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["jax", "tiny"]

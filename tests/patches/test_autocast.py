@@ -89,11 +89,14 @@ def on_fake_cuda(call, dtype=B):
 
 
 # The deprecated two have their rows because the lists name them; JAX has 32-bit integers.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:at.*nuclear_norm is deprecated",
-    "ignore:torch.chain_matmul is deprec",
-    "ignore:Explicitly requested dtype int64",
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:at.*nuclear_norm is deprecated",
+        "ignore:torch.chain_matmul is deprec",
+        "ignore:Explicitly requested dtype int64",
+    ),
+    pytest.mark.usefixtures("plainly_compiled"),
+]
 
 
 def documented(names):
@@ -166,7 +169,7 @@ def traced(env, call, around, inside):
     with env:
         arrays = interop.jax_view([tensor.to("jax") for tensor in made])
     with around:
-        jax.jit(lambda arrays: interop.call_torch(program, arrays)).lower(arrays)
+        jax.jit(lambda arrays: interop.call_torch(program, arrays)).trace(arrays)
     return dtypes[-1]
 
 

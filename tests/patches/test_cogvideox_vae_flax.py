@@ -19,7 +19,8 @@ from torchport.errors import AbsentPackageError, BadValueError, CheckpointForeig
 from torchport.patch.declared import replacement
 
 FILE = PATCHES / "diffusers" / "cogvideox_vae_flax.py"
-TINY = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
+TINY = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 0, "norm_num_groups": 4}
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,9 @@ def test_columns_are_parted_first_and_the_frame_into_as_many_parts_as_divide_it(
 
 
 def test_the_projection_before_the_decoder_is_computed_where_there_is_one(patches):
-    vae = vae_of(use_post_quant_conv=True, latent_channels=3, out_channels=3)
+    levels = {"down_block_types": ("CogVideoXDownBlock3D",), "up_block_types": ("CogVideoXUpBlock3D",)}
+    channels = {"block_out_channels": (16,), "latent_channels": 3, "out_channels": 3}
+    vae = vae_of(use_post_quant_conv=True, **levels, **channels)
     assert difference(patches, vae, latents(3, channels=3)) < 1e-5
 
 

@@ -17,13 +17,13 @@ ULP = 2**-8
 
 @pytest.fixture(scope="module", autouse=True)
 def patched(pack):
-    """torchax beside this torch needs its patches, as everything else does."""
-    with patch.applied(patch.read(pack.patches, ["torchax"])):
-        yield
+    """The patch, and what torchax beside this torch needs; an op counts only among the engine's operators."""
+    with patch.applied(patch.read(pack.patches, ["torchax", "torch/normalization"])) as ledger:
+        yield ledger
 
 
 @pytest.fixture
-def lowered(pack):
+def lowered(patched):
     """A function that normalizes in a compiled program, with the patch in force or without."""
 
     def normalized(x, shape, weight=None, bias=None, eps=1e-6, ours=True):
@@ -32,8 +32,7 @@ def lowered(pack):
 
         with contextlib.ExitStack() as stack:
             if ours:
-                ledger = stack.enter_context(patch.applied(patch.read(pack.patches, ["torch/normalization"])))
-                stack.enter_context(engine.operators({op.target: op.function for op in ledger.ops()}))
+                stack.enter_context(engine.operators({op.target: op.function for op in patched.ops()}))
             stack.enter_context(torchax.default_env())
             env = torchax.default_env()
             tensors = [None if one is None else torchax.tensor.Tensor(_array(one), env) for one in (x, weight, bias)]
@@ -150,12 +149,11 @@ def test_equal_features_are_nothing_and_no_number_is_lost(lowered):
     assert torch.isnan(lowered(torch.tensor([[1.0, torch.nan, 2.0]]), (3,))).all()
 
 
-def test_mean_and_reciprocal_deviation_of_float32_are_pytorchs(pack):
+def test_mean_and_reciprocal_deviation_of_float32_are_pytorchs(patched):
     import torchax
 
     x = rows(10.0)
-    ledger_of = patch.applied(patch.read(pack.patches, ["torch/normalization"]))
-    with ledger_of as ledger, engine.operators({op.target: op.function for op in ledger.ops()}), torchax.default_env():
+    with engine.operators({op.target: op.function for op in patched.ops()}), torchax.default_env():
         tensor = torchax.tensor.Tensor(_array(x), torchax.default_env())
         found = [part.jax() for part in torch.ops.aten.native_layer_norm.default(tensor, [2048], None, None, 1e-6)]
     wanted = torch.ops.aten.native_layer_norm.default(x, [2048], None, None, 1e-6)

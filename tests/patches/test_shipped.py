@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchport import patch
+from torchport.patch.declared.versions import outcome
 
 ROOT = Path(patch.__file__).parents[2]
 PATCHES = ROOT / "patches"
@@ -181,13 +182,10 @@ print(json.dumps([eager, total, row["state"], row["calls"] > 0, gone, again]))
 
 def test_without_the_patch_torchax_does_not_import_beside_this_torch():
     """The test of the test above: should it import by itself one day, the patch is to be deleted."""
-    state = "import json; from torchport import patch; from torchport.patch.declared.versions import outcome; "
-    state += f"print(json.dumps(outcome(patch.read({str(PATCHES)!r}, ['torchax'])[0])))"
-    needed = subprocess.run([sys.executable, "-c", state], capture_output=True, text=True, cwd=ROOT, check=True)
     done = subprocess.run(
         [sys.executable, "-c", "import torchax"], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    assert (done.returncode != 0) is (json.loads(needed.stdout) is None)
+    assert (done.returncode != 0) is (outcome(patch.read(PATCHES, ["torchax"])[0]) is None)
 
 
 def test_cuda_calls_are_answered_where_there_is_no_cuda():

@@ -17,19 +17,12 @@ from torchport.config.pack import find_pack
 from torchport.kernels.attention import dispatch as attention
 from torchport.kernels.convolution import canvas, dispatch, kernel
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 INTERPRETED = attention.Context(interpret=True)
 TINY = {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
 WAN_5B = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}
 MODELS = {"wan": TINY, "wan_5b": {**TINY, **WAN_5B}}
 PUBLISHED = {"base_dim": 96, "decoder_base_dim": 96, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1}
-
-
-@pytest.fixture
-def plainly_compiled():
-    """Has XLA compile for the CPU without most of its optimisations: interpreted kernels are long programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def vae_of(options, z):
@@ -100,13 +93,11 @@ def test_frames_are_upstreams_with_the_published_channels():
     check(PUBLISHED, (2, 3, 3))
 
 
-@pytest.mark.usefixtures("plainly_compiled")
 def test_frames_are_upstreams_through_the_kernel():
     check({**TINY, "dim_mult": [1, 1], "temperal_downsample": [True]}, (9, 3, 3), (2,), INTERPRETED)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, 96), (192, 16), (16, 3), (384, 130)])
-@pytest.mark.usefixtures("plainly_compiled")
 def test_the_kernel_packs_channels_and_taps(inputs, outputs):
     x, weight, gains = (
         jax.random.normal(jax.random.key(n), shape)

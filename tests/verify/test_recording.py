@@ -2,6 +2,7 @@
 
 import os
 import threading
+import types
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from torchport.errors import MachineError, OutputError
 from torchport.plan import aot
+from torchport.stages.family import Stage
 from torchport.task import Request, accept
 from torchport.task.devices import devices
 from torchport.verify import recording
@@ -58,6 +60,27 @@ def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monke
     [call] = recorded()
     assert call.values.keys() == units(call).keys()
     assert call.outer and not call.inner and not call.is_whole
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "decodes", "stop"),
+    [
+        ("denoise", None, False, 1),
+        ("denoise", (0, 2), False, 3),
+        ("denoise", (0, 2), True, 5),
+        ("denoise", None, True, 5),
+        ("denoise_first", (0, 2), False, 3),
+        ("denoise_first", None, False, 5),
+        ("denoise_first", (0, 2), True, 5),
+    ],
+)
+def test_a_loop_stops_after_the_last_step_that_is_looked_at_unless_its_end_is_needed(name, steps, decodes, stop):
+    """By the next network, or by the decoder; its 4 steps end before the fifth."""
+    stages = [Stage(name, None, ()) for name in ("denoise_first", "denoise")]
+    task = types.SimpleNamespace(denoising=stages, settings=types.SimpleNamespace(steps=4))
+    stage = next(stage for stage in stages if stage.name == name)
+    loop = recording._RecordedLoop(task, stage, None, types.SimpleNamespace(ends={}), steps, decodes)
+    assert loop.stop == stop
 
 
 def test_a_process_waits_until_the_recording_is_whole(tmp_path):
