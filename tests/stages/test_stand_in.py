@@ -2,7 +2,7 @@
 
 import torch
 
-from torchport.stages.stand_in import Constants
+from torchport.stages.stand_in import PlacedInputs
 
 
 def test_an_input_that_comes_again_is_placed_once():
@@ -13,7 +13,7 @@ def test_an_input_that_comes_again_is_placed_once():
             placed.append(next(iter(inputs)))
             return {name: (value, "placed") for name, value in inputs.items()}
 
-    constants, text, other = Constants(Call()), torch.zeros(2), torch.zeros(2)
+    constants, text, other = PlacedInputs(Call()), torch.zeros(2), torch.zeros(2)
     assert constants.placed("text", text) is text
     assert constants.placed("text", other) is other
     for _ in range(3):

@@ -57,7 +57,7 @@ class FlagSet(Frozen):
         return VARIABLES[self.platform]
 
 
-class Table(Frozen):
+class FlagTable(Frozen):
     """`xla_flags.yaml`."""
 
     sets: dict[str, FlagSet]
@@ -70,7 +70,7 @@ def sets() -> dict[str, FlagSet]:
     Raises:
         ConfigError: The file has a mistake, by its line.
     """
-    return validated(Table, read_document(FILE, FILE.name)).sets
+    return validated(FlagTable, read_document(FILE, FILE.name)).sets
 
 
 def set_of(name: str, machine: Machine) -> FlagSet:

@@ -28,7 +28,7 @@ ENGINE = ("torch", "torchax")
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class PortDefaults:
     """What `port` takes where its caller says nothing: the flags of `torchport exec`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Session:
     card: Card | None
     document: Document | None
     backend: str
-    choice: Choice
+    choice: PortDefaults
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a plain dict for each patch: its id, its target, and its state."""
@@ -114,7 +114,7 @@ def applied(
     upstream_path: str | Path | None = None,
     backend: Literal["torchax", "original"] = "torchax",
     paths: Sequence[str] = (),
-    choice: Choice | None = None,
+    choice: PortDefaults | None = None,
 ) -> Iterator[Session]:
     """Puts the patches of a model in force while the context lasts; import upstream inside it.
 
@@ -146,11 +146,11 @@ def applied(
         "upstream_path": folder and str(folder),
         "backend": backend,
     }
-    told["choice"] = dataclasses.asdict(choice or Choice())
+    told["choice"] = dataclasses.asdict(choice or PortDefaults())
     entries = entries_of(pack, card, patches, backend)
     with _on_path(folder), _told({**told, "paths": [str(Path(path).resolve()) for path in paths]}):
         with patch.applied(entries) as ledger:
-            session = Session(pack, ledger, card, document, backend, choice or Choice())
+            session = Session(pack, ledger, card, document, backend, choice or PortDefaults())
             sessions.append(session)
             try:
                 yield session

@@ -8,7 +8,7 @@ import json
 import os
 
 from torchport.errors import BadValueError, TorchportError
-from torchport.own_code.applied import VARIABLE, Choice, applied
+from torchport.own_code.applied import VARIABLE, PortDefaults, applied
 from torchport.patch.live.registry import registry
 
 _armed = contextlib.ExitStack()
@@ -37,7 +37,7 @@ def arm(*_: object) -> None:
         raise BadValueError("torchport.arm", fact, "Call it in a child of torchport exec, or of torchport.applied")
     if not registry.sets:
         arguments = json.loads(told)
-        choice = Choice(**arguments.pop("choice"))
+        choice = PortDefaults(**arguments.pop("choice"))
         choice.prepare()
         _armed.enter_context(applied(**arguments, choice=choice))
         atexit.register(_disarm)

@@ -14,7 +14,7 @@ from torchport.config import machine
 from torchport.config.card import Axis, Implementation
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
-from torchport.own_code.applied import Choice, Session, applied
+from torchport.own_code.applied import PortDefaults, Session, applied
 from torchport.patch.patch_set import unreached
 from torchport.processes import script
 from torchport.progress import log
@@ -116,7 +116,7 @@ def begin(**arguments: Any) -> None:
     log.addHandler(handler)  # to this logger alone: all others are the script's to set up
     log.setLevel(logging.INFO)
     log.propagate = False
-    choice = Choice(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine)
+    choice = PortDefaults(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine)
     choice.prepare()
     session = _entered.enter_context(
         applied(

@@ -16,20 +16,20 @@ SCHEMA = 3
 """Version of the manifest's schema; a reader refuses any other."""
 
 
-class Written(pydantic.BaseModel):
+class ManifestPart(pydantic.BaseModel):
     """A part of a manifest: it refuses unknown fields, and coerces nothing."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
-class Tensor(Written):
+class Tensor(ManifestPart):
     """A tensor as a manifest describes it."""
 
     dtype: str
     shape: list[int]
 
 
-class PatchRow(Written):
+class PatchRow(ManifestPart):
     """A patch as a manifest lists it; see `torchport.patch.ledger`."""
 
     id: str
@@ -46,7 +46,7 @@ class PatchRow(Written):
     place: str
 
 
-class UpstreamRow(Written):
+class UpstreamRow(ManifestPart):
     """An upstream that is a checkout, as a manifest lists it; see `torchport.processes.git`."""
 
     package: str
@@ -54,13 +54,13 @@ class UpstreamRow(Written):
     dirty: bool
 
 
-class ProgramRow(Written):
+class ProgramRow(ManifestPart):
     """A program as a manifest lists it: whether JAX's cache delivered its executable."""
 
     jax_cache: bool
 
 
-class CacheRow(Written):
+class CacheRow(ManifestPart):
     """A step cache as a manifest lists it; see `torchport.config.step_cache`."""
 
     kind: str
@@ -68,14 +68,14 @@ class CacheRow(Written):
     computed: list[int]
 
 
-class FlagsRow(Written):
+class FlagsRow(ManifestPart):
     """A named set of compiler flags, as a manifest lists it; see `torchport.config.xla_flags`."""
 
     name: str
     flags: list[str]
 
 
-class Manifest(Written):
+class Manifest(ManifestPart):
     """What made an artefact.
 
     Attributes:

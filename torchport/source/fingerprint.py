@@ -45,7 +45,7 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class HashedPart:
     """A statement without its blocks, or a decorator, argument or base of a definition.
 
     Attributes:
@@ -72,9 +72,9 @@ class Part:
         return words if len(words) <= 160 else f"{words[:157]}..."
 
 
-def parts(node: ast.stmt) -> list[Part]:
+def parts(node: ast.stmt) -> list[HashedPart]:
     """Returns the parts of a definition, from its decorators to its last statement."""
-    return [Part(hashlib.sha256(text.encode()).hexdigest()[:6], *rest) for text, *rest in _parts(node)]
+    return [HashedPart(hashlib.sha256(text.encode()).hexdigest()[:6], *rest) for text, *rest in _parts(node)]
 
 
 def _parts(node: ast.stmt) -> Iterator[tuple[Any, ...]]:

@@ -20,7 +20,7 @@ _KEEPING = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WrittenParameter:
     """One parameter as it is written.
 
     Attributes:
@@ -39,19 +39,19 @@ class Written:
         return self.argument.arg
 
 
-def parameters(function: Function | ast.Lambda) -> list[Written]:
+def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
     """Returns the parameters of a function, in their order."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
     kinds = [POSITIONAL[0]] * len(spec.posonlyargs) + [POSITIONAL[1]] * len(spec.args)
-    result = [Written(*one) for one in zip(positional, kinds, defaults, strict=True)]
+    result = [WrittenParameter(*one) for one in zip(positional, kinds, defaults, strict=True)]
     if spec.vararg:
-        result.append(Written(spec.vararg, Parameter.VAR_POSITIONAL))
+        result.append(WrittenParameter(spec.vararg, Parameter.VAR_POSITIONAL))
     for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-        result.append(Written(argument, Parameter.KEYWORD_ONLY, default))
+        result.append(WrittenParameter(argument, Parameter.KEYWORD_ONLY, default))
     if spec.kwarg:
-        result.append(Written(spec.kwarg, Parameter.VAR_KEYWORD))
+        result.append(WrittenParameter(spec.kwarg, Parameter.VAR_KEYWORD))
     return result
 
 

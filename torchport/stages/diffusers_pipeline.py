@@ -27,7 +27,7 @@ from torchport.stages.decoding import Decoding
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
-from torchport.stages.stand_in import StandIn
+from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
 ENCODE_USES = ("prompt", "negative_prompt", "guidance_scale", "dtypes")
@@ -373,7 +373,7 @@ class _Stages:
         settings: Settings,
         embeddings: Mapping[str, torch.Tensor],
         loop: First,
-        vae: StandIn,
+        vae: ComponentStandIn,
         **arguments: Any,
     ) -> torch.Tensor:
         """Returns the latents in upstream's loop at its first step, where it is left."""

@@ -17,7 +17,7 @@ import torch
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.stages.family import Call
 from torchport.stages.replay import OTHER_LOOP, Loop
-from torchport.stages.stand_in import StandIn
+from torchport.stages.stand_in import ComponentStandIn
 
 MOMENTS = "image_moments_"
 """Names of what `vae.encode` returned, with the number of its call: [1, 2C, T, H, W], mean and log of the variance."""
@@ -25,7 +25,7 @@ LATENTS = "image_latents_"
 """Names of what the pipeline drew from that, with the number of its drawing: [1, C, T, H, W]."""
 
 
-class Encoding(StandIn):
+class Encoding(ComponentStandIn):
     """Stands where the VAE stood, encodes with it, and keeps what it returned.
 
     Args:
@@ -85,7 +85,7 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     return moments
 
 
-class Encoded(StandIn):
+class Encoded(ComponentStandIn):
     """Stands where the VAE stood, and returns of the image what was kept; all else is the VAE's.
 
     Args:

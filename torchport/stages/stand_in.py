@@ -13,7 +13,7 @@ from torchport.stages.family import Call
 from torchport.stages.replay import Loop
 
 
-class StandIn(torch.nn.Module):
+class ComponentStandIn(torch.nn.Module):
     """Stands in a pipeline where a component stood: `call` computes, all else that is asked for is the component's.
 
     Args:
@@ -40,7 +40,7 @@ class StandIn(torch.nn.Module):
         self.loop = loop
         self.call = call
         self.conditions = conditions if call is not None and call.batches else None
-        self.constants = Constants(call)
+        self.constants = PlacedInputs(call)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the component."""
@@ -70,7 +70,7 @@ class StandIn(torch.nn.Module):
         return output if self.conditions is None else self.conditions.halves(output)
 
 
-class Constants:
+class PlacedInputs:
     """Inputs that a loop passes again and again, placed once: those that are the very tensors of a recent call."""
 
     RECENT = 4

@@ -17,7 +17,7 @@ from torchport.stages.conditions import Conditions
 from torchport.stages.decoding import Decoding
 from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
-from torchport.stages.stand_in import StandIn
+from torchport.stages.stand_in import ComponentStandIn
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 """What an argument takes, by the type of its default."""
@@ -79,7 +79,7 @@ class UpstreamPipeline:
         embeddings: Mapping[str, torch.Tensor],
         replay: Loop,
         calls: Mapping[str, Call],
-        vae: StandIn,
+        vae: ComponentStandIn,
         *,
         is_latent: bool,
         **arguments: Any,
@@ -101,7 +101,7 @@ class UpstreamPipeline:
         """
         names = self.card.networks
         stand_ins = {
-            name: StandIn(
+            name: ComponentStandIn(
                 parts[name],
                 settings.dtypes[name],
                 replay,

@@ -22,7 +22,7 @@ from torchport.save import tree
 from torchport.stages import guiding, outputs
 from torchport.stages.image import MOMENTS, Encoded
 from torchport.stages.replay import Loop
-from torchport.stages.stand_in import StandIn
+from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline
 from torchport.task import Task
 
@@ -260,7 +260,7 @@ def _run_pipeline(
     """Calls a pipeline whose arguments have their usual names, with what the family's `encode` returned."""
     settings, cls = task.settings, load.class_of(str(task.card.pipeline))
     loop = UpstreamLoop(parts["scheduler"], torch.Generator().manual_seed(settings.seed))
-    stand_ins = {name: StandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
+    stand_ins = {name: ComponentStandIn(parts[name], settings.dtypes[name], loop, call) for name, call in calls.items()}
     components = {**parts, **stand_ins}
     if "guider" in parts:
         components["guider"] = guiding.guider(parts["guider"], settings)

@@ -7,7 +7,16 @@ import pytest
 from torchport.config.machine import MIB, TPU_CHIPS
 from torchport.errors import AttentionError, ConfigError, MissingKeyError, UnknownKeyError, VmemError, WrongTypeError
 from torchport.kernels.attention import splash, tiles
-from torchport.kernels.attention.tiles import SplashTile, Table, Tile, best, check_vmem, read_table, row, write_table
+from torchport.kernels.attention.tiles import (
+    SplashTile,
+    Tile,
+    TileTable,
+    best,
+    check_vmem,
+    read_table,
+    row,
+    write_table,
+)
 
 ROW = (
     "{chip: v6e, head_size: 128, tokens: 4096, peak_percent: 60.0, steady_percent: 64.5, ranked_by: schedule, "
@@ -125,7 +134,7 @@ def test_a_written_row_takes_the_place_of_its_key_and_leaves_the_others(tmp_path
     new = old.splash_transposed[0].model_copy(update={"peak_percent": 61.0})
     write_table(file, [new, *tiles.table().splash[:1]])
     found = read_table(file)
-    assert found == Table(splash_transposed=[old.splash_transposed[1], new], splash=[tiles.table().splash[0]])
+    assert found == TileTable(splash_transposed=[old.splash_transposed[1], new], splash=[tiles.table().splash[0]])
 
 
 def test_rows_of_eight_bits_are_a_list_of_their_own(tmp_path):

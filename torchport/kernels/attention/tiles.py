@@ -213,7 +213,7 @@ class SplashRow(_Row):
     tile: _SplashTile
 
 
-class Table(Frozen):
+class TileTable(Frozen):
     """`tiles.yaml`."""
 
     splash_transposed: list[TransposedRow]
@@ -230,19 +230,19 @@ def key(row: Row) -> tuple[str, int, bool]:
 
 
 @functools.cache
-def table() -> Table:
+def table() -> TileTable:
     """Returns the table that the package ships; see `read_table`."""
     return read_table(TABLE)
 
 
-def read_table(file: Path) -> Table:
+def read_table(file: Path) -> TileTable:
     """Returns a table of tiles.
 
     Raises:
         ConfigError: The file has a mistake, by its line; or two rows of one key.
     """
     document = read_document(file, file.name)
-    contents = validated(Table, document)
+    contents = validated(TileTable, document)
     lists: dict[str, Sequence[Row]] = {
         "splash_transposed": contents.splash_transposed,
         "splash_int8": contents.splash_int8,
@@ -276,7 +276,7 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
         ConfigError: The file exists, and is no such table.
         OSError: It cannot be written.
     """
-    old = read_table(file) if file.exists() else Table(splash_transposed=[], splash=[])
+    old = read_table(file) if file.exists() else TileTable(splash_transposed=[], splash=[])
     text = HEADER
     for name, kind in _KINDS.items():
         by_key = {key(row): row for row in [*getattr(old, name), *rows] if isinstance(row, kind)}

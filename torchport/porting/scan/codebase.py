@@ -13,7 +13,7 @@ from torchport.porting.scan.files import Source
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source.flow import taken
 from torchport.source.modules import imported_from
-from torchport.source.parameters import STARRED, Function, Written, parameters
+from torchport.source.parameters import STARRED, Function, WrittenParameter, parameters
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12
@@ -50,7 +50,7 @@ class Unit:
         return self.module.classes.get(self.body.owner)
 
     @functools.cached_property
-    def _written(self) -> list[Written]:
+    def _written(self) -> list[WrittenParameter]:
         node = self.body.node
         return parameters(node) if isinstance(node, Function) else []
 
