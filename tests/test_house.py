@@ -166,7 +166,7 @@ def test_light_modules_run_where_torch_and_jax_are_missing(root):
         "config.pack",
         "processes.child",
         "patch",
-        "scan.scanning",
+        "porting.scan.scanning",
         "commands.explain",
         "commands.scan",
         "__main__",

@@ -1,5 +1,4 @@
-"""What a model is, and how to run it: model cards and jobs.
-"""
+"""What a model is, and how to run it: model cards and jobs."""
 
 from __future__ import annotations
 
