@@ -13,7 +13,8 @@ from torchport.config.step_cache import DeepCache
 from torchport.errors import ArtefactForeignError, BadValueError, StoppedError
 from torchport.processes.stopping import Stopping
 from torchport.run.path import run
-from torchport.task import Request, accept, step_cache
+from torchport.task import Request, accept
+from torchport.task.task import check_step_cache
 
 SMALL = ("height=32", "width=48", "frames=9", "steps=6", "save_every=1")
 CACHE = "cache={kind: deepcache, start: 2, end: 6, every: 2, of: 6}"
@@ -126,14 +127,14 @@ def test_a_card_without_stacks_is_refused_before_anything_is_loaded(request_):
     task = accept(request_)
     job, card = task.job.model_copy(update={"cache": DeepCache(kind="deepcache")}), task.card
     with pytest.raises(BadValueError) as caught:
-        step_cache.check(card.model_copy(update={"stacks": {}}), job, task.stages, False, task.job_document)
+        check_step_cache(card.model_copy(update={"stacks": {}}), job, task.stages, False, task.job_document)
     assert str(caught.value).endswith(
         ": A step cache reuses what stacked blocks compute, and the card 'cogvideox' names none of 'transformer'. "
         "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null."
     )
     stages = [dataclasses.replace(stage, outputs=("output", "memory")) for stage in task.denoising]
     with pytest.raises(BadValueError) as caught:
-        step_cache.check(card, job, stages, False, task.job_document)
+        check_step_cache(card, job, stages, False, task.job_document)
     assert "'transformer' returns output, memory, and a step cache keeps what one output is of." in str(caught.value)
 
 

@@ -220,3 +220,17 @@ def test_patches_are_listed_and_shown_as_data(world):
     json.dumps(shown)
     with pytest.raises(UnknownNameError, match=r"No patch 'up.g'. Did you mean 'up.f'"):
         patches.details(world.patches, "up.g")
+
+
+def test_a_patch_that_a_manifest_does_not_show_as_called_is_a_finding(world):
+    entries = world.one("replace: p.py:new", "up.m:f", "must_be_called: [denoise]")
+    row = {"id": "up.one", "state": "applied", "calls": 0}
+    report = check.not_called([row], entries, "denoise")
+    (finding,) = report.findings
+    assert finding.text == "'up.one' was not called in denoise (it is applied). Find what is called instead of up.m:f."
+    assert exit_code([finding]) == 5
+    assert check.not_called([row], entries, "decode") == Report()
+    assert check.not_called([{**row, "calls": 2}], entries, "denoise").findings == []
+    assert check.not_called([{**row, "state": "not needed"}], entries, "denoise") == Report()
+    assert "not in the ledger" in check.not_called([], entries, "denoise").findings[0].text
+    assert check.check(world.patches, ["up"], world.site, called=lambda: report).findings[-1] == finding

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
-from torchport.compile import scopes
+from torchport.compile import program
 from torchport.config.card import Rule, Stack
 
 
@@ -61,8 +61,8 @@ def lowered(stacks):
     tensors, mesh = dict(module.named_parameters()), shard.make_mesh({}, jax.devices()[:1])
     weights = shard.place(tensors.items(), dict.fromkeys(tensors, everywhere), mesh)
     network = compile.Network(module.to("meta"), [everywhere], "net", "card.yaml:1", "highest", stacks=stacks)
-    program = compile.Compiled(network, weights, mesh)
-    return program.lowered(program.place(x=torch.ones(1, 4)), ())
+    compiled = compile.Compiled(network, weights, mesh)
+    return compiled.lowered(compiled.place(x=torch.ones(1, 4)), ())
 
 
 def test_the_name_of_an_operation_has_the_path_of_its_module():
@@ -80,12 +80,12 @@ def test_stacked_blocks_have_their_numbers():
 def test_a_program_is_the_same_with_names_and_without(monkeypatch):
     """Its text is in the key by which an executable is found again."""
     text = lowered({}).as_text()
-    monkeypatch.setattr(scopes, "named", lambda module, name: contextlib.nullcontext())
+    monkeypatch.setattr(program, "_module_scopes", lambda module, name: contextlib.nullcontext())
     assert lowered({}).as_text() == text
 
 
 def test_no_hook_stays_on_a_module():
     module = Network()
-    with scopes.named(module, "net"):
+    with program._module_scopes(module, "net"):
         assert module.out._forward_hooks
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torchport import patch
 from torchport.compile import network
 from torchport.errors import CheckpointForeignError
-from torchport.plan import aot, loras, plan
+from torchport.plan import aot, plan
 from torchport.task import Request, accept
 
 KEY = "transformer_blocks.0.attn.to_q"
@@ -28,8 +28,8 @@ def write(file, key, shape):
 
 def test_a_file_that_is_not_here_is_taken_for_granted_and_the_plan_says_so(tmp_path):
     task = task_of(tmp_path / "absent.safetensors")
-    assert loras.unchecked(task) == [f"the LoRA '{tmp_path}/absent.safetensors' fits: the file is not here"]
-    assert plan._assumptions(task, True)[-1] == loras.unchecked(task)[0]
+    assert aot.unchecked_loras(task) == [f"the LoRA '{tmp_path}/absent.safetensors' fits: the file is not here"]
+    assert plan._assumptions(task, True)[-1] == aot.unchecked_loras(task)[0]
 
 
 def test_a_file_that_is_here_is_checked_by_its_header(tmp_path):
@@ -39,8 +39,8 @@ def test_a_file_that_is_here_is_checked_by_its_header(tmp_path):
     with patch.applied(task.patches([stage]), stage=stage.name):
         shape = network.published(task, "transformer").state_dict()[f"{KEY}.weight"].shape
         write(file, KEY, shape)
-        loras.check(task, stage)
-    assert loras.unchecked(task) == []
+        aot.check_loras(task, stage)
+    assert aot.unchecked_loras(task) == []
     write(file, "transformer_blocks.0.attn.to_z", shape)
     with pytest.raises(CheckpointForeignError) as caught, aot.outlined(task, stage, jax.devices()):
         pass

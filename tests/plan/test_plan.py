@@ -15,7 +15,7 @@ from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.kernels.attention import dispatch, tiles
-from torchport.plan import aot, calibration, collectives, plan, report
+from torchport.plan import aot, calibration, plan, report, step_time
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.plan.tpu import absent, hlo
 from torchport.processes import child
@@ -498,7 +498,7 @@ def test_collectives_take_as_long_as_their_bytes_take_through_two_links():
 
     def seconds(kind, size, count, group=4, links="2x2 square", ports=2.0):
         fields = {"kind": kind, "bytes": size, "count": count, "group": group, "links": links, "ports": ports}
-        return collectives.seconds([Collective(source=None, **fields)], v6e)
+        return step_time.communication_seconds([Collective(source=None, **fields)], v6e)
 
     assert seconds("all-to-all", 100_000_000, 2) == pytest.approx(2 * 1e8 * 0.75 / 2e11)
     assert seconds("all-reduce", 100_000_000, 1) == pytest.approx(2 * 1e8 * 0.75 / 2e11)

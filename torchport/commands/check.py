@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +25,19 @@ from typing import Any
 import click
 
 from torchport import patch, progress
-from torchport.commands import demo, formats, options, static_check, terminal
+from torchport.commands import formats, options, static_check, terminal
 from torchport.commands.findings import Finding, Report, exit_code, of_entry, of_error
-from torchport.config.card import Card
+from torchport.config.card import STAGES, Card
 from torchport.config.checkout import existing
 from torchport.config.pack import Pack, find_pack
-from torchport.errors import AbsentPackageError, PatchError, TargetError, TorchportError, UnsupportedError
+from torchport.errors import (
+    AbsentPackageError,
+    NotCalledError,
+    PatchError,
+    TargetError,
+    TorchportError,
+    UnsupportedError,
+)
 from torchport.patch.declared import replacement
 from torchport.processes import child
 from torchport.source.modules import is_there, shown
@@ -137,7 +146,7 @@ def report_of(flags: CheckFlags) -> Report:
         return report
     called = None
     if flags.model is not None:
-        called = functools.partial(demo.not_called_by, pack, flags.model, flags.upstream_path)
+        called = functools.partial(not_called_by, pack, flags.model, flags.upstream_path)
     report.extend(check(pack.folders, names, checkout, called, together(pack, cards), chosen))
     return report
 
@@ -449,3 +458,63 @@ def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
                 if isinstance(value, type) and value.__module__ == name:
                     result[f"{name}:{value.__qualname__}"] = [(k, id(v)) for k, v in vars(value).items()]
     return result
+
+
+def not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
+    """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
+
+    Args:
+        pack: Where the card lies.
+        model: The card's name.
+        upstream_path: Where the upstream stands, if it is not installed.
+    """
+    from PIL import Image
+
+    from torchport.stages.family import ALWAYS
+    from torchport.task import Request
+    from torchport.task.family import family
+
+    card, document = pack.card(model)
+    paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name, "out")
+        fields: dict[str, Any] = {"prompt": card.tiny.prompt, "cache": False}
+        if family(pack, card, document).TAKES_IMAGE == ALWAYS:
+            fields["image"] = Path(name, "image.png")
+            Image.linear_gradient("L").save(fields["image"])
+        request = Request(model, pack.demo(card), out=out, paths=paths, upstream_path=upstream_path, **fields)
+        try:
+            with progress.waiting(f"run {model}'s demo"):
+                child.call("torchport.run.path:run", request, ended=lambda end: _demo_ended(card, end))
+        except TorchportError as error:
+            return Report([of_error(error, "called")])
+        report = Report()
+        for stage in STAGES:
+            names = card.patch_names(stage, {})
+            if not names:
+                continue
+            rows = json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))["patches"]
+            report.extend(not_called(rows, patch.read(pack.folders, names, pack.home(model).patches), stage))
+        return report
+
+
+def _demo_ended(card: Card, end: child.Ended) -> PatchError:
+    remedy = f'Run it: torchport run --model {card.model} --config {card.demo} --prompt "..."'
+    return PatchError(f"--model {card.model}", f"The process of its demo {end}", remedy)
+
+
+def not_called(rows: Iterable[Mapping[str, Any]], entries: Iterable[patch.Entry], stage: str) -> Report:
+    """Returns a finding for each patch that must be called in a stage and, by a manifest's rows, was not."""
+    calls = {row["id"]: row for row in rows}
+    report = Report()
+    for entry in entries:
+        row = calls.get(entry.id)
+        if stage not in entry.must_be_called or (row is not None and row["state"] == "not needed"):
+            continue
+        report.try_entry(entry, "called")
+        if not (row and row["calls"]):
+            state = row["state"] if row else "not in the ledger"
+            text = f"'{entry.id}' was not called in {stage} (it is {state}). Find what is called instead"
+            text = f"{text} of {entry.target}."
+            report.findings.append(Finding(NotCalledError.id, entry.place, text, entry.id, "called"))
+    return report

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torchport import patch
-from torchport.commands import drafts
 from torchport.commands.findings import Case, Finding, Report
 from torchport.config import Document
 from torchport.config.card import Card, Job, check_call, check_job, check_names
@@ -40,6 +39,11 @@ from torchport.patch.source import checks, drift
 from torchport.source.bindings import binding_at
 from torchport.source.parsing import tree_of
 from torchport.stages import module as family_module
+
+_MARK = "fill in "
+"""What the exception of a drafted function begins with."""
+_WORDS = "say here "
+"""What a drafted text of an entry begins with."""
 
 
 def check(
@@ -198,7 +202,7 @@ def check_source(entry: patch.Entry, loaded: Any, entries: Sequence[patch.Entry]
         report: Takes the findings. A drift is one of them, and what it led to is looked for all the same.
     """
     report.try_entry(entry, "targets")
-    for draft in drafts.of_entry(entry, _tree(entry)):
+    for draft in _unfilled_entry(entry, _tree(entry)):
         report.add(draft, "targets", entry.id)
     if not entry.edits:
         return True
@@ -318,7 +322,7 @@ def _draft(pack: Pack, card: Card, document: Document) -> Iterator[TorchportErro
     if card.call is None:
         place = document.place(["family"])
         file = pack.family_file(card, place)
-        yield from drafts.of_family(file, tree_of(file), place)
+        yield from _unfilled_family(file, tree_of(file), place)
 
 
 def _absent_builders(pack: Pack, card: Card, document: Document) -> Iterator[TorchportError]:
@@ -446,3 +450,51 @@ def _job_mistake(job: Job, card: Card, document: Document) -> Iterator[ConfigErr
         check_job(job, card, document)
     except ConfigError as error:
         yield error
+
+
+def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[ReplacementError]:
+    """Yields the refusal of an entry that is a draft.
+
+    Args:
+        entry: The entry.
+        tree: The file that its function is in; None for one without.
+    """
+    promise = entry.equivalence.written()
+    reason = next(iter(promise.values())) if isinstance(promise, dict) else ""
+    texts = {"why": entry.why, "equivalence": reason, "scope_reason": entry.scope_reason}
+    open_ = [key for key, text in texts.items() if str(text).startswith(_WORDS)]
+    name = (entry.reference or "").partition(":")[2]
+    open_ += [f"{name} in {(entry.reference or '').partition(':')[0]}"] if tree and name in _unwritten(tree) else []
+    if open_:
+        fact = f"'{entry.id}' is a draft: {', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not filled in"
+        yield ReplacementError(entry.place, fact, "Fill it in" if len(open_) == 1 else "Fill them in", patch=entry.id)
+
+
+def _unfilled_family(file: Path, tree: ast.Module, place: str) -> Iterator[ReplacementError]:
+    """Yields the refusal of a family whose functions are drafts.
+
+    Args:
+        file: Its file.
+        tree: The file's syntax.
+        place: Where a card names it.
+    """
+    names = sorted(_unwritten(tree))
+    if names:
+        yield ReplacementError(place, f"'{as_named(file)}' is a draft: {', '.join(names)}", "Fill them in")
+
+
+def _unwritten(tree: ast.Module) -> set[str]:
+    """Returns the functions and classes at the top of a file that raise what a draft raises."""
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and any(map(_is_mark, ast.walk(node)))
+    }
+
+
+def _is_mark(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "NotImplementedError" or not node.args:
+        return False
+    text = node.args[0]
+    return isinstance(text, ast.Constant) and str(text.value).startswith(_MARK)

@@ -20,7 +20,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine, patch, shard
-from torchport.compile import jax_cache, scopes, stack
+from torchport.compile import jax_cache, stack
 from torchport.compile.eager import How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.config.card import ActivationRule, Rule, Stack
@@ -31,6 +31,9 @@ from torchport.shard.activations import constrain
 from torchport.stages.constants import Constants, converted
 from torchport.stages.outputs import each, has_tensor, leaves, of_call, plain
 from torchport.stages.recorder import Static
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+"""Modules that are not called: their items are."""
 
 
 class TraceGuard(Protocol):
@@ -262,7 +265,7 @@ class Compiled:
             jax.set_mesh(self.mesh),
             jax.default_matmul_precision(self.precision),
             dispatch.context(self.attention),
-            scopes.named(self.network.module, self.network.name),
+            _module_scopes(self.network.module, self.network.name),
         ):
             # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
@@ -394,3 +397,52 @@ def _memory(what: str) -> Iterator[None]:
             f"Its activations do not fit into a device's memory{size}",
             "Make the video smaller with --set height=, width= or frames=, or run it on a larger machine",
         ) from error
+
+
+@contextlib.contextmanager
+def _module_scopes(module: torch.nn.Module, name: str) -> Iterator[None]:
+    """Puts the name of each module that is called into the operations that are traced in the call.
+
+    An operation of XLA then has a name such as `jit(program)/transformer/blocks.0-53/while/body/block/attn/to_q/dot`.
+    Names are no part of what XLA compiles: a program's key and its numbers stay as they are.
+
+    Args:
+        module: The network.
+        name: What the network is called.
+    """
+    entered: list[Any] = []
+
+    def enter(scope: str) -> None:
+        entered.append(jax.named_scope(scope))
+        entered[-1].__enter__()
+
+    def leave() -> None:
+        entered.pop().__exit__(None, None, None)
+
+    handles = []
+    for part, scope in _scope_names(module, name).items():
+        handles.append(part.register_forward_pre_hook(lambda _, inputs, scope=scope: enter(scope)))
+        # Also after an exception: upstream may catch it and go on.
+        handles.append(part.register_forward_hook(lambda _, inputs, output: leave(), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _scope_names(module: torch.nn.Module, name: str) -> Mapping[torch.nn.Module, str]:
+    """Returns what each module of a network is called inside the one that calls it; that of a stack has its numbers."""
+    modules = dict(module.named_modules())
+    result: dict[torch.nn.Module, str] = {module: name}
+    for path, part in modules.items():
+        if not path or isinstance(part, _LISTS):
+            continue
+        parent = path.rpartition(".")[0]
+        while parent and isinstance(modules[parent], _LISTS):
+            parent = parent.rpartition(".")[0]
+        scope = path[len(parent) :].lstrip(".")
+        if isinstance(part, stack.Stacked):
+            scope = f"{scope}-{part.first + part.count - 1}"
+        result[part] = scope
+    return result

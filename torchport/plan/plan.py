@@ -21,7 +21,7 @@ from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, calibration, loras
+from torchport.plan import aot, calibration
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -165,7 +165,7 @@ def _assumptions(task: Task, bounded: bool) -> list[str]:
     known = [said.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
     chosen = [] if flags is None else [f"--xla-flags {flags}"]
-    return [*known, "every token is valid", "nothing overlaps", *chosen, *loras.unchecked(task)]
+    return [*known, "every token is valid", "nothing overlaps", *chosen, *aot.unchecked_loras(task)]
 
 
 def lossy(task: Task) -> list[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import torch
 
 from torchport import compile, patch, save
@@ -20,26 +22,32 @@ from torchport.compile.step_cache import StepCached
 from torchport.config import checkout
 from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.config.step_cache import computed_by
-from torchport.errors import ArtefactForeignError
+from torchport.errors import ArtefactForeignError, OutputError
 from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import git, hosts
 from torchport.processes.stopping import Stopping
-from torchport.progress import log
-from torchport.run import resume, video
-from torchport.run.profile import Profile
+from torchport.progress import log, track
+from torchport.run import resume
 from torchport.save import step_files
 from torchport.save.manifest import SCHEMA, Manifest, versions
+from torchport.save.video import write_contact_sheet, write_video
 from torchport.stages import family
 from torchport.task import Execution, Task
 from torchport.task.devices import devices
+from torchport.task.execution import SKIPPED
 
+T = TypeVar("T")
 LOSSY_INT8 = "multiplies queries and keys in eight bits where scores have a bound"
 """What a manifest and a run say of `attention: splash_int8`."""
 CURVE = "magcache.yaml"
 """What `cache: {kind: calibrate}` measures, as a config has it."""
 STATE = "state/"
 """Begins the names of tensors that are no inputs of a stage, but what an earlier stage's steps leave."""
+_PROFILES = "profile"
+"""The folder in a run's folder; each stage has one of its own in it."""
+_DERIVED = ("schema_version", "tensors", "sha256")
+"""Fields of a manifest that `save.write` finds out itself."""
 
 
 class Journey:
@@ -125,7 +133,7 @@ class Journey:
         """
 
         def written() -> dict[str, Any] | None:
-            manifest = video.at_jobs_rate(self.task, self.weights.digests)
+            manifest = _video_at_jobs_rate(self.task, self.weights.digests)
             return None if manifest is None else manifest.model_dump()
 
         fields = hosts.from_first(written)
@@ -279,7 +287,7 @@ class Journey:
         names = [each.name for each in task.family.STAGES]  # the stage may be another task's, of the same series
         save.discard_stale(task.folder, stage.name, manifest.sha256, names[names.index(stage.name) + 1 :])
         if "frames" in outputs:
-            video.write(task, outputs["frames"][0])
+            _write_pictures(task, outputs["frames"][0])
 
     def clock(self, stage: family.Stage) -> Callable[[str], None]:
         """Returns a function that notes the seconds since its last call, or since now, as those of a verb."""
@@ -308,6 +316,49 @@ class Journey:
     def going_on(self) -> str:
         """Returns what the same command does next time, after an error."""
         return resume.going_on(self.task, list(self._manifests), self.unfinished)
+
+
+def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
+    """Writes the video and its contact sheet.
+
+    Raises:
+        OutputError: The folder cannot be written.
+    """
+    every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
+    write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
+    write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
+
+
+def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
+    """Writes a finished video again if it has another `fps` than the job: no latents and no frames depend on it.
+
+    The video comes first. If the process is killed before the manifest is written, the next run writes both again.
+
+    Args:
+        task: The run; its last stage is finished.
+        digests: Of the checkpoint in use.
+
+    Returns:
+        The new manifest of the last stage; None where the video has the job's rate, or there is none.
+
+    Raises:
+        ArtefactBrokenError: The frames are damaged.
+        OutputError: The folder cannot be written.
+    """
+    stage, folder = task.stages[-1], task.folder
+    manifest = save.read_manifest(save.file_of(folder, stage.name))
+    before = manifest.config.get("fps")
+    if "frames" not in manifest.tensors or before == task.job.fps:
+        return None
+    names = task.identity(stage.name), digests, resume.AFTER_REMOVAL
+    outputs = save.read(folder, stage.name, *names)[0]
+    log.info("%s had %s frames per second: it is written again with %s", folder / save.VIDEO, before, task.job.fps)
+    _write_pictures(task, outputs["frames"][0])
+    facts = {key: value for key, value in manifest.model_dump().items() if key not in _DERIVED}
+    facts["config"] = {**manifest.config, "fps": task.job.fps}
+    manifest = save.write(folder, stage.name, outputs, facts)
+    save.write_copy(folder, stage.name, manifest)
+    return manifest
 
 
 def _write_curve(file: Path, curve: Sequence[float]) -> None:
@@ -396,3 +447,94 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
                 "Leave the flag out: it has no effect here; or make the earlier stage again with it",
                 key=key,
             )
+
+
+class Profile:
+    """A trace of the steps of one stage after the first two.
+
+    Args:
+        folder: The run's.
+        stage: The stage's name.
+        count: How many steps.
+    """
+
+    def __init__(self, folder: Path, stage: str, count: int) -> None:
+        self.folder = folder / _PROFILES / stage
+        self.stage = stage
+        self.count = count
+
+    def tracking(self, track: Callable[..., Iterable[T]]) -> Callable[..., Iterator[T]]:
+        """Returns what iterates a loop's steps as `track` does, and traces some of them; see `family.Steps`."""
+        return lambda items, done, total: self._traced(track(items, done=done, total=total), done)
+
+    def _traced(self, items: Iterable[T], done: int) -> Iterator[T]:
+        """Yields a loop's items, one a step, and traces while some of them are worked on.
+
+        Args:
+            items: The steps that are left.
+            done: How many were taken in an earlier run; the first two of this one are not traced all the same.
+
+        Raises:
+            OutputError: The trace cannot be written.
+        """
+        items, first, taken = iter(items), SKIPPED + 1, 0
+        try:
+            with contextlib.ExitStack() as trace:
+                for number, item in enumerate(items, 1):
+                    if number == first:
+                        trace.enter_context(_tracing(self.folder))
+                    with _step_mark(done + number) if number >= first else contextlib.nullcontext():
+                        yield item
+                    taken += number >= first
+                    if taken == self.count:
+                        break
+        except GeneratorExit:  # a loop that is left for another network's
+            self._note(done + first, taken)
+            raise
+        self._note(done + first, taken)
+        yield from items
+
+    def _note(self, first: int, taken: int) -> None:
+        """Says where the trace is, and how to open it."""
+        if not taken:
+            log.warning("profile: '%s' took no more than %d steps, and none is traced", self.stage, SKIPPED)
+            return
+        files = sorted(self.folder.glob("plugins/profile/*/perfetto_trace.json.gz"))
+        log.info("profile: steps %d to %d of '%s' are in %s", first, first + taken - 1, self.stage, self.folder)
+        log.info("profile: open it with `xprof --logdir %s` (pip install xprof),", self.folder)
+        log.info("profile: or %s at https://ui.perfetto.dev", files[-1])
+
+
+def _step_mark(number: int) -> Any:
+    """Marks a step, as xprof groups what it shows."""
+    return jax.profiler.StepTraceAnnotation("step", step_num=number)
+
+
+@contextlib.contextmanager
+def _tracing(folder: Path) -> Iterator[None]:
+    """Traces what runs in the context, on the host and on the devices.
+
+    Raises:
+        OutputError: The trace cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
+    except OSError as error:
+        raise _unwritten_trace(folder, error) from error
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own calls would be most of the file, and of the time
+    jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+    try:
+        yield
+    finally:
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            raise _unwritten_trace(folder, error) from error
+
+
+def _unwritten_trace(folder: Path, error: Exception) -> OutputError:
+    """Returns the refusal of a folder that takes no trace."""
+    reason = " ".join(str(error).split())[:200].rstrip(".")
+    remedy = "Free some space, or choose another folder with --out"
+    return OutputError(str(folder), f"The trace cannot be written: {reason}", remedy)

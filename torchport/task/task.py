@@ -18,11 +18,12 @@ from torchport import patch, shard
 from torchport.config import Document, checkout, machine
 from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
 from torchport.config.pack import Pack, find_pack
-from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
+from torchport.files.folder import expand_home, has_file
 from torchport.load import checkpoint
+from torchport.load.lora import check_format
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
-from torchport.task import lora, step_cache
 from torchport.task.execution import COMPILED, Execution, check
 from torchport.task.family import family as load_family
 
@@ -202,7 +203,7 @@ class Task:
     @functools.cached_property
     def loras(self) -> list[dict[str, Any]]:
         """The job's LoRA files, as manifests list them: two files with the same bytes are the same."""
-        return lora.rows(self.job)
+        return _lora_rows(self.job)
 
     def manifest_settings(self, stage: families.Stage) -> dict[str, Any]:
         """Returns the settings that a stage uses, as its manifest keeps them."""
@@ -282,6 +283,17 @@ def _digest(noise: torch.Tensor | None) -> str | None:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
+def _lora_rows(job: Job) -> list[dict[str, Any]]:
+    """Returns a job's LoRA files as manifests list them: by their bytes, wherever they lie."""
+    listed: list[dict[str, Any]] = []
+    for lora in job.lora:
+        with expand_home(lora.path).open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        row = {"file": Path(lora.path).name, "sha256": sha256, "scale": lora.scale, "component": lora.component}
+        listed.append(row)
+    return listed
+
+
 def accept(request: Request, dry: bool = False) -> Task:
     """Returns the task of a request, after reading and checking all that it names.
 
@@ -302,10 +314,10 @@ def accept(request: Request, dry: bool = False) -> Task:
     slice_ = machine.parse_machine(job.machine, job_document.place(["machine"]))
     family = load_family(pack, card, card_document)
     _check_stage(request, family)
-    lora.check_components(card, job, family, job_document)
+    _check_lora_components(card, job, family, job_document)
     stages = [s for s in family.STAGES if request.stage in (s.name, "all")]
     check(request.execution, stages, request.backend == "original", job, slice_)
-    step_cache.check(card, job, stages, request.backend == "original", job_document)
+    check_step_cache(card, job, stages, request.backend == "original", job_document)
     check_names(card, {stage.network for stage in family.STAGES if stage.network}, card_document)
     if request.backend == "torchax":
         mesh_place = job_document.place(["mesh" if job is job_as_read else "strategy"])
@@ -320,7 +332,7 @@ def accept(request: Request, dry: bool = False) -> Task:
         networks = [stage.network for stage in stages if stage.network]
         shard.check_axes(card.strategies[job.strategy], networks, job, job_document)
     if not dry:
-        lora.check_files(job, request.stage, request.overrides, job_document)
+        _check_lora_files(job, request.stage, request.overrides, job_document)
     checkpoint.check_name(_checkpoint(request, job, card))
     card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
     upstream = checkout.find(card.checkout, request.upstream_path)
@@ -358,6 +370,73 @@ def _check_request(request: Request, dry: bool) -> None:
     if request.stage == "all" and request.inputs is not None:
         fact = "All stages are run here, and none is read"
         raise BadValueError(f"--inputs {request.inputs}", fact, "Leave it out, or name a --stage")
+
+
+def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
+    """Refuses a LoRA of what the loop does not call.
+
+    Raises:
+        UnknownNameError: There is one.
+    """
+    names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
+    for number, lora in enumerate(job.lora):
+        if lora.component not in names:
+            fact = f"'{card.model}' takes no steps with a network '{lora.component}'"
+            place = document.place(["lora", number, "component"])
+            raise UnknownNameError(place, fact, nearest(lora.component, names), name=lora.component)
+
+
+def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: Document) -> None:
+    """Refuses a LoRA that is not there, or that is a pickle.
+
+    A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
+    does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
+
+    Raises:
+        CheckpointMissingError: One is missing.
+        CheckpointForeignError: One is a pickle.
+    """
+    if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
+        return
+    for number, lora in enumerate(job.lora):
+        place, file = document.place(["lora", number, "path"]), expand_home(lora.path)
+        if not has_file(file):
+            raise CheckpointMissingError(place, f"There is no file '{lora.path}'", "Name a LoRA in safetensors")
+        check_format(file)
+
+
+def check_step_cache(
+    card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
+) -> None:
+    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none.
+
+    Args:
+        card: The model card.
+        job: The config.
+        stages: What is run.
+        original: Whether it is run in PyTorch.
+        document: The config's lines.
+
+    Raises:
+        BadValueError: The original computes every step; the network has no stacked blocks, or several outputs.
+    """
+    loops = [stage for stage in stages if stage.name in DENOISING]
+    if job.cache is None or not loops:
+        return
+    place = document.place(["cache"])
+    if original:
+        fact = "'cache' is for compiled programs, and --backend original computes every step in PyTorch"
+        raise BadValueError(place, fact, "Remove it, --set cache=null, or leave out --backend original")
+    for stage in loops:
+        if stage.outputs:
+            fact = f"'{stage.network}' returns {', '.join(stage.outputs)}, and a step cache keeps what one output is of"
+            raise BadValueError(place, fact, "Remove it, or --set cache=null")
+        if not card.stacks.get(str(stage.network)):
+            fact = (
+                f"A step cache reuses what stacked blocks compute, and the card '{card.model}' names none of "
+                f"'{stage.network}'"
+            )
+            raise BadValueError(place, fact, "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null")
 
 
 def _check_image(request: Request, family: ModuleType, dry: bool) -> None:

@@ -6,7 +6,7 @@ import ast
 import configparser
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TakenNameError, TargetError
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
-from torchport.porting.draft import constructor, shrinking
+from torchport.porting.draft import constructor
 from torchport.porting.draft.folder import Home, Piece
 from torchport.porting.draft.function import name_of
 from torchport.porting.draft.target import Target, find, folder_of
@@ -28,6 +28,20 @@ UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
 _IMAGE = re.compile(r"Conv2d|PatchEmbed|\b(images?|imgs?)\b", re.IGNORECASE)
 _VIDEO = re.compile(r"Conv3d|frame|video|temporal", re.IGNORECASE)
+_DEPTH, _HEADS, _HEAD_SIZE, _WIDTH, _MLP, _VOCABULARY, _GROUPS, _CHANNELS = 2, 4, 32, 64, 128, 1024, 8, 32
+"""The largest numbers in a tiny network."""
+_RULES: tuple[tuple[str, int], ...] = (
+    (r"layers_per_block", 1),
+    (r"(?:.*_)?base_(?:dim|channels|width)", 16),
+    (r"(?:.*_)?(?:heads?|heads_num|n_heads?)", _HEADS),
+    (r"(?:.*_)?(?:head_dim|dim_head|head_size|d_kv)", _HEAD_SIZE),
+    (r"(?:.*_)?(?:layers?|blocks?|depths?)|n_layers?", _DEPTH),
+    (r".*(?:ffn|intermediate|mlp_dim|mlp_hidden|feedforward|d_ff).*", _MLP),
+    (r"(?:.*_)?vocab(?:_size|ulary)?", _VOCABULARY),
+    (r"(?:.*_)?groups", _GROUPS),
+    (r"(?:.*_)?(?:dim|dims|hidden_size|d_model|n_embd|features)|width", _WIDTH),
+)
+_MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner_dim|width|n_embd)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +156,78 @@ def _part(name: str, target: Target, place: str) -> Part:
     if arguments is None:
         return Part(name, target, {}, [], [])
     plain = [one for one in arguments if one.plain]
-    small, lacking = shrinking.tiny(plain)
+    small, lacking = tiny_arguments(plain)
     objects = [one.name for one in arguments if one.required and not one.plain]
     return Part(name, target, small, lacking, objects)
+
+
+def tiny_arguments(arguments: Sequence[constructor.Argument]) -> tuple[dict[str, Any], list[str]]:
+    """Returns small values by argument, and the names of the arguments that have none and need one.
+
+    The rules go by names, as diffusers, transformers and most repositories have them: depth, heads, widths, channels.
+    What no rule names keeps the class's default. Nobody but the class can say whether the numbers fit each other.
+    """
+    numbers = {one.name: one.default for one in arguments}
+    values: dict[str, Any] = {}
+    lacking = []
+    for one in arguments:
+        value = _small_value(one.name, one.default)
+        if value is None and one.required:
+            lacking.append(one.name)
+        elif value is not None and (one.required or (one.default is not None and value != one.default)):
+            values[one.name] = value
+    values |= _together(values, numbers)
+    return values, [name for name in lacking if name not in values]
+
+
+def _limit(name: str) -> int | None:
+    return next((limit for pattern, limit in _RULES if re.fullmatch(pattern, name)), None)
+
+
+def _small_value(name: str, default: Any) -> Any:
+    """Returns a small value of one argument; None to leave it as it is."""
+    limit = _limit(name)
+    if isinstance(default, bool | str):
+        return None
+    if default is None:
+        return limit
+    if isinstance(default, int):
+        return None if limit is None else min(default, limit)
+    is_ints = isinstance(default, list | tuple) and default and all(type(one) is int for one in default)
+    if not is_ints:
+        return None
+    if "channels" in name:  # in the same proportion, and still a multiple of the usual number of groups
+        unit = max(1, min(default) // _CHANNELS)
+        return [one // unit // _CHANNELS * _CHANNELS or one for one in default]
+    is_depth = limit == _DEPTH and "layers" in name  # of a few layers it may be their numbers
+    return None if limit is None or is_depth else [min(one, limit) for one in default]
+
+
+def _together(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what must agree: a width is heads times their size, and rotary dims fill a head."""
+    every = {**defaults, **values}
+    heads = _first_number(every, r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads")
+    size = _first_number(every, r"(?:attention_)?(?:head_dim|dim_head|head_size)")
+    result: dict[str, Any] = {}
+    if heads is not None and size is None:
+        result |= {name: heads * _HEAD_SIZE for name in values if _MODEL_WIDTH.fullmatch(name)}
+    for name, value in defaults.items():
+        several = isinstance(value, list | tuple) and len(value) > 1 and all(type(one) is int for one in value)
+        if several and re.search(r"rope|axes", name) and sum(value) > 0:
+            result[name] = _shares(value, size or _HEAD_SIZE)
+    return result
+
+
+def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
+    found = (value for name, value in values.items() if re.fullmatch(pattern, name) and type(value) is int)
+    return next(found, None)
+
+
+def _shares(parts: Sequence[int], total: int) -> list[int]:
+    """Returns even numbers in the proportion of others that add up to a total."""
+    shares = [max(2, one * total // sum(parts) // 2 * 2) for one in parts]
+    shares[-1] += total - sum(shares)
+    return shares
 
 
 def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
@@ -219,10 +302,10 @@ def card(wish: Wish, every: Sequence[Part], checkout: Path | None) -> str:
     lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
     lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
     lines.append(f"    inputs: {{{network.name}: [{{match: '.*', spec: replicate}}]}}")
-    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny(every)]) + "\n"
+    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny_lines(every)]) + "\n"
 
 
-def _tiny(every: Sequence[Part]) -> list[str]:
+def _tiny_lines(every: Sequence[Part]) -> list[str]:
     lines = []
     for one in every:
         lines.append(f"    # The arguments of {one.target.name} ({one.target.place}); others keep their defaults.")

@@ -9,16 +9,29 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchport.porting.scan.codebase import Class, Codebase, Unit
-from torchport.porting.scan.constants import NOT_NONE, UNKNOWN, Values
 from torchport.porting.scan.syntax import MODULE, NEVER, Act, Event, chain_of
 
 Arguments = dict[str, Any]
 _DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")
 _NETWORK = ("forward", "encode", "decode", "__call__")
+
+
+class _Unknown:
+    """A value that the source does not show."""
+
+
+_UNKNOWN: Any = _Unknown()
+_NOT_NONE: Any = _Unknown()
+"""Some value, and not None."""
+_ALONE = {
+    "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
+    "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
+}  # fmt: skip
+"""What is False in an inference of one process that nobody scripts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +95,25 @@ class Reached:
         """Notes that functions may be called with any arguments, and follows nothing that they call."""
         for unit in units:
             if unit not in self._closed.units:
-                self._arguments[unit] = {parameter.arg: UNKNOWN for parameter in unit.parameters}
+                self._arguments[unit] = {parameter.arg: _UNKNOWN for parameter in unit.parameters}
 
     def leads_to(self, unit: Unit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
         """Returns whether a place of a function is reached."""
         if unit not in self._arguments or self._closed.has(unit, line):
             return False
         values = self._values(unit)
-        if if_none and values.names.get(if_none, UNKNOWN) is not None:
+        if if_none and values.names.get(if_none, _UNKNOWN) is not None:
             return False
         return _is_open(values, guards)
 
-    def _values(self, unit: Unit) -> Values:
+    def _values(self, unit: Unit) -> _Values:
         assigned = _assigned(unit)
         names = {name: value for name, value in self._arguments.get(unit, {}).items() if name not in assigned}
         if unit.name.endswith(".forward"):
             names |= {
-                name: NOT_NONE for name in self._closed.given if name in unit.defaults and not _may_be_none(unit, name)
+                name: _NOT_NONE for name in self._closed.given if name in unit.defaults and not _may_be_none(unit, name)
             }
-        return Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
+        return _Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
 
     def _full(self, unit: Unit, node: ast.AST) -> str:
         name = self._codebase.full(unit.module, chain_of(node), unit.imports)
@@ -122,7 +135,7 @@ class Reached:
             self.callers[unit].add((caller, call.lineno if call is not None else 0))
         if unit in self._closed.units:
             return
-        given = {parameter.arg: UNKNOWN for parameter in unit.parameters}
+        given = {parameter.arg: _UNKNOWN for parameter in unit.parameters}
         if call is not None and caller is not None:
             given = _given(unit, call, self._values(caller), bound)
         known = self._arguments.get(unit)
@@ -130,7 +143,7 @@ class Reached:
             self._arguments[unit] = given
             self._pending.append(unit)
             return
-        joined = {name: value if _same(value, given.get(name, UNKNOWN)) else UNKNOWN for name, value in known.items()}
+        joined = {name: value if _same(value, given.get(name, _UNKNOWN)) else _UNKNOWN for name, value in known.items()}
         if any(joined[name] is not known[name] for name in known):
             self._arguments[unit] = joined
             self._pending.append(unit)
@@ -280,22 +293,117 @@ class Reached:
             self._hand_on(unit, self._codebase.definition(self._codebase.canonical(inner)) if inner else None)
 
 
-def _is_open(values: Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What is known in one function: what has one value only, that of a constant in the source.
+
+    A parameter has one if every call that the entry leads to gives it the same. An attribute has one if the whole
+    codebase assigns it no other.
+
+    Attributes:
+        names: Parameters that are never assigned, with their values.
+        attributes: Attributes of `self`, by name.
+        full: Who is meant by a chain of names.
+        first: The name of `self`.
+        trains: Whether the code is read as training.
+    """
+
+    names: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    full: Callable[[ast.AST], str]
+    first: str = ""
+    trains: bool = False
+
+    def of(self, node: ast.AST) -> Any:
+        """Returns an expression's value, or _UNKNOWN."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self._of_name(node)
+        if isinstance(node, ast.Attribute):
+            return self._of_attribute(node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            value = self.truth(node.operand)
+            return _UNKNOWN if value is None else not value
+        if isinstance(node, ast.BoolOp):
+            value = self._of_bools(node)
+            return _UNKNOWN if value is None else value
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return _compared(node.ops[0], self.of(node.left), self.of(node.comparators[0]))
+        if isinstance(node, ast.Call) and self.full(node.func) in _ALONE:
+            return False
+        return _UNKNOWN
+
+    def truth(self, node: ast.AST) -> bool | None:
+        """Returns whether a condition holds; None if the source does not show it."""
+        value = self.of(node)
+        return None if value is _UNKNOWN or value is _NOT_NONE else bool(value)
+
+    def _of_name(self, node: ast.Name) -> Any:
+        if node.id == "TYPE_CHECKING":
+            return False
+        if node.id == "__name__":
+            return "imported"
+        return self.names.get(node.id, _UNKNOWN)
+
+    def _of_attribute(self, node: ast.Attribute) -> Any:
+        if node.attr == "training":
+            return self.trains
+        if node.attr == "TYPE_CHECKING":
+            return False
+        own = isinstance(node.value, ast.Name) and node.value.id == self.first and bool(self.first)
+        return self.attributes.get(node.attr, _UNKNOWN) if own else _UNKNOWN
+
+    def _of_bools(self, node: ast.BoolOp) -> bool | None:
+        values = [self.truth(value) for value in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive
+
+
+def _compared(op: ast.cmpop, left: Any, right: Any) -> Any:
+    if left is _UNKNOWN or right is _UNKNOWN:
+        return _UNKNOWN
+    if isinstance(op, (ast.Is, ast.IsNot)):
+        if right is None and left is _NOT_NONE:
+            return isinstance(op, ast.IsNot)
+        unsure = left is _NOT_NONE or right is _NOT_NONE
+        return _UNKNOWN if unsure else (left is right) == isinstance(op, ast.Is)
+    if left is _NOT_NONE or right is _NOT_NONE:
+        return _UNKNOWN
+    try:
+        return _ORDER[type(op)](left, right) if type(op) in _ORDER else _UNKNOWN
+    except TypeError:
+        return _UNKNOWN
+
+
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda a, b: bool(a == b),
+    ast.NotEq: lambda a, b: bool(a != b),
+    ast.Lt: lambda a, b: bool(a < b),
+    ast.LtE: lambda a, b: bool(a <= b),
+    ast.Gt: lambda a, b: bool(a > b),
+    ast.GtE: lambda a, b: bool(a >= b),
+}
+
+
+def _is_open(values: _Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:
     return all(values.truth(condition) in (None, wanted) for condition, wanted in guards)
 
 
 def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one is not UNKNOWN and bool(one == other))
+    return one is other or (type(one) is type(other) and one is not _UNKNOWN and bool(one == other))
 
 
-def _given(unit: Unit, call: ast.Call, values: Values, bound: bool) -> Arguments:
+def _given(unit: Unit, call: ast.Call, values: _Values, bound: bool) -> Arguments:
     """Returns the constants that a call gives to a function's parameters."""
     names = [parameter.arg for parameter in unit.parameters]
     method = unit.owner is not None and bound and not unit.has_decorator("staticmethod")
     result = {name: _constant(unit.defaults.get(name)) for name in names}
     open_ended = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
     if open_ended:
-        result = dict.fromkeys(names, UNKNOWN)
+        result = dict.fromkeys(names, _UNKNOWN)
     for name, argument in zip(names[int(method) :], call.args, strict=False):
         if isinstance(argument, ast.Starred):
             break
@@ -305,7 +413,7 @@ def _given(unit: Unit, call: ast.Call, values: Values, bound: bool) -> Arguments
 
 
 def _constant(node: ast.expr | None) -> Any:
-    return node.value if isinstance(node, ast.Constant) else UNKNOWN
+    return node.value if isinstance(node, ast.Constant) else _UNKNOWN
 
 
 def _assigned(unit: Unit) -> frozenset[str]:
@@ -347,13 +455,13 @@ def _attribute_constants(codebase: Codebase, closed: frozenset[Unit]) -> dict[st
         for one in module.classes.values():
             for statement in one.node.body:
                 for name in _names_set(statement):
-                    values[name].add(UNKNOWN)
+                    values[name].add(_UNKNOWN)
     for unit in codebase.units:
         for event in unit.body.events if unit not in closed else ():
             if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and NEVER not in event.guards:
                 constant = isinstance(event.value, ast.Constant) and isinstance(event.value.value, bool)
-                values[event.node.attr].add(event.value.value if constant else UNKNOWN)  # type: ignore[union-attr]
-    return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and UNKNOWN not in some}
+                values[event.node.attr].add(event.value.value if constant else _UNKNOWN)  # type: ignore[union-attr]
+    return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and _UNKNOWN not in some}
 
 
 def _names_set(statement: ast.stmt) -> Iterator[str]:

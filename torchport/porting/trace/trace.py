@@ -13,15 +13,14 @@ from typing import Any
 from torchport import shard
 from torchport.compile import network, preflight
 from torchport.compile.eager import plainly
-from torchport.compile.failure import Owners
+from torchport.compile.failure import Owners, cure
 from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TopologyError, TorchportError
 from torchport.porting.trace.mode import GoingOn
 from torchport.porting.trace.notes import Constant, Notes, Raised, Stopper
-from torchport.porting.trace.programs import Program, programs
 from torchport.porting.trace.surroundings import assumed, modules_go_on
 from torchport.processes import child
-from torchport.stages import recorder
+from torchport.stages import outputs, recorder
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
 
@@ -46,6 +45,21 @@ class TraceReport:
     programs: list[Program]
     stages: list[str]
     skipped: dict[str, str]
+
+
+@dataclasses.dataclass
+class Program:
+    """A program of a stage's network.
+
+    Attributes:
+        stage: The stage.
+        times: How often the stage calls it in this job; 0 for one of another job.
+        because: What makes it another program than the stage's first; empty of that.
+    """
+
+    stage: str
+    times: int
+    because: str
 
 
 def trace(request: Request, patched: bool = True) -> TraceReport:
@@ -145,7 +159,7 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> li
         if calls is not None:
             return []
         with in_force(task, [stage], entries=entries, explained=False):
-            return programs(task, quiet, found, _calls, notes)
+            return _programs(task, quiet, found, notes)
 
 
 def _plain(module: Any, settings: Any, **inputs: Any) -> Any:
@@ -180,3 +194,62 @@ def _calls(task: Task, stage: Stage) -> list[recorder.NetworkCall]:
         parts = network.as_shapes(task, stage)
         module, how = network.module_of(stage, parts), network.how(stage, task)
         return recorder.network_calls(stage, parts, module, how, task.settings, count=False)
+
+
+def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], notes: Notes) -> list[Program]:
+    """Returns the programs of this job, and those that other values of its settings would add.
+
+    Args:
+        task: The job.
+        stage: One with a network.
+        calls: Of the job.
+        notes: What stops another job is no stopper of this one, and is not noted.
+    """
+    first = calls[0]
+    result = [Program(stage.name, first.times, "")]
+    result += [Program(stage.name, one.times, _difference(first, one)) for one in calls[1:]]
+    for words, other in _others(task):
+        try:
+            with notes.of_another_job(), Raised() as raised:
+                new = [one for one in _calls(other, stage) if all(_difference(one, old) for old in calls)]
+                result += [Program(stage.name, 0, f"{words}: {_difference(first, one)}") for one in new]
+            error: BaseException | None = raised.error
+        except TorchportError as refusal:
+            error = refusal
+        if error is not None:
+            result.append(Program(stage.name, 0, f"{words}: not known, that job ends with {cure.reason(error)}"))
+    if task.settings.text_bucket is not None and stage.needs:
+        words = f"prompts whose lengths differ by more than text_bucket, {task.settings.text_bucket} tokens"
+        result.append(Program(stage.name, 0, f"{words}: the shapes of the text"))
+    return result
+
+
+def _others(task: Task) -> list[tuple[str, Task]]:
+    """Returns other jobs that a service may be asked for, in words and as such; all of a job has the same settings."""
+    now = task.settings
+    scale = 1.0 if now.guidance_scale > 1.0 else 5.0
+    word = "without guidance" if scale == 1.0 else "with guidance"
+    others = [
+        (f"{word} (guidance_scale {scale})", dataclasses.replace(now, guidance_scale=scale)),
+        (f"with {now.steps + 1} steps", dataclasses.replace(now, steps=now.steps + 1)),
+    ]
+    return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others]
+
+
+def _difference(one: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
+    """Returns in words how the arguments of two calls differ; empty if one program takes both."""
+    before, after = outputs.leaves(one.inputs), outputs.leaves(other.inputs)
+    words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
+    for name in sorted(before.keys() & after.keys()):
+        old, new = before[name], after[name]
+        if tuple(old.shape) != tuple(new.shape):
+            words.append(f"'{name}' is {list(new.shape)}, not {list(old.shape)}")
+        elif old.dtype != new.dtype:
+            words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
+    was, now = dict(one.static), dict(other.static)
+    words += [
+        f"'{key}' is {now.get(key)!r}, not {was.get(key)!r}"
+        for key in sorted(was | now)
+        if was.get(key) != now.get(key)
+    ]
+    return "; ".join(words)

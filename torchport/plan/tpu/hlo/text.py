@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy
 
 from torchport.errors import TopologyError
-from torchport.plan.tpu.hlo import convolution
 from torchport.plan.tpu.hlo.instruction import Computation, Instruction, SourceLine
 from torchport.plan.tpu.hlo.program import Program
 
 INTERNAL = (
     r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
     r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)",
-    rf"^{re.escape(str(Path(__file__).parents[2]))}/",
+    rf"^{re.escape(str(Path(__file__).parents[3]))}/",
     r"/patches/(torch|torchax)/",
 )
 """Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport, and
@@ -42,6 +41,11 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTS = re.compile(r"\{(\{[\d,]+\}(,\{[\d,]+\})*)?\}")
 _CALLS = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_Array = tuple[str, tuple[int, ...]]
+"""Dtype and shape, as an instruction has them."""
+_PARTS = {"default": 1, "high": 2, "highest": 3}
+"""bfloat16 numbers whose sum stands for a float32 operand, by its precision."""
+_LABELS = re.compile(r"([\w?]+)_([\w?]+)->([\w?]+)")
 _FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
 
 
@@ -163,15 +167,13 @@ class _HloReader:
             + self.fused_flops(opcode, calls),
         )
 
-    def flops(
-        self, name: str, opcode: str, values: Sequence[tuple[convolution.Array, ...]], attributes: Mapping[str, str]
-    ) -> int:
+    def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
         """Returns the bfloat16 operations of a convolution, from its value and those of its operands; else 0."""
         if opcode != "convolution":
             return 0
         try:
             [[output], [left], [right]] = values
-            return convolution.flops(output, left, right, attributes)
+            return _convolution_flops(output, left, right, attributes)
         except (ValueError, KeyError, IndexError):
             raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
 
@@ -287,3 +289,59 @@ def _shapes(opcode: str, text: str) -> list[tuple[str, tuple[int, ...], int]]:
         bits = 8 if array["dtype"] == "pred" else int(array["bits"])
         shapes.append((array["dtype"], sides, math.ceil(math.prod(sides) * bits / 8)))
     return shapes
+
+
+def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: Mapping[str, str]) -> int:
+    """Returns the bfloat16 operations of a convolution on one device, in all its passes; 0 of another dtype.
+
+    A multiply and an add are two. What is multiplied with padding is not counted: a product with a batch is written as
+    a convolution along that batch, and of each window of it all but one position is padding.
+
+    Args:
+        output: Dtype and shape of the result.
+        left: Of the input.
+        right: Of the kernel.
+        attributes: The instruction's, by name.
+
+    Raises:
+        ValueError: The labels of the dims are missing, or those of other shapes.
+    """
+    labels = _LABELS.fullmatch(attributes.get("dim_labels", ""))
+    if labels is None:
+        raise ValueError(attributes)
+    names = labels.groups()
+    sizes, inputs, kernel = (
+        dict[str, int](zip(dims, array[1], strict=True))
+        for dims, array in zip((names[2], names[0], names[1]), (output, left, right), strict=True)
+    )
+    window = dict(field.split("=") for field in attributes.get("window", "").strip("{}").split())
+    spatial = sorted(dim for dim in kernel if dim.isdigit())
+    products = sizes["b"] * sizes["f"] * kernel["i"]
+    for at, dim in enumerate(spatial):
+        products *= _positions(sizes[dim], inputs[dim], kernel[dim], window, at)
+    return 2 * products * _passes(left[0], right[0], attributes)
+
+
+def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
+    """Returns how many bfloat16 products make one product of these dtypes; 0 where the unit takes them as they are.
+
+    Two float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
+    """
+    each = attributes.get("operand_precision", "").strip("{}").split(",")
+    parts = min(_PARTS.get(precision, 1) for precision in each)
+    wide = (left, right).count("f32")
+    if wide + (left, right).count("bf16") < 2:
+        return 0
+    return (1, parts, parts * (parts + 1) // 2)[wide]
+
+
+def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str], at: int) -> int:
+    """Returns along a dim how many pairs of a position of the output and one of the kernel meet an input."""
+
+    def field(name: str, default: str) -> str:
+        return window[name].split("x")[at] if name in window else default
+
+    stride, spread, apart = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(field("pad", "0_0").split("_")[0])
+    reached = numpy.arange(output)[:, None] * stride + numpy.arange(kernel) * apart - before
+    return int(((reached >= 0) & (reached <= (inputs - 1) * spread) & (reached % spread == 0)).sum())
