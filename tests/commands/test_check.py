@@ -9,7 +9,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport.commands import check, formats, patches
-from torchport.commands.check import Group
+from torchport.commands.check import CheckProcess
 from torchport.commands.findings import Finding, Report, exit_code
 from torchport.errors import UnknownNameError, UnsupportedError
 from torchport.processes.child import Ended
@@ -146,7 +146,7 @@ def test_an_upstreams_patches_share_a_process_and_all_that_come_late_share_anoth
 
     def call(function, folder, groups, mode, *, ended, **options):
         calls.append((mode, groups))
-        if groups == [Group(("ends",))] or len(groups) > 1:
+        if groups == [CheckProcess(("ends",))] or len(groups) > 1:
             raise ended(Ended(7, ""))
         return Report([Finding("TP201", "a", "b", "", "apply")])
 
@@ -156,8 +156,8 @@ def test_an_upstreams_patches_share_a_process_and_all_that_come_late_share_anoth
     for name in ("up/p", "up/q", "other/p", "ends/p"):
         (world.patches / f"{name}.yaml").write_text("[]\n")
     findings = check.check(world.patches, ["up/p", "other", "up/q", "ends", "up/p"]).findings
-    up, other = Group(("up/p", "up/q")), Group(("other",))
-    assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [Group(("ends",))])]
+    up, other = CheckProcess(("up/p", "up/q")), CheckProcess(("other",))
+    assert calls[:3] == [("armed", [up]), ("armed", [other]), ("armed", [CheckProcess(("ends",))])]
     assert calls[3:] == [("late", [up, other]), ("late", [up]), ("late", [other])]
     assert [finding.text.partition(" and")[0] for finding in findings] == [
         "b",

@@ -9,7 +9,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport.commands import check, patches, static_check
-from torchport.commands.check import CheckFlags, Group, Together
+from torchport.commands.check import CheckFlags, CheckProcess, Together
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
 from torchport.errors import TorchportError, UnknownNameError
@@ -347,8 +347,8 @@ def test_an_upstream_is_tried_once_for_each_set_of_plumbing_beside_it(world, mon
     ]
     assert check.check(world.patches, ["up"], stages=stages).findings == []
     assert groups == [
-        Group(("up",), ("other.a", "other.c")),
-        Group(("up",), ("gone.f", "other.b")),
+        CheckProcess(("up",), ("other.a", "other.c")),
+        CheckProcess(("up",), ("gone.f", "other.b")),
     ]
 
 

@@ -63,7 +63,7 @@ def test_the_check_a_lock_a_draft_and_a_scan_say_the_same_of_an_upstream(case, w
     with pytest.raises(UnreadableError, match=rf"^up/m\.py{line}{text}") as error:
         drift.lock(entries, write=False)
     with pytest.raises(UnreadableError) as drafted:
-        draft.draft(draft.Wish("up.m:f", "replace"))
+        draft.draft(draft.PatchDraftRequest("up.m:f", "replace"))
     (finding,) = static_check.check(world.patches).findings
     (unread,) = scan.scan(world.site / "up").findings
     assert str(drafted.value) == str(error.value)
@@ -94,7 +94,7 @@ def test_what_parses_and_is_too_deep_to_walk_is_an_error_too(case, world):
     with pytest.raises(UnreadableError, match=rf"^up/m\.py:1: {PYTHON}nested too deep"):
         drift.lock(entries, write=False)
     with pytest.raises(UnreadableError, match=rf"^up/m\.py(:\d+)?: {PYTHON}nested too deep"):
-        draft.draft(draft.Wish("up.m:f", "rewrite", line=2))
+        draft.draft(draft.PatchDraftRequest("up.m:f", "rewrite", line=2))
     assert {finding.id for finding in static_check.check(world.patches).findings} == {"TP217"}
 
 

@@ -59,7 +59,7 @@ class Together:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class CheckProcess:
     """What is tried in one process.
 
     Attributes:
@@ -209,7 +209,9 @@ def check(
     return report
 
 
-def _groups(folders: patch.Folders, names: Iterable[str], stages: Sequence[Together], report: Report) -> list[Group]:
+def _groups(
+    folders: patch.Folders, names: Iterable[str], stages: Sequence[Together], report: Report
+) -> list[CheckProcess]:
     """Returns what each process tries: an upstream for each set of patches that stages put in force beside it."""
     by_upstream: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -221,7 +223,7 @@ def _groups(folders: patch.Folders, names: Iterable[str], stages: Sequence[Toget
         stages_of_it = [stage for stage in aids if any(name.partition("/")[0] == upstream for name in stage.names)]
         using = [aids[stage] - itself for stage in stages_of_it]
         sets = [ids for ids in dict.fromkeys(using) if not any(ids < other for other in using)]
-        groups += [Group(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
+        groups += [CheckProcess(tuple(chosen), tuple(sorted(ids))) for ids in sets or [frozenset[str]()]]
     return groups
 
 
@@ -240,7 +242,7 @@ def _aids(folders: patch.Folders, stage: Together, report: Report) -> frozenset[
     return frozenset(entry.id for entry in entries if entry.plumbing or entry.stub or entry.id in needed)
 
 
-def _late(folders: patch.Folders, groups: list[Group], upstream_path: Path | None) -> Report:
+def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Path | None) -> Report:
     """Returns the findings of patches whose modules were imported before them; all groups share one process.
 
     Where that ends without an answer, each group has a process of its own, which says whose modules end it.
@@ -282,7 +284,7 @@ def _ended(name: str, end: child.Ended) -> PatchError:
 
 
 def _in_fresh_process(
-    folders: patch.Folders, groups: Sequence[Group], mode: str, upstream_path: Path | None
+    folders: patch.Folders, groups: Sequence[CheckProcess], mode: str, upstream_path: Path | None
 ) -> tuple[Report, bool]:
     """Returns what one process finds over some groups, and whether it ended without an answer."""
     ends: list[child.Ended] = []
@@ -304,7 +306,7 @@ def _in_fresh_process(
     return report, False
 
 
-def walked(folders: patch.Folders, groups: Sequence[Group], mode: str) -> Report:
+def walked(folders: patch.Folders, groups: Sequence[CheckProcess], mode: str) -> Report:
     """Returns what is found over groups, one after the other in this process, a fresh one.
 
     Args:
@@ -318,7 +320,7 @@ def walked(folders: patch.Folders, groups: Sequence[Group], mode: str) -> Report
     return report
 
 
-def _walk(folders: patch.Folders, group: Group, mode: str, report: Report) -> None:
+def _walk(folders: patch.Folders, group: CheckProcess, mode: str, report: Report) -> None:
     entries = static_check.read(folders, group.names, report)
     mine = [entry for entry in entries if group.chosen is None or entry.folder.parent in group.chosen]
     good = [entry for entry in mine if _is_sound(entry, entries, report)]
@@ -340,7 +342,7 @@ def _walk(folders: patch.Folders, group: Group, mode: str, report: Report) -> No
 
 
 def _applied_first(
-    folders: patch.Folders, group: Group, entries: Sequence[patch.Entry], report: Report
+    folders: patch.Folders, group: CheckProcess, entries: Sequence[patch.Entry], report: Report
 ) -> list[patch.Entry]:
     """Returns the entries without which the targets' packages would not import at all.
 

@@ -38,9 +38,9 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
     from torchport.porting.draft import folder, patch
-    from torchport.porting.draft.draft import Wish
+    from torchport.porting.draft.draft import PatchDraftRequest
 
-    wish = Wish(**_named(given))
+    wish = PatchDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
         draft = patch.write(wish, folder.home(out, patch.upstreams(wish, checkout)))
@@ -70,7 +70,7 @@ def new_model(out: Path, upstream_path: str | None, **given: Any) -> None:
     """
     from torchport.porting.draft import folder, model
 
-    wish = model.Wish(**_named(given))
+    wish = model.ModelDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
         lines = model.write(wish, folder.home(out, model.upstreams(wish, checkout)), checkout)

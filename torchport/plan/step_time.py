@@ -52,7 +52,7 @@ class ProgramTime:
         denoises: Whether it is a network of blocks, as those that denoise are.
     """
 
-    program: hlo.Program
+    program: hlo.HloProgram
     machine: Machine
     spots: Sequence[grid.Spot]
     calls: Sequence[Attention]
@@ -66,7 +66,7 @@ class ProgramTime:
         return self.machine.require_tpu()
 
     @functools.cached_property
-    def loop(self) -> hlo.Loop | None:
+    def loop(self) -> hlo.HloLoop | None:
         """The loop over blocks, if they run in one; unrolled ones cannot be told apart."""
         return block_loop(self.program) if self.denoises else None
 
@@ -183,7 +183,9 @@ class ProgramTime:
         return 1e3 * cycles / self.chip.clock
 
 
-def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program, denoises: bool = True) -> ProgramTime:
+def program_time(
+    task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
+) -> ProgramTime:
     """Returns a program of a task with the times that its compiler does not estimate.
 
     Args:
@@ -200,7 +202,7 @@ def program_time(task: Task, compiled: aot.CompiledProgram, program: hlo.Program
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
 
 
-def block_loop(program: hlo.Program) -> hlo.Loop | None:
+def block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:
     """Returns the loop over blocks: of those with a kernel, the one that takes longest."""
     loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
     return max(loops, key=lambda loop: loop.cycles, default=None)
@@ -211,7 +213,7 @@ def floor_seconds(flops: int, machine: Machine) -> float:
     return flops / (machine.require_tpu().flops * machine.devices)
 
 
-def _collectives(program: hlo.Program, of: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
+def _collectives(program: hlo.HloProgram, of: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
     """Returns the collectives of a computation, those of one kind, size, line and links counted together.
 
     Args:

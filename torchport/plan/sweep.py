@@ -28,7 +28,7 @@ SWEPT = ("strategy", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SweptMesh:
     """A strategy on a mesh, both axes of size 1 and axes that the strategy does not use left out."""
 
     strategy: str
@@ -75,9 +75,9 @@ class Sweep:
 
     model: str
     machine: str
-    planned: list[tuple[Choice, JobPlan]]
-    failed: list[tuple[Choice, TorchportError]]
-    skipped: list[tuple[Choice, TorchportError]]
+    planned: list[tuple[SweptMesh, JobPlan]]
+    failed: list[tuple[SweptMesh, TorchportError]]
+    skipped: list[tuple[SweptMesh, TorchportError]]
 
 
 def sweep(
@@ -109,20 +109,20 @@ def sweep(
     job, document = pack.job(request.config, job_request.overrides)
     machine = parse_machine(job.machine, document.place(["machine"]))
     require_tpu(machine)
-    valid: list[tuple[Choice, Task]] = []
-    skipped: list[tuple[Choice, TorchportError]] = []
+    valid: list[tuple[SweptMesh, Task]] = []
+    skipped: list[tuple[SweptMesh, TorchportError]] = []
     for choice in choices(card, machine):
         try:
             valid.append((choice, _task(job_request, choice)))
         except MeshError as error:
             skipped.append((choice, error))
 
-    def work(item: tuple[Choice, Task]) -> JobPlan:
+    def work(item: tuple[SweptMesh, Task]) -> JobPlan:
         choice, task = item
         folder = None if keep is None else keep / "-".join((choice.strategy, *choice.mesh_text.split(" x ")))
         return of_task(task, folder, bounded, (STAGE,))
 
-    def name(item: tuple[Choice, Task]) -> str:
+    def name(item: tuple[SweptMesh, Task]) -> str:
         return f"{item[0].strategy}, {item[0].mesh_text}"
 
     results = zip(valid, workers.each(work, valid, count or workers.default(), "sweep", name), strict=True)
@@ -132,14 +132,14 @@ def sweep(
     return Sweep(card.model, machine.name, sorted(planned, key=lambda pair: _rank(pair[1])), failed, skipped)
 
 
-def choices(card: Card, machine: Machine) -> Iterator[Choice]:
+def choices(card: Card, machine: Machine) -> Iterator[SweptMesh]:
     """Yields every strategy on every mesh of as many devices as the machine has, over the axes that it uses."""
     divisors = [size for size in range(1, machine.devices + 1) if machine.devices % size == 0]
     for name, strategy in card.strategies.items():
         used = [axis for axis in AXES if axis in _named(strategy)]
         for sizes in itertools.product(divisors, repeat=len(used)):
             if math.prod(sizes) == machine.devices:
-                yield Choice(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})
+                yield SweptMesh(name, {axis: size for axis, size in zip(used, sizes, strict=True) if size > 1})
 
 
 def _named(strategy: Strategy) -> set[str]:
@@ -158,7 +158,7 @@ def _flat(value: Any) -> Iterator[str]:
             yield from _flat(part)
 
 
-def _task(request: Request, choice: Choice) -> Task:
+def _task(request: Request, choice: SweptMesh) -> Task:
     """Returns the task of a choice, as far as it can be checked before anything is compiled.
 
     Raises:
@@ -201,7 +201,7 @@ def _lossy(swept: Sweep) -> list[str]:
     return swept.planned[0][1].lossy if swept.planned else []
 
 
-def _row(choice: Choice, job: JobPlan) -> SweepRow:
+def _row(choice: SweptMesh, job: JobPlan) -> SweepRow:
     stage = job.stage(STAGE)
     block = stage.per_block
     return SweepRow(

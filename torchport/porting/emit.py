@@ -14,7 +14,7 @@ from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameEr
 from torchport.files.folder import as_named, has_file
 from torchport.patch import Entry, read, upstreams
 from torchport.porting.draft import folder, patch
-from torchport.porting.draft.draft import Wish
+from torchport.porting.draft.draft import PatchDraftRequest
 from torchport.porting.draft.folder import Home
 from torchport.porting.draft.target import folder_of
 from torchport.porting.scan.finding import ScanFinding, ScanReport
@@ -29,7 +29,7 @@ SHOWN = 20
 class Drawn:
     """A patch to draft, with the findings that it is for."""
 
-    wish: Wish
+    wish: PatchDraftRequest
     findings: Sequence[ScanFinding]
 
 
@@ -43,7 +43,7 @@ class Outcome:
         left: Findings that no draft is for, each with the reason.
     """
 
-    written: list[patch.Written] = dataclasses.field(default_factory=list)
+    written: list[patch.DraftedPatch] = dataclasses.field(default_factory=list)
     there: list[str] = dataclasses.field(default_factory=list)
     left: list[tuple[ScanFinding, str]] = dataclasses.field(default_factory=list)
 
@@ -138,17 +138,21 @@ def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequen
     inner = [one for one in statements if home[one] is None]
     names = _Names([*functions, *(one.target for one in inner)])
     for target, some in functions.items():
-        wish = Wish(target, "replace", names.file(target), why=some[0].meaning.why, in_full=names.is_double(target))
+        wish = PatchDraftRequest(
+            target, "replace", names.file(target), why=some[0].meaning.why, in_full=names.is_double(target)
+        )
         yield Drawn(wish, [*some, *(one for one in statements if home[one] == target)])
     for one in inner:
-        yield Drawn(Wish(one.target, "rewrite", names.file(one.target), one.line, why=one.meaning.why), [one])
+        yield Drawn(
+            PatchDraftRequest(one.target, "rewrite", names.file(one.target), one.line, why=one.meaning.why), [one]
+        )
 
 
 def _stub(findings: Sequence[ScanFinding]) -> Drawn:
     package, _, rest = findings[0].uses.partition(".")
     importers = list(dict.fromkeys(one.target.partition(":")[0] for one in findings))
     why = f"{package} is a package of GPU kernels, which is imported and not installed."
-    return Drawn(Wish(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings)
+    return Drawn(PatchDraftRequest(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings)
 
 
 class _Names:
@@ -191,7 +195,7 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
         outcome.left += [(one, error.fact) for one in drawn.findings]
 
 
-def _is_for(entry: Entry, wish: Wish, error: TakenNameError | ConflictError) -> bool:
+def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
     """Returns whether an entry is the one that an error names, and changes what is wanted."""
     named = {getattr(error, "patch", ""), *getattr(error, "patches", ())}
     if entry.id not in named:

@@ -12,7 +12,7 @@ import pytest
 from torchport.errors import TopologyError, UnknownNameError
 from torchport.plan.tpu import hlo
 from torchport.plan.tpu.absent import environment
-from torchport.plan.tpu.hlo import INTERNAL, Loop, SourceLine
+from torchport.plan.tpu.hlo import INTERNAL, HloLoop, SourceLine
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -204,7 +204,7 @@ def test_a_loop_is_counted_from_its_constants(tmp_path):
     times = {run.instruction.name: run.times for run in found.walk()}
     assert (times["loop"], times["y"], times["less"]) == (1, 51, 52)
     assert found.cycles() == 51 * 10 + 52
-    assert found.loop_bodies() == [Loop("body", 51, 1, 10)]
+    assert found.loop_bodies() == [HloLoop("body", 51, 1, 10)]
     assert found.cycles("body") == 10
 
 
@@ -259,7 +259,7 @@ def test_a_loop_in_a_loop_multiplies_and_takes_its_limit_from_around_it(tmp_path
     found = program(tmp_path, inner, outer, entry("%five = s32[] constant(5)", *lines))
     assert found.cycles("body") == 10 + 4 * 10 + 5
     assert found.cycles() == 2 * (10 + 4 * 10 + 5) + 3
-    assert found.loop_bodies() == [Loop("body", 2, 1, 55), Loop("inner", 4, 2, 10)]
+    assert found.loop_bodies() == [HloLoop("body", 2, 1, 55), HloLoop("inner", 4, 2, 10)]
 
 
 def test_a_loop_that_ends_on_what_it_computes_is_refused(tmp_path):

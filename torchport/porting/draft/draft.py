@@ -23,7 +23,7 @@ WHY = "say here what fails, or is slow, without it"
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class PatchDraftRequest:
     """What patch is wanted.
 
     Attributes:
@@ -112,7 +112,7 @@ class Trial:
         return _HEAD.format(title=title, file=self.file, imports=imports, names=self.names, id=self.id) + body
 
 
-def draft(wish: Wish) -> Draft:
+def draft(wish: PatchDraftRequest) -> Draft:
     """Returns a patch for a wish; upstream must be on the search path. Nothing of it is imported.
 
     Raises:
@@ -120,7 +120,7 @@ def draft(wish: Wish) -> Draft:
         PatchError: The target cannot be patched in this way.
     """
     _check(wish)
-    makers: dict[str, Callable[[Wish], Draft]] = {
+    makers: dict[str, Callable[[PatchDraftRequest], Draft]] = {
         "replace": _changed,
         "wrap": _changed,
         "value": _changed,
@@ -131,7 +131,7 @@ def draft(wish: Wish) -> Draft:
     return makers[wish.kind](wish)
 
 
-def _check(wish: Wish) -> None:
+def _check(wish: PatchDraftRequest) -> None:
     check_name(wish.target, wish.place)
     flags = {"stub": ("--importer MODULE", wish.importers), "rewrite": ("--line N", wish.line)}
     for kind, (flag, value) in flags.items():
@@ -143,11 +143,11 @@ def _check(wish: Wish) -> None:
         raise BadValueError(f"--file {wish.file}", "It is no name of a file of patches", "Write letters and digits")
 
 
-def _trial(wish: Wish, key: str, name: str) -> Trial:
+def _trial(wish: PatchDraftRequest, key: str, name: str) -> Trial:
     return Trial(key, wish.names, name, f"tests/test_{wish.package}_{name}.py")
 
 
-def _key(wish: Wish, path: str) -> str:
+def _key(wish: PatchDraftRequest, path: str) -> str:
     """Returns an id. In torch others have patches, too: one that a pack beneath has gets the file's name."""
     key = f"{proposal.slug(wish.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
@@ -156,7 +156,7 @@ def _key(wish: Wish, path: str) -> str:
     return f"{key}-{proposal.slug(wish.files)}" if is_taken else key
 
 
-def _common(wish: Wish, path: str) -> dict[str, Any]:
+def _common(wish: PatchDraftRequest, path: str) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": _key(wish, path),
         "target": wish.target,
@@ -175,14 +175,14 @@ def _left(name: str, file: str, test: str, *more: str) -> list[str]:
     return [f"{name} in {file}", f"The arguments in {test}", *more, entry]
 
 
-def _changed(wish: Wish) -> Draft:
+def _changed(wish: PatchDraftRequest) -> Draft:
     """Returns the draft of a `replace` or `wrap`."""
     target = find(wish.target, wish.place)
     with parsing.nesting(target.source.shown, target.node.lineno):
         return _change(wish, target)
 
 
-def _change(wish: Wish, target: Target) -> Draft:
+def _change(wish: PatchDraftRequest, target: Target) -> Draft:
     if wish.kind == "value":
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
@@ -208,7 +208,7 @@ def _differences(target: Target, kind: str) -> list[str]:
     return more
 
 
-def _check_callable(wish: Wish, target: Target) -> None:
+def _check_callable(wish: PatchDraftRequest, target: Target) -> None:
     """Refuses what no function of ours can take the place of."""
     what = ".".join(target.path)
     if target.is_async and target.is_generator:
@@ -227,7 +227,7 @@ def _check_callable(wish: Wish, target: Target) -> None:
         raise TargetError(wish.place, fact, "Replace the class, or wrap __init__", target=wish.target)
 
 
-def _rewritten(wish: Wish) -> Draft:
+def _rewritten(wish: PatchDraftRequest) -> Draft:
     """Returns the draft of a `rewrite`."""
     target = find(wish.target, wish.place)
     what, line = ".".join(target.path), wish.line or 0
@@ -249,7 +249,7 @@ def _rewritten(wish: Wish) -> Draft:
     return Draft(fields, text, _agreement_test(test, target), test, left)
 
 
-def _lowered(wish: Wish) -> Draft:
+def _lowered(wish: PatchDraftRequest) -> Draft:
     """Returns the draft of an `op`. A name of ATen's has its parameters in torch's schema, which imports torch."""
     module, _, path = wish.target.partition(":")
     if module.partition(".")[0] != "torch":
@@ -264,7 +264,7 @@ def _lowered(wish: Wish) -> Draft:
     return Draft(fields, text, _lowering_test(one, wish.target.replace(":", ".")), one, left)
 
 
-def _of_torch(wish: Wish) -> str:
+def _of_torch(wish: PatchDraftRequest) -> str:
     module, _, path = wish.target.partition(":")
     try:
         source = read_source(module)
@@ -274,7 +274,7 @@ def _of_torch(wish: Wish) -> str:
     return parameters(node).text if isinstance(node, ast.FunctionDef) else "*args, **kwargs"
 
 
-def _of_schema(wish: Wish) -> str:
+def _of_schema(wish: PatchDraftRequest) -> str:
     import torch
 
     module, _, path = wish.target.partition(":")
@@ -300,7 +300,7 @@ def _argument(one: Any) -> str:
     return f"{one.name}={value!r}" if isinstance(value, int | float | str | bool | None) else f"{one.name}=None"
 
 
-def _stubbed(wish: Wish) -> Draft:
+def _stubbed(wish: PatchDraftRequest) -> Draft:
     """Returns the draft of a `stub`."""
     package = re.split(r"[.:]", wish.target)[0]
     if is_there(package):

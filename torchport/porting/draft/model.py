@@ -45,7 +45,7 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class ModelDraftRequest:
     """What card is wanted.
 
     Attributes:
@@ -83,7 +83,7 @@ class Part:
     objects: list[str]
 
 
-def parts(wish: Wish) -> list[Part]:
+def parts(wish: ModelDraftRequest) -> list[Part]:
     """Returns the components; upstream must be on the search path. Nothing of it is imported.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_network(target: Target, place: str) -> None:
         raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
 
 
-def _check_checkpoint(wish: Wish) -> None:
+def _check_checkpoint(wish: ModelDraftRequest) -> None:
     """Refuses a checkpoint that no run could name.
 
     Raises:
@@ -135,7 +135,7 @@ def _check_checkpoint(wish: Wish) -> None:
         checkpoint.check_name(wish.checkpoint)
 
 
-def _check_free(wish: Wish) -> None:
+def _check_free(wish: ModelDraftRequest) -> None:
     """Refuses the name of a model that torchport, or a pack of the environment, has.
 
     Raises:
@@ -230,7 +230,7 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
+def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[str]:
     """Writes a card, its demo's job and its family into a pack's folder, all or nothing.
 
     Returns:
@@ -255,13 +255,13 @@ def write(wish: Wish, home: Home, checkout: Path | None) -> list[str]:
     return [*lines, *(f"fill in     {each}." for each in left(wish, every, card_text))]
 
 
-def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
+def upstreams(wish: ModelDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a card must not be written into."""
     folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
     return [*([checkout] if checkout else []), *(one for one in folders if one is not None)]
 
 
-def left(wish: Wish, every: Sequence[Part], text: str) -> list[str]:
+def left(wish: ModelDraftRequest, every: Sequence[Part], text: str) -> list[str]:
     """Returns what is left to fill in, a sentence each."""
     result = []
     for one in every:
@@ -283,7 +283,7 @@ def left(wish: Wish, every: Sequence[Part], text: str) -> list[str]:
     ]
 
 
-def card(wish: Wish, every: Sequence[Part], checkout: Path | None) -> str:
+def card(wish: ModelDraftRequest, every: Sequence[Part], checkout: Path | None) -> str:
     """Returns the card."""
     network = every[0]
     package = network.target.module.partition(".")[0]
@@ -403,7 +403,7 @@ STAGES = (
 '''
 
 
-def family(wish: Wish, every: Sequence[Part]) -> str:
+def family(wish: ModelDraftRequest, every: Sequence[Part]) -> str:
     """Returns the Python of the stages."""
     target = every[0].target
     assert isinstance(target.node, ast.ClassDef)

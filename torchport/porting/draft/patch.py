@@ -14,13 +14,13 @@ from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
 from torchport.porting.draft import function
-from torchport.porting.draft.draft import Draft, Wish, draft
+from torchport.porting.draft.draft import Draft, PatchDraftRequest, draft
 from torchport.porting.draft.folder import Home, Piece
 from torchport.porting.draft.target import folder_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class DraftedPatch:
     """A patch that was written.
 
     Attributes:
@@ -40,7 +40,7 @@ class Written:
     left: Sequence[str]
 
 
-def write(wish: Wish, home: Home) -> Written:
+def write(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
     """Drafts a patch and writes it into a pack's folder, all of it or nothing.
 
     Raises:
@@ -62,7 +62,7 @@ def write(wish: Wish, home: Home) -> Written:
     pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
     lines = home.write(pieces)
     locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
-    return Written(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
+    return DraftedPatch(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
 
 
 def entries(home: Home, package: str) -> list[Entry]:
@@ -72,7 +72,7 @@ def entries(home: Home, package: str) -> list[Entry]:
     return [entry for file in files for entry in read_file(file)]
 
 
-def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
+def _checked(wish: PatchDraftRequest, one: Draft, home: Home, file: str, text: str) -> Entry:
     """Returns the entry, if it can stand in its file beside the others.
 
     Raises:
@@ -101,7 +101,7 @@ def _checked(wish: Wish, one: Draft, home: Home, file: str, text: str) -> Entry:
     return entry
 
 
-def upstreams(wish: Wish, checkout: Path | None) -> list[Path]:
+def upstreams(wish: PatchDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a draft must not be written into."""
     modules = [wish.target.partition(":")[0], *wish.importers]
     found = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]

@@ -21,7 +21,7 @@ _DEPTH = 12
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
+class CodeUnit:
     """One function of a codebase, or what one of its modules does at import.
 
     Attributes:
@@ -117,7 +117,7 @@ class Module:
 
     name: str
     source: Source
-    units: dict[str, Unit] = dataclasses.field(default_factory=dict)
+    units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
     stars: list[str] = dataclasses.field(default_factory=list)
@@ -129,9 +129,9 @@ class Module:
         return frozenset(id(node) for nodes in self.tables.values() for node in nodes)
 
     @functools.cached_property
-    def methods(self) -> dict[str, list[Unit]]:
+    def methods(self) -> dict[str, list[CodeUnit]]:
         """The methods of each class, by its name."""
-        result: dict[str, list[Unit]] = defaultdict(list)
+        result: dict[str, list[CodeUnit]] = defaultdict(list)
         for unit in self.units.values():
             if unit.body.owner and not isinstance(unit.body.node, ast.ClassDef):
                 result[unit.body.owner].append(unit)
@@ -212,7 +212,7 @@ class Codebase:
         return place[0], place[0].tables[place[1][0]]
 
     @functools.cache  # noqa: B019
-    def definition(self, dotted: str) -> Unit | Class | None:
+    def definition(self, dotted: str) -> CodeUnit | Class | None:
         """Returns the function or class that a name in full is; of a class, also an inherited method."""
         place = self._place(dotted)
         if place is None or not place[1]:
@@ -234,7 +234,7 @@ class Codebase:
             if isinstance(above, Class) and above.dotted not in seen:
                 yield from self.lineage(above, seen | {one.dotted})
 
-    def method(self, one: Class, name: str, inherited: bool = False) -> Unit | None:
+    def method(self, one: Class, name: str, inherited: bool = False) -> CodeUnit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
         if not inherited:
             return self.methods(one).get(name)
@@ -242,9 +242,9 @@ class Codebase:
         return next((unit for base in above if (unit := self.methods(base).get(name)) is not None), None)
 
     @functools.cache  # noqa: B019
-    def methods(self, one: Class) -> dict[str, Unit]:
+    def methods(self, one: Class) -> dict[str, CodeUnit]:
         """Returns all methods of a class and those above it, by name."""
-        result: dict[str, Unit] = {}
+        result: dict[str, CodeUnit] = {}
         for above in self.lineage(one):
             for unit in above.module.methods.get(above.name, ()):
                 result.setdefault(unit.name.rpartition(".")[2], unit)
@@ -304,7 +304,7 @@ def _fill(module: Module) -> None:
     functions, classes = bodies(module.source.tree)
     module.classes = {name: Class(module, name, node) for name, node in classes.items()}
     for body in functions:
-        unit = Unit(module, body)
+        unit = CodeUnit(module, body)
         module.units[body.name] = unit
         bound = module.bound if body.name == MODULE else unit.imports
         for event in body.events:

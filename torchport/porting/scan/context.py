@@ -6,7 +6,7 @@ import ast
 import dataclasses
 from collections.abc import Iterator
 
-from torchport.porting.scan.codebase import Codebase, Unit
+from torchport.porting.scan.codebase import Codebase, CodeUnit
 from torchport.porting.scan.syntax import MODULE, Act, Event, Guards, chain_of
 from torchport.porting.scan.tensors import Tensors
 
@@ -30,7 +30,7 @@ class Site:
         sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     """
 
-    unit: Unit
+    unit: CodeUnit
     kind: str
     node: ast.AST
     guards: Guards
@@ -44,7 +44,7 @@ class Site:
         return int(getattr(self.node, "lineno", 1))
 
 
-class Context:
+class FunctionContext:
     """One function, for detectors.
 
     Args:
@@ -53,7 +53,7 @@ class Context:
         attributes: The parameters and buffers of its class.
     """
 
-    def __init__(self, codebase: Codebase, unit: Unit, attributes: frozenset[str]) -> None:
+    def __init__(self, codebase: Codebase, unit: CodeUnit, attributes: frozenset[str]) -> None:
         self.unit = unit
         self.codebase = codebase
         self._names: dict[tuple[str, ...], str] = {}
@@ -78,7 +78,7 @@ class Context:
     def _returns(self, name: str) -> ast.expr | None:
         """Returns what a function of the codebase is annotated to return."""
         known = self.codebase.definition(name) if name else None
-        node = known.body.node if isinstance(known, Unit) else None
+        node = known.body.node if isinstance(known, CodeUnit) else None
         return node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchport import patch
 from torchport.patch.rewriting import pattern
-from torchport.porting.scan.codebase import Codebase, Unit
+from torchport.porting.scan.codebase import Codebase, CodeUnit
 from torchport.porting.scan.context import Site
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP
 from torchport.porting.scan.reach import Closed, Reached
@@ -38,8 +38,8 @@ class Patches:
         given: What the families beside them pass to networks, by name, each with the file that does.
     """
 
-    by_unit: dict[Unit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    by_lines: dict[Unit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    by_unit: dict[CodeUnit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    by_lines: dict[CodeUnit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     by_name: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     stubs: dict[str, list[tuple[str, frozenset[str]]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     given: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -49,7 +49,7 @@ class Patches:
         lines = {unit: tuple((first, last) for first, last, _ in some) for unit, some in self.by_lines.items()}
         return Closed(frozenset(self.by_unit), lines, frozenset(self.given))
 
-    def at(self, unit: Unit, line: int) -> list[str]:
+    def at(self, unit: CodeUnit, line: int) -> list[str]:
         """Returns the patches that take the place of a line of a function."""
         return self.by_unit.get(unit, []) + [
             id for first, last, id in self.by_lines.get(unit, ()) if first <= line <= last
@@ -83,13 +83,13 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
         return
     place = f"{entry.module}.{'.'.join(entry.path)}"
     known = codebase.definition(codebase.canonical(place))
-    if entry.rewrite is not None and isinstance(known, Unit):
+    if entry.rewrite is not None and isinstance(known, CodeUnit):
         for first, last in _lines(known, entry.rewrite.match):
             result.by_lines[known].append((first, last, entry.id))
     elif entry.kind == "replace" and known is not None:
         units = (
             [known]
-            if isinstance(known, Unit)
+            if isinstance(known, CodeUnit)
             else [unit for unit in known.module.units.values() if unit.owner is known]
         )
         for unit in units:
@@ -98,7 +98,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
         result.by_name[place].append(entry.id)
 
 
-def _lines(unit: Unit, match: str) -> Iterator[tuple[int, int]]:
+def _lines(unit: CodeUnit, match: str) -> Iterator[tuple[int, int]]:
     node = unit.body.node
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for run in pattern.runs(node, pattern.statements(match)):
@@ -169,7 +169,7 @@ class Coverage:
         ids = [self._patches.by_unit.get(unit, []) for unit in called]
         return tuple(dict.fromkeys(one for some in ids for one in some)) if called and all(ids) else ()
 
-    def _closing(self, unit: Unit) -> Iterator[str]:
+    def _closing(self, unit: CodeUnit) -> Iterator[str]:
         """Yields the patches on the ways back from a function to the entry, the nearest of each way."""
         seen, pending, found = {unit}, [unit], False
         while pending:
@@ -184,7 +184,7 @@ class Coverage:
         if not found:  # a flag that no method sets any more, or an argument that is given
             yield from self._by_condition(seen)
 
-    def _by_condition(self, units: set[Unit]) -> Iterator[str]:
+    def _by_condition(self, units: set[CodeUnit]) -> Iterator[str]:
         """Yields what decides a condition on the way: a family by an argument, or a patch of what sets a flag."""
         asked = {name for unit in units for name in _asked(unit)}
         forwards = [unit for unit in units if unit.name.endswith(".forward")]
@@ -210,7 +210,7 @@ class Coverage:
 
 
 @functools.cache
-def _asked(unit: Unit) -> frozenset[str]:
+def _asked(unit: CodeUnit) -> frozenset[str]:
     """Returns the names and attributes that the conditions of a function ask for."""
     tests = {id(test): test for event in unit.body.events for test, _ in event.guards}
     nodes = [node for test in tests.values() for node in ast.walk(test)]
@@ -218,7 +218,7 @@ def _asked(unit: Unit) -> frozenset[str]:
     return frozenset(names | {node.id for node in nodes if isinstance(node, ast.Name)})
 
 
-def _flags(unit: Unit) -> Iterator[str]:
+def _flags(unit: CodeUnit) -> Iterator[str]:
     """Yields the attributes that a function sets to a constant."""
     for event in unit.body.events:
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and isinstance(event.value, ast.Constant):

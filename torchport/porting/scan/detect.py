@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from torchport.porting.scan.codebase import Codebase, Unit
-from torchport.porting.scan.context import Context, Site
+from torchport.porting.scan.codebase import Codebase, CodeUnit
+from torchport.porting.scan.context import FunctionContext, Site
 from torchport.porting.scan.syntax import TRIED, Act, Event
 from torchport.porting.scan.tensors import ON_DEVICE, Kind
 
@@ -65,12 +65,12 @@ _FEATURES = {"d", "dim", "c", "channels", "head_dim", "hidden_size", "features",
 _MADE = {"zeros", "ones", "full", "empty", "eye", "tri", "new_zeros", "new_ones", "new_full"}
 
 
-Detector = Callable[[Context, Event], Iterator[Site]]
+Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 
-def sites(codebase: Codebase, unit: Unit, attributes: frozenset[str]) -> Iterator[Site]:
+def sites(codebase: Codebase, unit: CodeUnit, attributes: frozenset[str]) -> Iterator[Site]:
     """Yields the findings of a function, in order; several of one kind on one line are one."""
-    context = Context(codebase, unit, attributes)
+    context = FunctionContext(codebase, unit, attributes)
     tensors = unit.module.uses_torch
     seen: set[tuple[str, int]] = set()
     for event in unit.body.events:
@@ -83,7 +83,7 @@ def sites(codebase: Codebase, unit: Unit, attributes: frozenset[str]) -> Iterato
             context.tensors.follow(event)
 
 
-def _imports(context: Context, event: Event) -> Iterator[Site]:
+def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
     node = event.node
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -100,7 +100,7 @@ def is_kernel(name: str) -> bool:
     return name.partition(".")[0] in KERNELS or name == _FLEX or name.startswith(f"{_FLEX}.")
 
 
-def _chains(context: Context, event: Event) -> Iterator[Site]:
+def _chains(context: FunctionContext, event: Event) -> Iterator[Site]:
     name = context.full(event.node)
     if not name:
         return
@@ -112,7 +112,7 @@ def _chains(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("complex", event, name)
 
 
-def _calls(context: Context, event: Event) -> Iterator[Site]:
+def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Call):
         return
     node, name = event.node, context.full(event.node.func)
@@ -125,13 +125,13 @@ def _calls(context: Context, event: Event) -> Iterator[Site]:
         yield from _conversions(context, event, node, node.func.id)
 
 
-def _conversions(context: Context, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+def _conversions(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     numbers = name in ("int", "float", "bool", "range", "round")
     if numbers and any(context.tensors.of(argument) in ON_DEVICE for argument in node.args):
         yield context.site("branch" if name == "bool" else "item", event)
 
 
-def _known_calls(context: Context, event: Event, name: str) -> Iterator[Site]:
+def _known_calls(context: FunctionContext, event: Event, name: str) -> Iterator[Site]:
     last = name.rpartition(".")[2]
     if is_kernel(name):
         if not context.at_import:
@@ -154,7 +154,7 @@ def _known_calls(context: Context, event: Event, name: str) -> Iterator[Site]:
         yield context.site("mask-index", event, name)
 
 
-def _factory(context: Context, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
+def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     if (
         name.rpartition(".")[0] != "torch"
         or name.rpartition(".")[2] not in _FACTORIES
@@ -180,7 +180,7 @@ def _is_none(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _method_calls(context: Context, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
+def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
     method, kind = func.attr, Kind.UNKNOWN
     plain = context.full(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
@@ -203,7 +203,7 @@ def _method_calls(context: Context, event: Event, node: ast.Call, func: ast.Attr
         yield context.site("inplace-loop", event)
 
 
-def _tests(context: Context, event: Event) -> Iterator[Site]:
+def _tests(context: FunctionContext, event: Event) -> Iterator[Site]:
     pending = [event.node]
     while pending:
         node = pending.pop()
@@ -220,7 +220,7 @@ def _tests(context: Context, event: Event) -> Iterator[Site]:
             return
 
 
-def _indices(context: Context, event: Event) -> Iterator[Site]:
+def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Subscript):
         return
     index = event.node.slice
@@ -233,7 +233,7 @@ def _indices(context: Context, event: Event) -> Iterator[Site]:
             yield context.site("mask-index", event)
 
 
-def _writes(context: Context, event: Event) -> Iterator[Site]:
+def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
@@ -243,13 +243,13 @@ def _writes(context: Context, event: Event) -> Iterator[Site]:
         yield from (site for site in _indices(context, event) if site.kind == "mask-index")
 
 
-def _withs(context: Context, event: Event) -> Iterator[Site]:
+def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
     called = event.node.func if isinstance(event.node, ast.Call) else event.node
     if context.full(called) in _AUTOCAST:
         yield context.site("autocast", event, AUTOCAST)
 
 
-def _decorators(context: Context, event: Event) -> Iterator[Site]:
+def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
     called = event.node.func if isinstance(event.node, ast.Call) else event.node
     name = context.full(called)
     if name in _AUTOCAST:
@@ -260,7 +260,7 @@ def _decorators(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("kernel", event, name)
 
 
-def _texts(context: Context, event: Event) -> Iterator[Site]:
+def _texts(context: FunctionContext, event: Event) -> Iterator[Site]:
     if id(event.node) in context.asks_for_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
@@ -268,7 +268,7 @@ def _texts(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
 
 
-def _squares(context: Context, event: Event) -> Iterator[Site]:
+def _squares(context: FunctionContext, event: Event) -> Iterator[Site]:
     """Yields a mask of all pairs of positions: made as a square, or of one tensor along two dims."""
     node = event.node
     pair: tuple[ast.expr, ast.expr] | None = None
@@ -286,7 +286,7 @@ def _squares(context: Context, event: Event) -> Iterator[Site]:
         yield context.site("square-mask", event)
 
 
-def _called(context: Context, node: ast.Call) -> str:
+def _called(context: FunctionContext, node: ast.Call) -> str:
     name = context.full(node.func).rpartition(".")[2]
     return name or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
 
@@ -305,13 +305,13 @@ def _is_small(node: ast.expr) -> bool:
     return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Starred))
 
 
-def _is_outer(context: Context, left: ast.expr, right: ast.expr) -> bool:
+def _is_outer(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
     """Returns whether two sides are one tensor, each turned to another dim: their combination has all pairs."""
     one, other = _spread(context, left), _spread(context, right)
     return one[1] != other[1] and one[0] == other[0] and bool(one[0])
 
 
-def _spread(context: Context, node: ast.expr, depth: int = 0) -> tuple[str, str]:
+def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:
     """Returns what an expression adds a dim to, and how; the second is empty where it adds none."""
     if isinstance(node, ast.Name) and depth < 3:
         made = context.tensors.made_from.get(node.id)

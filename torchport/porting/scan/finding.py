@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from torchport.porting.scan.rules import RULES, Rule
+from torchport.porting.scan.rules import RULES, ScanRule
 
 Reach = Literal["path", "training", "off", "unknown"]
 """Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""
@@ -41,7 +41,7 @@ class ScanFinding:
     sure: bool = True
 
     @property
-    def meaning(self) -> Rule:
+    def meaning(self) -> ScanRule:
         """What the rule says."""
         return RULES[self.rule]
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchport.porting.scan.codebase import Class, Codebase, Unit
+from torchport.porting.scan.codebase import Class, Codebase, CodeUnit
 from torchport.porting.scan.syntax import MODULE, NEVER, Act, Event, chain_of
 
 Arguments = dict[str, Any]
@@ -44,11 +44,11 @@ class Closed:
         given: Parameters of networks' `forward` that are always given, and then are not None.
     """
 
-    units: frozenset[Unit] = frozenset()
-    lines: Mapping[Unit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
+    units: frozenset[CodeUnit] = frozenset()
+    lines: Mapping[CodeUnit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()
 
-    def has(self, unit: Unit, line: int) -> bool:
+    def has(self, unit: CodeUnit, line: int) -> bool:
         """Returns whether a line of a function no longer runs."""
         return unit in self.units or any(first <= line <= last for first, last in self.lines.get(unit, ()))
 
@@ -66,21 +66,21 @@ class Reached:
         self._codebase = codebase
         self._closed = closed or Closed()
         self._trains = trains
-        self._arguments: dict[Unit, Arguments] = {}
+        self._arguments: dict[CodeUnit, Arguments] = {}
         self._attributes = _attribute_constants(codebase, self._closed.units)
         self._live: dict[Class, None] = {}
-        self._live_methods: dict[str, dict[Unit, None]] = defaultdict(dict)
-        self._asked: dict[str, dict[int, tuple[Unit, ast.Call | None]]] = defaultdict(dict)
+        self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)
+        self._asked: dict[str, dict[int, tuple[CodeUnit, ast.Call | None]]] = defaultdict(dict)
         self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if unit.has_decorator("property")}
-        self._pending: list[Unit] = []
-        self.callers: dict[Unit, set[tuple[Unit, int]]] = defaultdict(set)
+        self._pending: list[CodeUnit] = []
+        self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
 
     @property
-    def units(self) -> Iterable[Unit]:
+    def units(self) -> Iterable[CodeUnit]:
         """The functions that are reached."""
         return self._arguments.keys()
 
-    def begin(self, units: Iterable[Unit], classes: Iterable[Class] = ()) -> None:
+    def begin(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
         """Follows functions and constructors that are called with any arguments."""
         for unit in units:
             self._import(unit.module.name)
@@ -91,13 +91,13 @@ class Reached:
         while self._pending:
             self._process(self._pending.pop())
 
-    def admit(self, units: Iterable[Unit]) -> None:
+    def admit(self, units: Iterable[CodeUnit]) -> None:
         """Notes that functions may be called with any arguments, and follows nothing that they call."""
         for unit in units:
             if unit not in self._closed.units:
                 self._arguments[unit] = {parameter.arg: _UNKNOWN for parameter in unit.parameters}
 
-    def leads_to(self, unit: Unit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
+    def leads_to(self, unit: CodeUnit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
         """Returns whether a place of a function is reached."""
         if unit not in self._arguments or self._closed.has(unit, line):
             return False
@@ -106,7 +106,7 @@ class Reached:
             return False
         return _is_open(values, guards)
 
-    def _values(self, unit: Unit) -> _Values:
+    def _values(self, unit: CodeUnit) -> _Values:
         assigned = _assigned(unit)
         names = {name: value for name, value in self._arguments.get(unit, {}).items() if name not in assigned}
         if unit.name.endswith(".forward"):
@@ -115,7 +115,7 @@ class Reached:
             }
         return _Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
 
-    def _full(self, unit: Unit, node: ast.AST) -> str:
+    def _full(self, unit: CodeUnit, node: ast.AST) -> str:
         name = self._codebase.full(unit.module, chain_of(node), unit.imports)
         return self._codebase.canonical(name) if name else ""
 
@@ -129,7 +129,7 @@ class Reached:
                     if isinstance(unit.body.node, ast.ClassDef):
                         self._reach(unit, None, None)
 
-    def _reach(self, unit: Unit, caller: Unit | None, call: ast.Call | None, bound: bool = True) -> None:
+    def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: ast.Call | None, bound: bool = True) -> None:
         """Notes that a function is called, and with which constants; without a call with anything."""
         if caller is not None:
             self.callers[unit].add((caller, call.lineno if call is not None else 0))
@@ -148,7 +148,7 @@ class Reached:
             self._arguments[unit] = joined
             self._pending.append(unit)
 
-    def _make(self, one: Class, caller: Unit | None, call: ast.Call | None) -> None:
+    def _make(self, one: Class, caller: CodeUnit | None, call: ast.Call | None) -> None:
         """Notes that an object of a class is made."""
         for name in ("__init__", "__post_init__", "__new__"):
             unit = self._codebase.method(one, name)
@@ -168,13 +168,13 @@ class Reached:
                 for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
                     self._reach(unit, asker, call_of_it)
 
-    def _ask(self, name: str, unit: Unit, call: ast.Call | None) -> None:
+    def _ask(self, name: str, unit: CodeUnit, call: ast.Call | None) -> None:
         """Notes that a method of some object is called."""
         self._asked[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
-    def _process(self, unit: Unit) -> None:
+    def _process(self, unit: CodeUnit) -> None:
         values, skipped = self._values(unit), _only_asked_about(unit)
         skipped |= unit.module.in_tables if unit.name == MODULE else frozenset()
         for event in unit.body.events:
@@ -190,7 +190,7 @@ class Reached:
             else:
                 self._value(unit, event.node)
 
-    def _imports(self, unit: Unit, event: Event) -> None:
+    def _imports(self, unit: CodeUnit, event: Event) -> None:
         if isinstance(event.node, ast.Import):
             for alias in event.node.names:
                 self._import(alias.name)
@@ -201,7 +201,7 @@ class Reached:
             for star in unit.module.stars:
                 self._import(star)
 
-    def _call(self, unit: Unit, node: ast.Call) -> None:
+    def _call(self, unit: CodeUnit, node: ast.Call) -> None:
         chain = chain_of(node.func)
         for name in chain[1:-1]:
             if name in self._properties:
@@ -217,12 +217,12 @@ class Reached:
             if not known and len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
                 self._ask(chain[-1], unit, node)
 
-    def _call_of_name(self, unit: Unit, name: str, node: ast.Call) -> bool:
+    def _call_of_name(self, unit: CodeUnit, name: str, node: ast.Call) -> bool:
         known = self._codebase.definition(name)
         if isinstance(known, Class):
             self._make(known, unit, node)
             return True
-        if isinstance(known, Unit):
+        if isinstance(known, CodeUnit):
             bound = known.owner is None or known.has_decorator("classmethod") or known.has_decorator("staticmethod")
             self._reach(known, unit, node, bound)
             return True
@@ -237,7 +237,7 @@ class Reached:
             return True
         return False
 
-    def _call_of_self(self, unit: Unit, owner: Class, chain: tuple[str, ...], node: ast.Call) -> None:
+    def _call_of_self(self, unit: CodeUnit, owner: Class, chain: tuple[str, ...], node: ast.Call) -> None:
         if len(chain) == 1:  # `cls(...)`
             self._make(owner, unit, node)
         elif len(chain) > 2:
@@ -245,7 +245,7 @@ class Reached:
         else:
             self._method_of(unit, owner, chain[1], node)
 
-    def _method_of(self, unit: Unit, owner: Class, name: str, node: ast.Call | None) -> None:
+    def _method_of(self, unit: CodeUnit, owner: Class, name: str, node: ast.Call | None) -> None:
         method = self._codebase.method(owner, name)
         if method is not None:
             self._reach(method, unit, node)
@@ -253,7 +253,7 @@ class Reached:
                 if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
                     self._reach(other, unit, node)
 
-    def _call_of_expression(self, unit: Unit, node: ast.Call) -> None:
+    def _call_of_expression(self, unit: CodeUnit, node: ast.Call) -> None:
         func = node.func
         if not isinstance(func, ast.Attribute):
             return
@@ -265,7 +265,7 @@ class Reached:
             return
         self._ask(func.attr, unit, node)
 
-    def _value(self, unit: Unit, node: ast.AST) -> None:
+    def _value(self, unit: CodeUnit, node: ast.AST) -> None:
         """Follows a function or class that is named and not called: somebody may call it."""
         chain = chain_of(node)
         if chain and chain[0] == unit.first and unit.owner is not None:
@@ -279,13 +279,13 @@ class Reached:
             if name in self._properties:
                 self._ask(name, unit, None)
 
-    def _hand_on(self, unit: Unit, known: Unit | Class | None) -> None:
+    def _hand_on(self, unit: CodeUnit, known: CodeUnit | Class | None) -> None:
         if isinstance(known, Class):
             self._make(known, unit, None)
-        elif isinstance(known, Unit):
+        elif isinstance(known, CodeUnit):
             self._reach(known, unit, None)
 
-    def _read_table(self, unit: Unit, name: str) -> None:
+    def _read_table(self, unit: CodeUnit, name: str) -> None:
         """Follows what stands in a table of functions or classes that is read."""
         home, nodes = self._codebase.table(name) or (unit.module, [])
         for node in nodes:
@@ -396,7 +396,7 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and one is not _UNKNOWN and bool(one == other))
 
 
-def _given(unit: Unit, call: ast.Call, values: _Values, bound: bool) -> Arguments:
+def _given(unit: CodeUnit, call: ast.Call, values: _Values, bound: bool) -> Arguments:
     """Returns the constants that a call gives to a function's parameters."""
     names = [parameter.arg for parameter in unit.parameters]
     method = unit.owner is not None and bound and not unit.has_decorator("staticmethod")
@@ -416,7 +416,7 @@ def _constant(node: ast.expr | None) -> Any:
     return node.value if isinstance(node, ast.Constant) else _UNKNOWN
 
 
-def _assigned(unit: Unit) -> frozenset[str]:
+def _assigned(unit: CodeUnit) -> frozenset[str]:
     """Returns the names that a function binds itself, those of its nested functions included."""
     known: frozenset[str] | None = unit.__dict__.get("_assigned")
     if known is None:
@@ -430,7 +430,7 @@ def _assigned(unit: Unit) -> frozenset[str]:
     return known
 
 
-def _may_be_none(unit: Unit, name: str) -> bool:
+def _may_be_none(unit: CodeUnit, name: str) -> bool:
     """Returns whether a function sets a name to None itself."""
     return any(
         isinstance(event.node, ast.Name) and event.node.id == name and _constant(event.value) is None
@@ -439,7 +439,7 @@ def _may_be_none(unit: Unit, name: str) -> bool:
     )
 
 
-def _only_asked_about(unit: Unit) -> set[int]:
+def _only_asked_about(unit: CodeUnit) -> set[int]:
     """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
     result: set[int] = set()
     for event in unit.body.events:
@@ -448,7 +448,7 @@ def _only_asked_about(unit: Unit) -> set[int]:
     return result
 
 
-def _attribute_constants(codebase: Codebase, closed: frozenset[Unit]) -> dict[str, Any]:
+def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dict[str, Any]:
     """Returns the attributes that the whole codebase sets to one boolean and nothing else."""
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
@@ -470,7 +470,7 @@ def _names_set(statement: ast.stmt) -> Iterator[str]:
     yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def roots(codebase: Codebase, one: Class) -> tuple[list[Unit], list[Class]]:
+def roots(codebase: Codebase, one: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns where an entry begins: what is called of its class, and the classes that it is made of."""
     methods = [unit for name in _NETWORK if (unit := codebase.method(one, name)) is not None]
     own = [unit for unit in one.module.units.values() if unit.owner is one]
@@ -486,12 +486,12 @@ def roots(codebase: Codebase, one: Class) -> tuple[list[Unit], list[Class]]:
     return methods, classes
 
 
-def _makes_itself(unit: Unit) -> bool:
+def _makes_itself(unit: CodeUnit) -> bool:
     calls = [event.node for event in unit.body.events if event.act is Act.CALL and isinstance(event.node, ast.Call)]
     return any(chain_of(call.func) == (unit.first,) for call in calls)
 
 
-def _annotated(codebase: Codebase, unit: Unit, parameter: ast.arg) -> Iterator[str]:
+def _annotated(codebase: Codebase, unit: CodeUnit, parameter: ast.arg) -> Iterator[str]:
     for node in ast.walk(parameter.annotation) if parameter.annotation else ():
         if isinstance(node, (ast.Name, ast.Attribute)):
             name = codebase.full(unit.module, chain_of(node), unit.imports)

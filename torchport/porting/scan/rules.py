@@ -15,7 +15,7 @@ Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ScanRule:
     """One kind of finding.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rule:
 
 
 _ALL = (
-    Rule(
+    ScanRule(
         "PS101",
         "cuda-import",
         "CUDA or a process group is asked for while a module is imported.",
@@ -59,7 +59,7 @@ _ALL = (
         "MAJOR = torch.cuda.get_device_properties(0).major",
         "patches: {denoise: [torch/cuda]}",
     ),
-    Rule(
+    ScanRule(
         "PS102",
         "cuda-call",
         "A function of torch.cuda is called that cannot answer without CUDA.",
@@ -71,7 +71,7 @@ _ALL = (
         "torch.cuda.synchronize()",
         "patches: {denoise: [torch/cuda]}",
     ),
-    Rule(
+    ScanRule(
         "PS103",
         "cuda-device",
         'The device is the literal "cuda".',
@@ -83,7 +83,7 @@ _ALL = (
         'model.to("cuda")',
         "model.to(device)",
     ),
-    Rule(
+    ScanRule(
         "PS104",
         "host-tensor",
         "A tensor is made on the host on every call.",
@@ -95,7 +95,7 @@ _ALL = (
         "positions = torch.arange(n).to(x.device)",
         "positions = torch.arange(n, device=x.device)",
     ),
-    Rule(
+    ScanRule(
         "PS201",
         "kernel",
         "A package of GPU kernels is imported or called: flash-attn, xformers, sageattention, triton, apex, "
@@ -109,7 +109,7 @@ _ALL = (
         "out = flash_attn_func(q, k, v)",
         "out = F.scaled_dot_product_attention(q, k, v)",
     ),
-    Rule(
+    ScanRule(
         "PS202",
         "compile",
         "torch.compile, torch.jit or a control of torch.compile.",
@@ -122,7 +122,7 @@ _ALL = (
         "@torch.jit.script\ndef gate(x): ...",
         "def gate(x): ...",
     ),
-    Rule(
+    ScanRule(
         "PS301",
         "process-group",
         "torch.distributed is called, or a wrapper of it such as FSDP.",
@@ -134,7 +134,7 @@ _ALL = (
         "dist.all_gather(parts, x, group=group)",
         "strategies: {ulysses: {mesh: {sp: 4}}}",
     ),
-    Rule(
+    ScanRule(
         "PS302",
         "parallel-state",
         "A function of the codebase is called that asks for ranks, sizes or collectives of a process group.",
@@ -146,7 +146,7 @@ _ALL = (
         "x = x.chunk(get_world_size())[get_rank()]",
         "x = x",
     ),
-    Rule(
+    ScanRule(
         "PS401",
         "branch",
         "A branch or an assertion depends on the values of a tensor.",
@@ -158,7 +158,7 @@ _ALL = (
         "if torch.all(y == 0):\n    y = y + 1",
         "y = torch.where(torch.all(y == 0), y + 1, y)",
     ),
-    Rule(
+    ScanRule(
         "PS402",
         "item",
         "The value of a tensor becomes a number or list of Python.",
@@ -170,7 +170,7 @@ _ALL = (
         "length = int(mask.sum())",
         "length = mask.shape[1]",
     ),
-    Rule(
+    ScanRule(
         "PS403",
         "mask-index",
         "An index of booleans, `nonzero`, `masked_select`, `unique`: the size of the result depends on values.",
@@ -183,7 +183,7 @@ _ALL = (
         "tokens = x[mask]",
         "tokens = torch.where(mask[:, None], x, 0)",
     ),
-    Rule(
+    ScanRule(
         "PS501",
         "autocast",
         "A region or function under torch.autocast.",
@@ -195,7 +195,7 @@ _ALL = (
         'with torch.autocast("cuda", dtype=torch.bfloat16):\n    y = net(x)',
         "patches: {denoise: [torch/autocast]}",
     ),
-    Rule(
+    ScanRule(
         "PS502",
         "float64",
         "Numbers of 64 bits.",
@@ -207,7 +207,7 @@ _ALL = (
         "freqs = x.to(torch.float64)",
         "freqs = x.to(torch.float32)",
     ),
-    Rule(
+    ScanRule(
         "PS503",
         "complex",
         "Complex numbers.",
@@ -219,7 +219,7 @@ _ALL = (
         "y = torch.view_as_real(torch.view_as_complex(x) * freqs)",
         "y = x * cos + rotate_half(x) * sin",
     ),
-    Rule(
+    ScanRule(
         "PS601",
         "square-mask",
         "A mask of all pairs of positions is built.",
@@ -231,7 +231,7 @@ _ALL = (
         "mask = valid[:, None] & valid[None, :]",
         "mask = valid[:, None, None, :]",
     ),
-    Rule(
+    ScanRule(
         "PS602",
         "inplace-loop",
         "A tensor is written in a loop of Python.",
@@ -243,7 +243,7 @@ _ALL = (
         "for i in range(n):\n    b[..., i] = a[..., i] * (1 - i / n) + b[..., i] * (i / n)",
         "w = torch.arange(n, device=b.device) / n\nb = a * (1 - w) + b * w",
     ),
-    Rule(
+    ScanRule(
         "PS701",
         "alias",
         "Another module holds by value a function that has findings.",
@@ -256,7 +256,7 @@ _ALL = (
         "from up.attention import attention",
         "import up.attention",
     ),
-    Rule(
+    ScanRule(
         "PS901",
         "syntax-error",
         "A file is no Python that this interpreter reads.",
@@ -269,7 +269,7 @@ _ALL = (
         "def f():\n    pass",
         in_code=False,
     ),
-    Rule(
+    ScanRule(
         "PS902",
         "python-2",
         "A file is written for Python 2.",
@@ -282,7 +282,7 @@ _ALL = (
         'print("loading")',
         in_code=False,
     ),
-    Rule(
+    ScanRule(
         "PS903",
         "encoding",
         "A file's bytes are no text in the encoding that it declares; without a declaration that is UTF-8.",
@@ -295,7 +295,7 @@ _ALL = (
         "# -*- coding: latin-1 -*-",
         in_code=False,
     ),
-    Rule(
+    ScanRule(
         "PS904",
         "too-large",
         "A file is larger than a scan reads.",
@@ -308,7 +308,7 @@ _ALL = (
         'TABLE = numpy.load("table.npy")',
         in_code=False,
     ),
-    Rule(
+    ScanRule(
         "PS905",
         "link-loop",
         "A link leads back to itself, to a folder that it lies in, or out of the folder that is scanned.",
@@ -321,7 +321,7 @@ _ALL = (
         "rm again",
         in_code=False,
     ),
-    Rule(
+    ScanRule(
         "PS906",
         "unreadable",
         "A file or folder cannot be opened.",

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
 from torchport.porting.scan import coverage, files
-from torchport.porting.scan.codebase import Class, Codebase, Module, Unit
+from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module
 from torchport.porting.scan.context import Site
 from torchport.porting.scan.detect import is_kernel, sites
 from torchport.porting.scan.files import Source, Unread
@@ -161,7 +161,7 @@ def _all_sites(codebase: Codebase) -> list[Site]:
     return found + list(_aliases(codebase, wanted))
 
 
-def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[Unit]:
+def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[CodeUnit]:
     """Returns the helpers of a codebase over its process groups.
 
     A helper is a function of a module, or a method of an autograd function, that calls torch.distributed; or one of the
@@ -169,13 +169,13 @@ def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[Unit]:
     function sets.
     """
     direct = {site.unit for site in sites if site.kind == "process-group"}
-    result: set[Unit] = set()
+    result: set[CodeUnit] = set()
     for module in {unit.module for unit in direct}:
         result |= _helpers_of(codebase, module, direct)
     return result
 
 
-def _helpers_of(codebase: Codebase, module: Module, direct: set[Unit]) -> set[Unit]:
+def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
     candidates = [unit for unit in module.units.values() if _may_help(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
     makers = {one for one in module.classes.values() if _constructs(codebase, one, direct)}
@@ -189,13 +189,13 @@ def _helpers_of(codebase: Codebase, module: Module, direct: set[Unit]) -> set[Un
         known |= more
 
 
-def _may_help(codebase: Codebase, unit: Unit) -> bool:
+def _may_help(codebase: Codebase, unit: CodeUnit) -> bool:
     if unit.name == MODULE or isinstance(unit.body.node, ast.ClassDef):
         return False
     return unit.owner is None or any("autograd" in base for base in unit.owner.bases)
 
 
-def _constructs(codebase: Codebase, one: Class, direct: set[Unit]) -> bool:
+def _constructs(codebase: Codebase, one: Class, direct: set[CodeUnit]) -> bool:
     """Returns whether making an object of a class leads to torch.distributed."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(one, name))]
     if any("autograd" in base for base in one.bases):
@@ -214,7 +214,7 @@ def _constructs(codebase: Codebase, one: Class, direct: set[Unit]) -> bool:
     return False
 
 
-def _names_in(unit: Unit) -> set[str]:
+def _names_in(unit: CodeUnit) -> set[str]:
     """Returns the first names of all that a function reads or calls."""
     names = set()
     for event in unit.body.events:
@@ -224,14 +224,14 @@ def _names_in(unit: Unit) -> set[str]:
     return names
 
 
-def _globals_set(unit: Unit) -> Iterator[str]:
+def _globals_set(unit: CodeUnit) -> Iterator[str]:
     """Yields the globals that a function declares as its own to set."""
     for node in ast.walk(unit.body.node):
         if isinstance(node, ast.Global):
             yield from node.names
 
 
-def _calls_of_helpers(codebase: Codebase, known: set[Unit]) -> Iterator[Site]:
+def _calls_of_helpers(codebase: Codebase, known: set[CodeUnit]) -> Iterator[Site]:
     """Yields where another function calls a helper, once for each function and line."""
     named = {f"{unit.module.name}.{unit.name}" for unit in known}
     tops = {unit.name.partition(".")[0] for unit in known}
@@ -259,7 +259,7 @@ def _is_script(event: Event) -> bool:
     return any(isinstance(test, ast.Compare) and chain_of(test.left) == ("__name__",) for test, _ in event.guards)
 
 
-def _aliases(codebase: Codebase, wanted: dict[str, Unit]) -> Iterator[Site]:
+def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
     """Yields the imports by which other modules hold functions by value.
 
     Args:
@@ -278,7 +278,7 @@ def _aliases(codebase: Codebase, wanted: dict[str, Unit]) -> Iterator[Site]:
                     yield Site(top, "alias", alias, event.guards, f"{unit.module.name}.{unit.name}")
 
 
-def _tensor_attributes(codebase: Codebase, unit: Unit) -> frozenset[str]:
+def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
     """Returns the parameters and buffers that a network's class registers."""
     if unit.owner is None or not unit.module.uses_torch:
         return frozenset()
@@ -289,7 +289,7 @@ def _tensor_attributes(codebase: Codebase, unit: Unit) -> frozenset[str]:
     return known
 
 
-def _registered(init: Unit) -> Iterator[str]:
+def _registered(init: CodeUnit) -> Iterator[str]:
     for event in init.body.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
@@ -309,7 +309,7 @@ def _package_of(path: Path) -> str:
     return ".".join(names)
 
 
-def _entry(codebase: Codebase, entry: str) -> tuple[list[Unit], list[Class]]:
+def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]:
     """Returns where a named entry begins."""
     place = f"--entry {entry}"
     module_name, colon, name = entry.partition(":")
@@ -322,7 +322,7 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[Unit], list[Class]]:
     known = codebase.definition(codebase.canonical(f"{module_name}.{name}"))
     if isinstance(known, Class):
         return roots(codebase, known)
-    if isinstance(known, Unit):
+    if isinstance(known, CodeUnit):
         return [known], []
     raise UnknownNameError(
         place, f"'{module_name}' has no '{name}'", nearest(name, module.classes or module.units), name=name
@@ -349,7 +349,7 @@ def _some(name: str, names: Iterable[str]) -> str:
     return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
 
 
-def _trains(unit: Unit) -> bool:
+def _trains(unit: CodeUnit) -> bool:
     """Returns whether a function is there for training, by the words of its name and file."""
     text = f"{unit.module.source.path} {unit.name}"
     return any(word.lower() in _TRAINS for word in re.findall(r"[A-Z]?[a-z]+", text))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from torchport.errors import UnreadableError
-from torchport.porting.scan.codebase import Unit
+from torchport.porting.scan.codebase import CodeUnit
 from torchport.porting.scan.syntax import Act, Event, chain_of
 from torchport.source import parsing
 
@@ -92,7 +92,7 @@ class Tensors:
     """
 
     def __init__(
-        self, unit: Unit, full: Full, attributes: frozenset[str], returns: Callable[[str], ast.expr | None]
+        self, unit: CodeUnit, full: Full, attributes: frozenset[str], returns: Callable[[str], ast.expr | None]
     ) -> None:
         self._full = full
         self._returns = returns

@@ -15,18 +15,25 @@ Source: texts that libtpu 0.0.51 wrote for v6e; their form is documented nowhere
 from __future__ import annotations
 
 from torchport.plan.tpu.hlo.instruction import Computation, Instruction, SourceLine
-from torchport.plan.tpu.hlo.program import CollectiveExecution, Execution, Loop, PerBlock, Program, per_block
+from torchport.plan.tpu.hlo.program import (
+    CollectiveExecution,
+    HloLoop,
+    HloProgram,
+    InstructionRuns,
+    PerBlock,
+    per_block,
+)
 from torchport.plan.tpu.hlo.text import INTERNAL, read
 
 __all__ = [
     "INTERNAL",
     "CollectiveExecution",
     "Computation",
-    "Execution",
+    "HloLoop",
+    "HloProgram",
     "Instruction",
-    "Loop",
+    "InstructionRuns",
     "PerBlock",
-    "Program",
     "SourceLine",
     "per_block",
     "read",

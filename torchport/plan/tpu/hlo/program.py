@@ -38,7 +38,7 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution:
+class InstructionRuns:
     """An instruction, and how many times it is executed.
 
     Attributes:
@@ -92,7 +92,7 @@ class CollectiveExecution:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class HloLoop:
     """A loop: its body's computation, iterations of one execution, executions, estimated cycles of one iteration."""
 
     body: str
@@ -102,7 +102,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class HloProgram:
     """A scheduled program, the same on every device.
 
     Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
@@ -122,7 +122,7 @@ class Program:
     computations: dict[str, Computation]
     flops_per_cycle: float = math.inf
 
-    def walk(self, of: str | None = None) -> Iterator[Execution]:
+    def walk(self, of: str | None = None) -> Iterator[InstructionRuns]:
         """Yields every instruction that runs, with how many times; a fusion is one instruction.
 
         A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
@@ -142,7 +142,7 @@ class Program:
         return sum(one.bytes for one in every if one.opcode == "constant")
 
     def cycles(self, of: str | None = None) -> int:
-        """Returns the cycles (`Execution.cycles`) of what the core does itself, no Pallas kernels and collectives."""
+        """Returns the cycles (`InstructionRuns.cycles`) of the core alone: no Pallas kernels, no collectives."""
         return sum(run.cycles for run in self._priced(of))
 
     def kernels(self, of: str | None = None) -> dict[str, int]:
@@ -154,16 +154,16 @@ class Program:
                     count[inner.kernel] += run.times
         return dict(count)
 
-    def largest(self, number: int, of: str | None = None) -> list[Execution]:
+    def largest(self, number: int, of: str | None = None) -> list[InstructionRuns]:
         """Returns the instructions with the most estimated cycles over all their times, the largest first."""
         return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
 
-    def underestimated(self, of: str | None = None) -> list[Execution]:
+    def underestimated(self, of: str | None = None) -> list[InstructionRuns]:
         """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
         raised = [run for run in self._priced(of) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
-    def unpriced(self, of: str | None = None) -> list[Execution]:
+    def unpriced(self, of: str | None = None) -> list[InstructionRuns]:
         """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
 
         Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
@@ -186,7 +186,7 @@ class Program:
                 sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
         return sent
 
-    def loop_bodies(self, of: str | None = None) -> list[Loop]:
+    def loop_bodies(self, of: str | None = None) -> list[HloLoop]:
         """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
 
         Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
@@ -196,12 +196,12 @@ class Program:
         for run in self.walk(of):
             if run.instruction.opcode == "while":
                 body = run.instruction.calls[1]
-                loops.append(Loop(body, self._trips[body], run.times, self.cycles(body)))
+                loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
         return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
 
-    def _walk(self, name: str, times: int, beside: bool) -> Iterator[Execution]:
+    def _walk(self, name: str, times: int, beside: bool) -> Iterator[InstructionRuns]:
         for instruction in self.computations[name].instructions.values():
-            yield Execution(instruction, times, beside, self._least(instruction))
+            yield InstructionRuns(instruction, times, beside, self._least(instruction))
             for called, more in self._called(instruction):
                 yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
 
@@ -245,7 +245,7 @@ class Program:
         names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
         return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
 
-    def _priced(self, of: str | None) -> Iterator[Execution]:
+    def _priced(self, of: str | None) -> Iterator[InstructionRuns]:
         for run in self.walk(of):
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
             if run.cycles and not run.beside and not kernel:
@@ -368,7 +368,7 @@ class PerBlock:
     kernels: dict[str, float]
 
 
-def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
+def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
     """Returns what a block adds: the difference of two programs that differ in their number of blocks alone.
 
     This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
@@ -390,7 +390,7 @@ def per_block(fewer: Program, more: Program, blocks: int) -> PerBlock:
     )
 
 
-def _collective_counts(program: Program) -> Counter[tuple[str, int, int]]:
+def _collective_counts(program: HloProgram) -> Counter[tuple[str, int, int]]:
     count: Counter[tuple[str, int, int]] = Counter()
     for one in program.collectives():
         count[one.kind, one.bytes, one.group_size] += one.times

@@ -12,7 +12,7 @@ import numpy
 
 from torchport.errors import TopologyError
 from torchport.plan.tpu.hlo.instruction import Computation, Instruction, SourceLine
-from torchport.plan.tpu.hlo.program import Program
+from torchport.plan.tpu.hlo.program import HloProgram
 
 INTERNAL = (
     r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
@@ -49,7 +49,7 @@ _LABELS = re.compile(r"([\w?]+)_([\w?]+)->([\w?]+)")
 _FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
 
 
-def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: float = math.inf) -> Program:
+def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: float = math.inf) -> HloProgram:
     """Returns a scheduled program.
 
     Args:
@@ -81,7 +81,7 @@ class _HloReader:
         self.sources: dict[int, SourceLine | None] = {0: None}
         self.computations: dict[str, Computation] = {}
 
-    def read(self) -> Program:
+    def read(self) -> HloProgram:
         header = self.lines[0] if self.lines else ""
         if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
             raise self.refusal("It does not begin with a scheduled HloModule")
@@ -98,7 +98,7 @@ class _HloReader:
         self.at = len(self.lines) - 1
         if not entry:
             raise self.refusal("There is no ENTRY computation")
-        return Program(self.file, self.devices, entry, self.computations)
+        return HloProgram(self.file, self.devices, entry, self.computations)
 
     def refusal(self, fact: str) -> TopologyError:
         return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
