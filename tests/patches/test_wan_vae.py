@@ -16,6 +16,7 @@ from torchport import engine, patch
 from torchport.attention import dispatch as attention
 from torchport.config.pack import find_pack
 from torchport.convolution import canvas, dispatch, kernel
+from torchport.convolution.plain import Request
 
 INTERPRETED = attention.Context(interpret=True)
 TINY = {"base_dim": 8, "decoder_base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
@@ -114,7 +115,7 @@ def test_the_kernel_packs_channels_and_taps(inputs, outputs):
     )
 
     def run():
-        return dispatch.convolved(dispatch.Request(False), x, weight, None, gains, lead=jnp.int32(3))[0]
+        return dispatch.convolved(Request(False), x, weight, None, gains=gains, lead=jnp.int32(3))[0]
 
     with jax.default_matmul_precision("highest"):
         reference = run()
