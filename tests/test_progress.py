@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from torchport.progress import log, size_text, track, waiting
+from torchport.progress import log, size_text, table, track, waiting
 
 
 class Terminal(io.StringIO):
@@ -86,3 +86,8 @@ def test_waiting_in_a_file_is_one_log_line(level, caplog):
 def test_sizes_are_in_the_largest_unit_that_they_reach():
     sizes = (0, 1023, 1024, 5 * 2**20 + 2**19, 2**30 - 1, 5 * 2**30)
     assert [size_text(size) for size in sizes] == ["0 B", "1023 B", "1.0 KiB", "5.5 MiB", "1024.0 MiB", "5.0 GiB"]
+
+
+def test_a_table_is_as_wide_as_its_cells_and_ends_without_spaces():
+    rows = [("what", "", "GiB", "note"), ("a longer one", "x", "8", "")]
+    assert table(rows, left=2) == ["what             GiB  note", "a longer one  x    8"]

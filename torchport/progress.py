@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar for each long task, a log line for each event, and sizes with units."""
+"""What a person sees: a progress bar for each long task, a log line for each event, tables, and sizes with units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -76,6 +76,14 @@ def waiting(what: str) -> Iterator[None]:
         finally:
             over.set()
             clock.join()
+
+
+def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Returns rows of cells as lines in columns. The first `left` columns are flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = "<" * left + ">" * (len(widths) - left)
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [line.format(*row).rstrip() for row in rows]
 
 
 def size_text(size: int) -> str:

@@ -44,6 +44,7 @@ def test_a_checkout_without_changes_is_its_commit(checkout):
         lambda up: [(up / "link.py").unlink(), (up / "link.py").write_text("x = 1\n")],
         lambda up: [(up / "inner" / "m.py").unlink(), (up / "inner" / "m.py").mkdir()],
         lambda up: [(up / "inner" / "m.py").write_text("y = 3\n"), git(up, "add", "-A")],
+        lambda up: [git(up, "update-index", "--assume-unchanged", "link.py"), (up / "link.py").unlink()],
     ],
 )
 def test_a_package_with_a_changed_file_is_dirty(checkout, change):

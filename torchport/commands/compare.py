@@ -13,6 +13,7 @@ import click
 
 from torchport.commands import options, terminal
 from torchport.errors import BadValueError
+from torchport.progress import table
 
 if TYPE_CHECKING:
     from torchport.verify.runs import Difference, Distance, FinishedRun
@@ -181,7 +182,7 @@ def _frame_lines(comparison: Comparison) -> list[str]:
     }
     head = [f"{count} frames of {height} x {width}, bytes before the codec", "B", "floor"]
     rows = [[label, *(cell(each) for each in comparison.distances)] for label, cell in cells.items()]
-    return _table([head[: 1 + len(comparison.distances)], *rows])
+    return table([head[: 1 + len(comparison.distances)], *rows], left=1)
 
 
 def _decibels(value: float) -> str:
@@ -206,10 +207,4 @@ def _latent_lines(comparison: Comparison) -> list[str]:
         for latents in (steps.get(step) for steps in by_step):
             row += ["-", "-"] if latents is None else [f"{latents.cosine:.8f}", f"{latents.difference:.2e}"]
         rows.append(row)
-    return _table([head[: 1 + 2 * len(by_step)], *rows])
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded, strict=True)]
+    return table([head[: 1 + 2 * len(by_step)], *rows], left=1)

@@ -18,7 +18,7 @@ from torchport.config import card, machine, xla_flags
 from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.files import cache
-from torchport.progress import size_text
+from torchport.progress import size_text, table
 
 State = Literal["ok", "note", "bad"]
 
@@ -28,9 +28,8 @@ State = Literal["ok", "note", "bad"]
 def command(paths: tuple[str, ...]) -> None:
     """Checks devices, versions, disk, checkpoints, and settings that are known to fail."""
     findings = examine(paths)
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        terminal.say(f"{finding.state:4}  {finding.what:{width}}  {finding.fact}")
+    for line in table([(f"{finding.state:4}", finding.what, finding.fact) for finding in findings], left=3):
+        terminal.say(line)
     terminal.say(advice(findings, paths))
     if any(finding.state == "bad" for finding in findings):
         sys.exit(1)

@@ -121,7 +121,10 @@ def parse_document(text: str, file: str) -> Document:
 
 
 class _YamlReader:
-    """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing."""
+    """Builds plain data from a parser's events. It constructs nothing from a tag, so it executes nothing.
+
+    `yaml.compose` gives nodes that no longer tell an anchor, or a tag that was written out; both are refused here.
+    """
 
     def __init__(self, events: Iterator[Any], file: str) -> None:
         self.events = events

@@ -129,7 +129,8 @@ def make_folder(folder: Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Locks a folder for this process while the context lasts, and removes half-written files of dead runs.
 
-    The kernel releases the lock when the process ends, however it ends.
+    The kernel releases the lock when the process ends, however it ends. It is on the folder itself: that of `filelock`
+    is on a file, which would stay in the folder.
 
     Raises:
         OutputError: Another run writes to it.

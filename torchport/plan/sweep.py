@@ -18,6 +18,7 @@ from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.plan import of_task, on_slice, require_tpu
 from torchport.processes import workers
+from torchport.progress import table
 from torchport.save.manifest import versions
 from torchport.shard import AXES
 from torchport.task import Request, Task, accept
@@ -220,19 +221,15 @@ def _row(choice: SweptMesh, job: JobPlan) -> SweepRow:
 def lines(swept: Sweep) -> list[str]:
     """Returns a sweep as text."""
     head = ("strategy", "mesh", "fits", "GiB/device", "other ms", "MB moved", "attention ms", "model s")
-    table: list[Sequence[str]] = [head]
+    rows: list[Sequence[str]] = [head]
     for choice, job in swept.planned:
         row = _row(choice, job)
         moved = None if row.block_collectives_bytes is None else row.block_collectives_bytes / 1e6
         gib = None if row.peak_bytes is None else row.peak_bytes / GIB
         figures = (gib, row.block_other_ms, moved, row.block_attention_ms, row.model_s)
-        table.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *map(_figure, figures)))
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+        rows.append((choice.strategy, choice.mesh_text, "yes" if row.fits else "NO", *map(_figure, figures)))
     text = [f"{swept.model} on {swept.machine}; other, moved and attention are of one block, model s of a step"]
-    for cells in table:
-        left = [f"{cell:{width}}" for cell, width in zip(cells[:3], widths[:3], strict=True)]
-        right = [f"{cell:>{width}}" for cell, width in zip(cells[3:], widths[3:], strict=True)]
-        text.append("  ".join((*left, *right)).rstrip())
+    text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
     text += [f"lossy: {said}" for said in _lossy(swept)]

@@ -1,7 +1,8 @@
 """What git says of somebody's checkout: its commit, and whether its files are those of the commit.
 
 The repository may be anybody's, and its configuration may name commands: hooks, a file system monitor, filters, ways
-to fetch what is missing. git is only asked for what it answers without them. So files are compared here, not by git.
+to fetch what is missing. git is only asked for what it answers without them. So files are compared here, not by git:
+`git status` runs the filters, and believes the repository's index, which may call a changed file unchanged.
 """
 
 from __future__ import annotations

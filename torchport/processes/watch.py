@@ -1,4 +1,8 @@
-"""Watches the other processes of a run, and ends this one with a message if another has failed or is lost."""
+"""Watches the other processes of a run, and ends this one with a message if another has failed or is lost.
+
+JAX's own heartbeats (`heartbeat_timeout_seconds`) cannot do it: they abort this process with a stack trace of C++, and
+no handler is told which process is lost.
+"""
 
 from __future__ import annotations
 

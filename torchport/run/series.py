@@ -21,7 +21,7 @@ from torchport.errors import ConfigError, ForeignError, OutputError, SaveError, 
 from torchport.files import atomic
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
-from torchport.progress import log
+from torchport.progress import log, table
 from torchport.run import path, resume
 from torchport.run.journey import Journey
 from torchport.run.output import output_folder
@@ -272,11 +272,10 @@ def _is_everywhere(error: TorchportError) -> bool:
 
 def lines(videos: Sequence[Video]) -> list[str]:
     """Returns what became of the videos, as a table."""
-    width = max(5, *(len(video.name) for video in videos))
-    rows = [f"{video.name:{width}}  {video.state:9}  {_seconds(video)}  {_about(video)}" for video in videos]
+    rows = [(f"{video.name:5}", f"{video.state:9}", _seconds(video), _about(video)) for video in videos]
     states = [video.state for video in videos]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return [*rows, f"{len(videos)} videos: {counts}"]
+    return [*table(rows, left=4), f"{len(videos)} videos: {counts}"]
 
 
 def _seconds(video: Video) -> str:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torchport import shard
 from torchport.kernels.attention import dispatch as attention
 from torchport.kernels.convolution import canvas, dispatch
+from torchport.kernels.convolution.plain import ConvolutionRequest
 
 MESHES = [{}, {"sp": 8}, {"dp": 2, "sp": 4}]
 
@@ -38,7 +39,7 @@ def parted(mesh, x, weight, bias, edges, **options):
         more = ((0, 0), (0, 0), (0, 0), (0, form.height - x.shape[3]), (0, form.width - x.shape[4]))
         x = jnp.pad(jnp.asarray(x), more, constant_values=1e6)
         with canvas.using(form):
-            run = jax.jit(lambda *a: dispatch.convolved(dispatch.Request(edges), *a)[0])
+            run = jax.jit(lambda *a: dispatch.convolved(ConvolutionRequest(edges), *a)[0])
             out = run(x, jnp.asarray(weight), jnp.asarray(bias))
     return numpy.asarray(out)[..., : form.valid_height, : form.valid_width]
 
@@ -76,5 +77,7 @@ def test_the_precision_says_how_many_products_are_made():
     with attention.context(attention.Context(interpret=True, note=lambda call: names.append(call.kernel))):
         for precision in ("default", "high", "highest"):
             with jax.default_matmul_precision(precision):
-                jax.eval_shape(lambda: dispatch.convolved(dispatch.Request(True), *map(jnp.asarray, (x, weight, bias))))
+                jax.eval_shape(
+                    lambda: dispatch.convolved(ConvolutionRequest(True), *map(jnp.asarray, (x, weight, bias)))
+                )
     assert [name.rsplit("_", 2)[1] for name in names] == ["p1", "p2", "p3"]

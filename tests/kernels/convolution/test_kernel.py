@@ -11,13 +11,14 @@ from torchport.config.machine import parse_machine
 from torchport.kernels.attention.dispatch import Pass
 from torchport.kernels.convolution import kernel, plain
 from torchport.kernels.convolution.kernel import Conv
+from torchport.kernels.convolution.plain import ConvolutionRequest, Operands
 from torchport.plan.tpu import absent, cost
 
 BOUNDS = {1: 2e-2, 2: 2e-5, 3: 1e-6}
 """max|a - b| / max|b| by the number of parts; float32's own sums differ by 4e-7."""
 
 
-def operands(conv, chunks=1):
+def arrays_of(conv, chunks=1):
     """Returns a call's arrays by name, of as many chunks of time."""
     rng = numpy.random.default_rng(0)
 
@@ -30,23 +31,23 @@ def operands(conv, chunks=1):
         "sides": tuple(draw(rows, 1, frames, conv.inputs) for _ in range(2)),
         "weight": draw(conv.outputs, conv.inputs, conv.taps, 3, 3) / (27 * conv.inputs) ** 0.5,
         "bias": draw(conv.outputs),
-        "gains": draw(conv.inputs) if conv.normal else None,
-        "residual": draw(conv.height, conv.width, frames, conv.outputs) if conv.residual else None,
+        "operands": Operands(
+            gains=draw(conv.inputs) if conv.normal else None,
+            residual=draw(conv.height, conv.width, frames, conv.outputs) if conv.residual else None,
+        ),
     }
 
 
-def by_kernel(conv, x, sides, weight, bias, gains, residual):
+def by_kernel(conv, x, sides, weight, bias, operands):
     """Returns what the kernel makes of the chunks of x, one after the other."""
     weights, outs = kernel.weights_of(weight, conv), []
     # Of the first chunk's carry nothing may be seen.
     carry = jnp.full((2, conv.height, conv.width, conv.outputs), jnp.nan) if conv.carried else None
     for n in range(x.shape[2] // conv.frames):
         part = slice(n * conv.frames, (n + 1) * conv.frames)
-        cut = [None if a is None else a[:, :, part] for a in (x, *sides, residual)]
-        options = {"carry": carry, "first": jnp.asarray([n == 0])} if conv.carried else {}
-        out, carry = kernel.convolved(
-            conv, cut[0], (cut[1], cut[2]), weights, bias, gains=gains, residual=cut[3], interpret=True, **options
-        )
+        cut_x, cut_sides, residual = jax.tree.map(lambda a, part=part: a[:, :, part], (x, sides, operands.residual))
+        chunk = dataclasses.replace(operands, residual=residual, carry=carry, first=jnp.asarray(n == 0))
+        out, carry = kernel.convolved(conv, cut_x, cut_sides, weights, bias, chunk, interpret=True)
         outs.append(out)
     return jnp.concatenate(outs, axis=2)
 
@@ -68,24 +69,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_computes_the_convolution(name):
     conv = CASES[name]
-    arrays = operands(conv, chunks=2 if conv.carried else 1)
+    arrays = arrays_of(conv, chunks=2 if conv.carried else 1)
     ours = by_kernel(conv, **arrays)
     with jax.default_matmul_precision("highest"):
-        reference, _ = plain.convolved(**arrays, edges=conv.edges, rows=conv.rows)
+        reference, _ = plain.convolved(ConvolutionRequest(conv.edges), conv.rows, **arrays)
     assert ours.shape == reference.shape and 0.5 < float(jnp.abs(reference).max()) < 20
     assert float(jnp.abs(ours - reference).max() / jnp.abs(reference).max()) < BOUNDS[conv.parts]
 
 
 def test_bfloat16_is_rounded_once():
     conv = dataclasses.replace(SMALL, parts=1, dtype="bfloat16", residual=True)
-    arrays = operands(conv)
+    arrays = arrays_of(conv)
     narrow = {
-        key: jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays[key]) for key in ("x", "sides", "residual", "weight")
+        key: jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays[key]) for key in ("x", "sides", "operands", "weight")
     }
     ours = by_kernel(conv, **{**arrays, **narrow})
     wide = {key: jax.tree.map(lambda a: a.astype(jnp.float32), value) for key, value in narrow.items()}
     with jax.default_matmul_precision("highest"):
-        reference, _ = plain.convolved(**{**arrays, **wide}, edges=True, rows=False)
+        reference, _ = plain.convolved(ConvolutionRequest(edges=True), False, **{**arrays, **wide})
     assert ours.dtype == jnp.bfloat16
     step = jnp.abs(reference).max() * 2.0**-8
     assert float(jnp.abs(ours.astype(jnp.float32) - reference).max()) <= float(step)

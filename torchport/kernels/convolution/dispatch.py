@@ -19,6 +19,7 @@ from torchport.kernels.attention import dispatch
 from torchport.kernels.attention.problem import platform
 from torchport.kernels.convolution import canvas, halo, kernel, plain
 from torchport.kernels.convolution.canvas import Canvas
+from torchport.kernels.convolution.plain import ConvolutionRequest, Operands
 
 PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
 """Parts of a float32 operand, by the precision of a card."""
@@ -26,23 +27,6 @@ PAIRED = 8
 """Latent frames of one chunk where they are decoded in pairs."""
 MOST_FRAMES = 64
 """More frames than this are taken in several calls: a row of them would not fit vector memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What a caller asks of a convolution.
-
-    Attributes:
-        edges: Whether what is outside the video is its nearest row and column; otherwise it is 0.
-        chunked: Whether there are chunks of time before and after this one.
-        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-        zoom: How many rows and columns each of x becomes first.
-    """
-
-    edges: bool
-    chunked: bool = False
-    still: bool | None = None
-    zoom: int = 1
 
 
 def uses_kernel() -> bool:
@@ -56,17 +40,11 @@ def pair_multiple(frames: int) -> int:
 
 
 def convolved(
-    request: Request,
+    request: ConvolutionRequest,
     x_BCTHW: jax.Array,
     weight_DCTHW: jax.Array,
     bias_D: jax.Array | None,
-    gains_C: jax.Array | None = None,
-    residual_BDTHW: jax.Array | None = None,
-    scale_BCTHW: jax.Array | None = None,
-    shift_BCTHW: jax.Array | None = None,
-    carry: jax.Array | None = None,
-    first: jax.Array | None = None,
-    lead: jax.Array | None = None,
+    **operands: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a causal convolution on the canvas that is set, and what the next chunk of time needs of this one.
 
@@ -75,43 +53,28 @@ def convolved(
         x_BCTHW: As the canvas has it.
         weight_DCTHW: [D, C, 3 or 1, 3, 3].
         bias_D: Or None.
-        gains_C: Of an RMSNorm that x goes through first, and then SiLU.
-        residual_BDTHW: Added to the output.
-        scale_BCTHW: What x goes through first, and then SiLU; one of its rows and columns may be for several of x's.
-        shift_BCTHW: Like the scale.
-        carry: What the chunk before returned, [B, 2, H, W, D] float32; None if there is none.
-        first: Whether there is no chunk before, where that is known only when it runs.
-        lead: How many frames of the input count as 0, int32 []; more than there are: all. None: each is what it is.
+        operands: Those of `Operands` that it takes, or None: residual [B, D, T, H, W], scale and shift [B, C, T, H, W],
+            and the carry that the chunk before returned, [B, 2, H, W, D].
     """
     form = canvas.current()
     spec = form.spec
-    lead = None if lead is None else jnp.asarray(lead)
-    beside: dict[str, Any] = {
-        "gains": gains_C,
-        "residual": residual_BDTHW,
-        "scale": scale_BCTHW,
-        "shift": shift_BCTHW,
-        "carry": carry,
-        "first": first,
-        "lead": lead,
-    }
+    given = {name: jnp.asarray(value) for name, value in operands.items() if value is not None}
     carries, whole = PartitionSpec(None, None, form.rows or None, form.columns or None), PartitionSpec()
     specs = dict.fromkeys(("residual", "scale", "shift"), spec) | {"carry": carries}
-    beside = {name: value for name, value in beside.items() if value is not None}
 
-    def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, beside: dict[str, Any]) -> Any:
-        return _local(request, form, x, weight, bias, **beside)
+    def local(x: jax.Array, weight: jax.Array, bias: jax.Array | None, given: dict[str, jax.Array]) -> Any:
+        return _local(request, form, x, weight, bias, Operands(**given))
 
     if jax.sharding.get_abstract_mesh().empty:
-        out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, beside)
+        out: tuple[jax.Array, jax.Array] = local(x_BCTHW, weight_DCTHW, bias_D, given)
         return out
     run = jax.shard_map(
         local,
-        in_specs=(spec, whole, whole, {name: specs.get(name, whole) for name in beside}),
+        in_specs=(spec, whole, whole, {name: specs.get(name, whole) for name in given}),
         out_specs=(spec, carries),
         check_vma=False,
     )
-    made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, beside)
+    made: tuple[jax.Array, jax.Array] = run(x_BCTHW, weight_DCTHW, bias_D, given)
     return made
 
 
@@ -122,41 +85,35 @@ def _takes(x_BCTHW: jax.Array, weight_DCTHW: jax.Array) -> bool:
 
 
 def _local(
-    request: Request,
+    request: ConvolutionRequest,
     form: Canvas,
     x_BCTHW: jax.Array,
     weight_DCTHW: jax.Array,
     bias_D: jax.Array | None,
-    *,
-    gains: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    shift: jax.Array | None = None,
-    carry: jax.Array | None = None,
-    first: jax.Array | None = None,
-    lead: jax.Array | None = None,
+    operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
     width = x_BCTHW.shape[4] * _ways(form.columns)
-    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else _by_xla
+    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else plain.convolved
     outs, carries = [], []
     for n in range(x_BCTHW.shape[0]):
         x = x_BCTHW[n].transpose(2, 3, 1, 0)
         x, sides = _with_neighbours(form, x, form.valid_rows(height), form.valid_columns(width), request.edges)
-        beside = {
-            "gains": gains,
-            "residual": None if residual is None else residual[n].transpose(2, 3, 1, 0),
-            "carry": None if carry is None else carry[n],
-            "first": first,
-            "lead": lead,
-            "scale": None if scale is None else _scaling(form, scale[n]),
-            "shift": None if shift is None else _scaling(form, shift[n]),
-        }
-        out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, **beside)
+        of_sample = _of_sample(form, n, operands)
+        out, kept = run(request, bool(form.rows), x, sides, weight_DCTHW, bias_D, of_sample)
         outs.append(out.transpose(3, 2, 0, 1))
         carries.append(kept)
     return jnp.stack(outs), jnp.stack(carries)
+
+
+def _of_sample(form: Canvas, number: int, operands: Operands) -> Operands:
+    """Returns a sample's operands, each as `Operands` has it."""
+    residual = None if operands.residual is None else operands.residual[number].transpose(2, 3, 1, 0)
+    carry = None if operands.carry is None else operands.carry[number]
+    scale = None if operands.scale is None else _scaling(form, operands.scale[number])
+    shift = None if operands.shift is None else _scaling(form, operands.shift[number])
+    return dataclasses.replace(operands, residual=residual, scale=scale, shift=shift, carry=carry)
 
 
 def _scaling(form: Canvas, scale_CTHW: jax.Array) -> jax.Array:
@@ -190,71 +147,46 @@ def _sides(
     return x, (before, halo.after_last(after, x, dim, axes, valid, edges) if padded else after)
 
 
-def _by_xla(
-    request: Request,
-    rows: bool,
-    x: jax.Array,
-    sides: tuple[jax.Array, jax.Array],
-    weight: jax.Array,
-    bias: jax.Array | None,
-    **beside: Any,
-) -> tuple[jax.Array, jax.Array]:
-    forms: dict[str, Any] = {"edges": request.edges, "rows": rows, "still": request.still, "zoom": request.zoom}
-    return plain.convolved(x, sides, weight, bias, **forms, **beside)
-
-
 def _by_kernel(
-    request: Request,
+    request: ConvolutionRequest,
     rows: bool,
     x: jax.Array,
     sides: tuple[jax.Array, jax.Array],
     weight: jax.Array,
     bias: jax.Array | None,
-    *,
-    gains: jax.Array | None,
-    residual: jax.Array | None,
-    scale: jax.Array | None,
-    shift: jax.Array | None,
-    carry: jax.Array | None,
-    first: jax.Array | None,
-    lead: jax.Array | None,
+    operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, on so many frames at a time that a row of them fits vector memory."""
-    conv, count = _conv(request, rows, x, weight, scale)
-    conv = dataclasses.replace(conv, normal=gains is not None, residual=residual is not None, led=lead is not None)
+    conv, count = _conv(request, rows, x, weight, operands)
     height, width = conv.height, conv.width
     _note(conv, count)
     weights = kernel.weights_of(weight, conv)
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
-    run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret, gains=gains)
+    run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret)
     empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
-    begin = empty if carry is None else carry
-    is_first = jnp.asarray(carry is None if first is None else first).reshape(1)
+    lead, begin = operands.lead, empty if operands.carry is None else operands.carry
+    is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
     if count == 1:
-        chunk = {"carry": begin, "first": is_first} if conv.carried else {}
-        out, kept = run(x, sides, weights, bias, residual=residual, scale=scale, shift=shift, lead=lead, **chunk)
+        out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=begin, first=is_first))
         return out, empty if kept is None else kept
 
-    def parts(array: jax.Array | None) -> jax.Array | None:
-        if array is None:
-            return None
+    def parts(array: jax.Array) -> jax.Array:
         return jnp.moveaxis(array.reshape(*array.shape[:2], count, conv.frames, -1), 2, 0)
 
     def step(kept: jax.Array, item: Any) -> tuple[jax.Array, jax.Array]:
-        number, x, left, right, beside = item
-        chunk = {"carry": kept, "first": is_first & (number == 0)} if conv.carried else {}
+        number, x, sides, chunk = item
         here = None if lead is None else lead - number * conv.frames
-        out, after = run(x, (left, right), weights, bias, lead=here, **beside, **chunk)
+        chunk |= {"gains": operands.gains, "carry": kept, "first": is_first & (number == 0), "lead": here}
+        out, after = run(x, sides, weights, bias, Operands(**chunk))
         return (kept if after is None else after), out
 
-    beside = {"residual": parts(residual), "scale": parts(scale), "shift": parts(shift)}
-    items = (jnp.arange(count), parts(x), parts(sides[0]), parts(sides[1]), beside)
-    kept, outs = lax.scan(step, begin, items)
+    framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}
+    kept, outs = lax.scan(step, begin, (jnp.arange(count), *jax.tree.map(parts, (x, sides, framed))))
     return jnp.moveaxis(outs, 0, 2).reshape(height, width, x.shape[2], -1), kept
 
 
 def _conv(
-    request: Request, rows: bool, x: jax.Array, weight: jax.Array, scale: jax.Array | None
+    request: ConvolutionRequest, rows: bool, x: jax.Array, weight: jax.Array, operands: Operands
 ) -> tuple[kernel.Conv, int]:
     """Returns one call of the kernel, and how many there are, one after the other."""
     frames = x.shape[2]
@@ -270,11 +202,14 @@ def _conv(
         taps=weight.shape[2],
         edges=request.edges,
         rows=rows,
+        normal=operands.gains is not None,
+        residual=operands.residual is not None,
         carried=(request.chunked or count > 1) and weight.shape[2] == 3,
+        led=operands.lead is not None,
         dtype=x.dtype.name,
         still=request.still,
         zoom=request.zoom,
-        scaled=0 if scale is None else width // (scale.shape[1] - 2),
+        scaled=0 if operands.scale is None else width // (operands.scale.shape[1] - 2),
     )
     return conv, count
 

@@ -129,15 +129,16 @@ def conv3d(
         x_BCTHW = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
         x_BCTHW = x_BCTHW.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
         return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, still, gains_C, residual_BDTHW, lead or 0)
-    from torchport.kernels.convolution import dispatch
+    from torchport.kernels.convolution import dispatch, plain
 
     tape = _tape(x_BCTHW) if taps > 1 else None
-    request = dispatch.Request(edges, chunked=tape is not None, still=still, zoom=zoom)
-    scale, shift = scaling or (None, None)
-    first, carry = (None, None) if tape is None else (tape.first, tape.take())
-    beside = (gains_C, residual_BDTHW, scale, shift, carry, None if carry is None else first, lead)
+    request = plain.ConvolutionRequest(edges, chunked=tape is not None, still=still, zoom=zoom)
+    operands = {"gains": gains_C, "residual": residual_BDTHW, "lead": lead}
+    operands |= {} if scaling is None else {"scale": scaling[0], "shift": scaling[1]}
+    if tape is not None and (carry := tape.take()) is not None:
+        operands |= {"carry": carry, "first": tape.first}
     run = functools.partial(dispatch.convolved, request)
-    out, left = engine.call_jax(run, x_BCTHW, weight_DCTHW, bias_D, *beside)
+    out, left = engine.call_jax(run, x_BCTHW, weight_DCTHW, bias_D, **operands)
     if tape is not None:
         tape.leave(left)
     result: torch.Tensor = out

@@ -27,6 +27,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from torchport.kernels.convolution.plain import Operands
+
 LANES = 128
 ROWS = 256
 """Positions of one product: the weights, which have to be loaded for each, are loaded less often with more."""
@@ -180,14 +182,8 @@ def convolved(
     sides: tuple[jax.Array, jax.Array],
     weights: list[jax.Array],
     bias: jax.Array,
+    operands: Operands,
     *,
-    gains: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    shift: jax.Array | None = None,
-    carry: jax.Array | None = None,
-    first: jax.Array | None = None,
-    lead: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the convolution, and what it adds to the first two frames of the next chunk.
@@ -198,26 +194,20 @@ def convolved(
         sides: The columns before and after it, of as many rows, [H, 1, T, C].
         weights: From `weights_of`.
         bias: [D].
-        gains: [C] of the norm.
-        residual: [H, W, T, D].
-        scale: float32 [H, W + 2, T, C], with `conv.rows` [H + 2, W + 2, T, C]; H and W divided by `conv.scaled`. The
-            first column and the last are those of the sides. It is 0 outside the video, and so is the shift.
-        shift: Like the scale.
-        carry: [2, H, W, D] float32, from the chunk before.
-        first: Whether there is no chunk before, int32 [1]; what `conv.still` says then counts as all before.
-        lead: With `conv.led`, how many frames of the input count as 0, int32 [1] or [].
+        operands: What else `conv` says that it takes; without a chunk before, what `conv.still` says counts as it.
         interpret: Run it as plain JAX.
 
     Returns:
         [H, W, T, D] of x's dtype; and [2, H, W, D] float32, or None without chunks.
     """
+    first, lead = operands.first, operands.lead
     numbers = [jnp.asarray(1 if first is None else first), jnp.asarray(0 if lead is None else lead)]
     numbers = [number.reshape(1).astype(jnp.int32) for number in numbers]
-    operands: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
-    operands += [_row(gains, conv.channels)] if conv.normal else []
-    operands += [residual] if conv.residual else []
-    operands += [scale, shift] if conv.scaled else []
-    operands += [carry] if conv.carried else []
+    arrays: list[Any] = [x, *sides, *weights, _row(bias, conv.blocks * conv.block)]
+    arrays += [_row(operands.gains, conv.channels)] if conv.normal else []
+    arrays += [operands.residual] if conv.residual else []
+    arrays += [operands.scale, operands.shift] if conv.scaled else []
+    arrays += [operands.carry] if conv.carried else []
     outputs = pl.pallas_call(
         functools.partial(_kernel, conv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -231,7 +221,7 @@ def convolved(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
         interpret=interpret,
         name=conv.name,
-    )(*numbers, *operands)
+    )(*numbers, *arrays)
     return outputs[0], outputs[1] if conv.carried else None
 
 
@@ -495,23 +485,18 @@ def alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]
     if conv.scaled:
         size = (conv.height // conv.scaled + 2 * conv.rows, conv.width // conv.scaled + 2)
         scaling = shape((*size, conv.frames, conv.inputs), jnp.float32)
-    more = {
-        "gains": shape((conv.inputs,), jnp.float32) if conv.normal else None,
-        "residual": shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
-        "scale": scaling,
-        "shift": scaling,
-        "carry": shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
-        "first": shape((1,), jnp.int32) if conv.carried else None,
-        "lead": shape((1,), jnp.int32) if conv.led else None,
-    }
-    keys = [key for key, value in more.items() if value is not None]
-
-    def call(x: Any, left: Any, right: Any, bias: Any, *rest: Any) -> Any:
-        weights, others = list(rest[: conv.parts]), dict(zip(keys, rest[conv.parts :], strict=True))
-        return convolved(conv, x, (left, right), weights, bias, **others)
-
+    operands = Operands(
+        gains=shape((conv.inputs,), jnp.float32) if conv.normal else None,
+        residual=shape((conv.height, conv.width, conv.frames, conv.outputs), conv.dtype) if conv.residual else None,
+        scale=scaling,
+        shift=scaling,
+        carry=shape((2, conv.height, conv.width, conv.outputs), jnp.float32) if conv.carried else None,
+        first=shape((1,), jnp.int32) if conv.carried else None,
+        lead=shape((1,), jnp.int32) if conv.led else None,
+    )
     bias = shape((conv.outputs,), jnp.float32)
-    return call, [x, side, side, bias, *[weight] * conv.parts, *(more[key] for key in keys)]
+    shapes, tree = jax.tree.flatten((x, (side, side), [weight] * conv.parts, bias, operands))
+    return lambda *arrays: convolved(conv, *tree.unflatten(arrays)), shapes
 
 
 def trips(conv: Conv) -> tuple[int, ...]:

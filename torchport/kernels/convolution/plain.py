@@ -1,4 +1,4 @@
-"""The same convolution as `kernel`'s through XLA: for platforms without the kernel, and for sizes it does not take.
+"""What a convolution takes, and the convolution through XLA: for platforms and sizes that `kernel` does not take.
 
 It is one convolution of the frames, as if they were a batch of pictures, with three times as many channels out: one for
 each tap in time. These are added one and two frames later. On a CPU XLA's convolution in 3 dims takes three times as
@@ -9,6 +9,8 @@ Shapes: H rows, W columns, T frames, C channels in, D channels out.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,52 +18,79 @@ from jax import lax
 DIMS = ("NHWC", "HWIO", "NHWC")
 
 
+@dataclasses.dataclass(frozen=True)
+class ConvolutionRequest:
+    """What a caller asks of a convolution.
+
+    Attributes:
+        edges: Whether what is outside the video is its nearest row and column; otherwise it is 0.
+        chunked: Whether there are chunks of time before and after this one.
+        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+        zoom: How many rows and columns each of x becomes first.
+    """
+
+    edges: bool
+    chunked: bool = False
+    still: bool | None = None
+    zoom: int = 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a convolution may take beside its input, weights and bias; None: it does without.
+
+    Attributes:
+        gains: [C] of an RMSNorm that the input goes through first, and then SiLU.
+        residual: [H, W, T, D], added to the output.
+        scale: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end
+            where the input has them. Each of its rows and columns may be for several of the input's. The first column
+            and the last are those of the sides. It is 0 outside the video, and so is the shift.
+        shift: Like the scale.
+        carry: [2, H, W, D] float32, what the chunk before adds to the first two frames.
+        first: Whether there is no chunk before all the same, where that is known only when it runs.
+        lead: How many frames of the input count as 0, the norm's output too: int32 []. There may be fewer frames.
+    """
+
+    gains: jax.Array | None = None
+    residual: jax.Array | None = None
+    scale: jax.Array | None = None
+    shift: jax.Array | None = None
+    carry: jax.Array | None = None
+    first: jax.Array | None = None
+    lead: jax.Array | None = None
+
+
 def convolved(
+    request: ConvolutionRequest,
+    rows: bool,
     x: jax.Array,
     sides: tuple[jax.Array, jax.Array],
     weight: jax.Array,
     bias: jax.Array | None,
-    *,
-    edges: bool,
-    rows: bool,
-    gains: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    shift: jax.Array | None = None,
-    still: bool | None = None,
-    zoom: int = 1,
-    carry: jax.Array | None = None,
-    first: jax.Array | None = None,
-    lead: jax.Array | None = None,
+    operands: Operands,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the convolution [H, W, T, D] of x's dtype, and what it adds to the first two frames of the next chunk.
 
     Args:
-        x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `zoom`.
+        request: How it treats what is outside.
+        rows: Whether x has a row more at each end.
+        x: [H, W, T, C], or with `rows` [H + 2, W, T, C]; H and W divided by `request.zoom`.
         sides: The columns before and after it, [H, 1, T, C].
         weight: PyTorch's, [D, C, 3 or 1, 3, 3].
         bias: [D], or None.
-        edges: Whether what is outside is the nearest row; otherwise it is 0.
-        rows: Whether x has a row more at each end.
-        gains: [C] of an RMSNorm that the input goes through first, and then SiLU.
-        residual: [H, W, T, D], added to the output.
-        scale: float32, what x goes through first, and then SiLU: as `kernel.convolved` has it.
-        shift: Like the scale.
-        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-        zoom: How many rows and columns each of x becomes first.
-        carry: [2, H, W, D] float32, from the chunk before; None: there is none.
-        first: Whether there is no chunk before all the same.
-        lead: How many frames of the input count as 0, the norm's output too; None: none.
+        operands: What else it takes.
     """
     dtype, (outputs, inputs, taps) = x.dtype, weight.shape[:3]
-    x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), zoom, rows)
-    x = x if gains is None else activated(x, gains)
-    x = x if scale is None or shift is None else _scaled(x, scale, shift, rows)
+    x = _spread(jnp.concatenate([sides[0], x, sides[1]], axis=1), request.zoom, rows)
+    x = x if operands.gains is None else activated(x, operands.gains)
+    if operands.scale is not None and operands.shift is not None:
+        x = _scaled(x, operands.scale, operands.shift, rows)
     x = x.transpose(2, 0, 1, 3)
-    if lead is not None:
-        x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= lead, x, 0)
+    if operands.lead is not None:
+        x = jnp.where(jnp.arange(x.shape[0])[:, None, None, None] >= operands.lead, x, 0)
     if not rows:
-        x = jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)), mode="edge" if edges else "constant")
+        x = jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)), mode="edge" if request.edges else "constant")
     columns = weight.transpose(3, 4, 1, 2, 0).reshape(3, 3, inputs, taps * outputs)
     products = lax.conv_general_dilated(
         x, columns.astype(dtype), (1, 1), "VALID", dimension_numbers=DIMS, preferred_element_type=jnp.float32
@@ -69,10 +98,11 @@ def convolved(
     if taps == 1:
         out, after = products, jnp.zeros((2, *products.shape[1:]), jnp.float32)
     else:
-        out, after = _added(products, outputs, edges if still is None else still, carry, first)
+        still = request.edges if request.still is None else request.still
+        out, after = _added(products, outputs, still, operands.carry, operands.first)
     out = out.transpose(1, 2, 0, 3)
     out = out if bias is None else out + bias.astype(jnp.float32)
-    out = out if residual is None else out + residual.astype(jnp.float32)
+    out = out if operands.residual is None else out + operands.residual.astype(jnp.float32)
     return out.astype(dtype), after
 
 
