@@ -502,7 +502,7 @@ with torchport.applied(patches=["up"], paths=["."]):
         "attention = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)\n"
         "attention = torch.where(mask, attention, 0.0)",
         "Run the same with `--backend original`. If that has no NaN, a patch or a precision is wrong: see traps 2 "
-        "and 3 in MIGRATION_GUIDE.md. float16 overflows where bfloat16 does not.",
+        "and 3 in docs/traps.md. float16 overflows where bfloat16 does not.",
     ),
     "TP701": Example(
         "command",
@@ -538,7 +538,7 @@ with torchport.applied(patches=["up"], paths=["."]):
         "y = torch.where(torch.all(y == 0), y + 1, y)",
         "Paste the entry that the error ends with: a `rewrite` of the statement. Write its function, which returns the "
         "same without the value: with `torch.where`, from shapes, or from a setting. See traps 4 and 5 in "
-        "MIGRATION_GUIDE.md.",
+        "docs/traps.md.",
     ),
     "TP904": Example(
         "upstream",
