@@ -152,16 +152,16 @@ def poisoned(x, lengths, value):
     return jnp.where(valid[:, None, :, None], x, jnp.asarray(value, x.dtype))
 
 
-def assert_padding_is_not_read(call, dtype="float32", lengths=(5, 0, 13, 30), keys=30):
+def assert_padding_is_not_read(call, dtype="float32", lengths=(5, 0, 13, 30), sizes=(2, 17, 30, 16)):
     """Asserts that what lies beyond the lengths changes no bit, and that a length of 0 gives 0.
 
     Args:
         call: Takes q, k, v and lengths_B.
         dtype: Of the tokens.
         lengths: One for each sample; 0 among them.
-        keys: T.
+        sizes: H, S, T and D.
     """
-    q, k, v = tokens(0, len(lengths), 2, 17, keys, 16, dtype)
+    q, k, v = tokens(0, len(lengths), *sizes, dtype)
     lengths_B = jnp.asarray(lengths, jnp.int32)
     clean = numpy.asarray(call(q, poisoned(k, lengths, 0), poisoned(v, lengths, 0), lengths_B))
     assert numpy.isfinite(clean.astype(numpy.float32)).all()

@@ -1,5 +1,7 @@
 """The one door: what it chooses, what it refuses, and how it splits kernels over a mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy
@@ -11,7 +13,9 @@ from torchport.kernels.attention import dispatch
 from torchport.kernels.attention.dispatch import Context, attention, context
 from torchport.kernels.attention.tiles import Tile
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 SMALL = Tile(128, 256, 128)
+INTERPRETED = functools.partial(attention, implementation="splash_transposed", interpret=True, tile=SMALL)
 
 
 def drawn(batch=2, heads=4, queries=40, keys=40, size=16, dtype=jnp.float32, seed=0):
@@ -62,8 +66,18 @@ def test_a_tpu_kernel_runs_interpreted_and_agrees(implementation):
     q, k, v = drawn(batch=1, heads=2, queries=300, keys=300, size=64)
     lengths = jnp.asarray([270])
     options = {"tile": Tile(256, 256, 128), "interpret": True, "implementation": implementation}
-    output = attention(q, k, v, lengths=lengths, query_lengths=jnp.asarray([300]), **options)
+    run = jax.jit(functools.partial(attention, **options))
+    output = run(q, k, v, lengths=lengths, query_lengths=jnp.asarray([300]))
     assert error(output, q, k, v, lengths=numpy.asarray([270])) < 2e-5
+
+
+@pytest.mark.parametrize("implementation", ["splash", "splash_transposed"])
+def test_a_rehearsal_checks_a_call_of_a_kernel_and_computes_nothing(implementation):
+    q, k, v = drawn()
+    with context(Context(implementation, interpret=True, rehearse=True)):
+        program = jax.make_jaxpr(lambda: attention(q, k, v))()
+        assert (attention(q, k, v) == q).all()
+    assert "pallas_call" not in str(program)
 
 
 def test_padded_queries_come_out_0_in_self_attention_and_only_there():
@@ -176,13 +190,12 @@ def test_a_tile_that_does_not_fit_is_refused_with_its_bytes():
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_a_kernel_on_shards_equals_one_on_whole_arrays(with_lengths):
     q, k, v = drawn(batch=2, heads=4, queries=140, keys=140, size=64)
-    options = {"implementation": "splash_transposed", "interpret": True, "tile": SMALL}
     lengths = jnp.asarray([140, 33]) if with_lengths else None
-    whole = attention(q, k, v, lengths=lengths, **options)
+    whole = jax.jit(INTERPRETED)(q, k, v, lengths=lengths)
     kinds = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 1), ("dp", "sp", "tp"), axis_types=kinds, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        split = jax.jit(lambda q, k, v: attention(q, k, v, lengths=lengths, **options))(q, k, v)
+        split = jax.jit(INTERPRETED)(q, k, v, lengths=lengths)
     assert not split.sharding.is_fully_replicated
     # XLA fuses shards otherwise on a CPU: a rounding or two apart.
     assert float(jnp.abs(split - whole).max() / jnp.abs(whole).max()) < 1e-6
@@ -192,12 +205,12 @@ def test_few_keys_leave_queries_where_they_are():
     """Cross-attention to a text: sp splits the queries, also of heads that it does not divide."""
     q, k, v = drawn(batch=2, heads=3, queries=280, keys=20, size=64)
     lengths = jnp.asarray([20, 7])
-    options = {"implementation": "splash_transposed", "interpret": True, "tile": SMALL}
-    whole = attention(q, k, v, lengths=lengths, **options)
+    whole = jax.jit(INTERPRETED)(q, k, v, lengths=lengths)
+    assert error(whole, q, k, v, lengths=numpy.asarray(lengths)) < 2e-5
     kinds = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 4, 1), ("dp", "sp", "tp"), axis_types=kinds, devices=jax.devices()[:8])
     with jax.set_mesh(mesh):
-        split = jax.jit(lambda q, k, v: attention(q, k, v, lengths=lengths, **options))(q, k, v)
+        split = jax.jit(INTERPRETED)(q, k, v, lengths=lengths)
     assert split.sharding.shard_shape(split.shape) == (1, 3, 70, 64)
     assert float(jnp.abs(split - whole).max() / jnp.abs(whole).max()) < 1e-6
 

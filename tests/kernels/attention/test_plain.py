@@ -34,7 +34,7 @@ def attend(q, k, v, lengths_B=None, **options):
     )
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(cases(), st.sampled_from([1, 7, 16, 64]), st.sampled_from([1, 5, 16, 64]))
 def test_any_case_agrees_with_float64_for_any_blocks(case, block_q, block_kv):
     o = ATTENTION(*case.tokens(), **case.options(), block_q=block_q, block_kv=block_kv)
@@ -81,7 +81,7 @@ def test_called_alone_it_is_compiled_once():
     assert plain.attention._cache_size() == before + 1
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.integers(0, 99), st.sampled_from([(2, 3), (1, 3), (2, 1), (1, 1)]), st.booleans(), st.booleans())
 def test_a_mask_is_read_block_by_block(seed, sizes, boolean, with_lengths):
     q, k, v = tokens(seed, 2, 3, 21, 26, 8)

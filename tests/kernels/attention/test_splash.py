@@ -35,7 +35,7 @@ def attend(q, k, v, lengths_B=None, **options):
     return ATTENTION(q, k, v, **{**usual, **SMALL, **options})
 
 
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(cases(largest=300), st.sampled_from(["feature", "segments"]), st.booleans())
 def test_any_case_agrees_with_float64(case, padding, smooth_keys):
     o = ATTENTION(*case.tokens(), **case.options(), **SMALL, padding=padding, smooth_keys=smooth_keys)
@@ -66,9 +66,9 @@ def test_the_error_of_float32_is_at_most_four_times_eager_pytorchs(norm, common)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_further_feature_changes_no_bit_of_a_valid_score(dtype):
-    q, k, v = tokens(4, 1, 2, 128, 256, 16, dtype)
+    q, k, v = tokens(4, 2, 2, 128, 256, 16, dtype)
     everything = attend(q, k, v)
-    numpy.testing.assert_array_equal(attend(q, k, v, jnp.asarray([256], jnp.int32)), everything)
+    numpy.testing.assert_array_equal(attend(q, k, v, jnp.asarray([256, 256], jnp.int32)), everything)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,6 +14,7 @@ from torchport.kernels.attention import dispatch as attention
 from torchport.kernels.convolution import canvas, dispatch
 from torchport.kernels.convolution.plain import ConvolutionRequest
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 MESHES = [{}, {"sp": 8}, {"dp": 2, "sp": 4}]
 
 

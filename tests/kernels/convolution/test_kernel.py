@@ -14,6 +14,7 @@ from torchport.kernels.convolution.kernel import Conv
 from torchport.kernels.convolution.plain import ConvolutionRequest, Operands
 from torchport.plan.tpu import absent, cost
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
 BOUNDS = {1: 2e-2, 2: 2e-5, 3: 1e-6}
 """max|a - b| / max|b| by the number of parts; float32's own sums differ by 4e-7."""
 

@@ -1,5 +1,6 @@
 """The kernel of sums as plain JAX against float64, and its loops against what the TPU's compiler makes of it."""
 
+import jax
 import jax.numpy as jnp
 import numpy
 import pytest
@@ -10,12 +11,15 @@ from torchport.kernels.convolution import sums
 from torchport.kernels.convolution.sums import Sums
 from torchport.plan.tpu import absent, cost
 
+pytestmark = pytest.mark.usefixtures("plainly_compiled")
+SUMMED = jax.jit(sums.summed, static_argnums=0, static_argnames="interpret")
+
 
 @pytest.mark.parametrize("valid", [(3, 6), (2, 6), (3, 4), (0, 0)], ids=str)
 def test_differences_to_the_first_position_are_summed(valid):
     x = numpy.random.default_rng(0).normal(size=(3, 6, 8, 16)).astype("float32") + 1000
     call = Sums(3, 6, 8, 16, padded=valid != (3, 6))
-    near, total, squares = sums.summed(call, jnp.asarray(x), jnp.asarray(valid, jnp.int32), interpret=True)
+    near, total, squares = SUMMED(call, jnp.asarray(x), jnp.asarray(valid, jnp.int32), interpret=True)
     apart = (x.astype("float64") - x[0, 0])[: valid[0], : valid[1]]
     assert numpy.array_equal(near, x[0, 0])
     numpy.testing.assert_allclose(total, apart.sum((0, 1)), rtol=1e-6, atol=1e-5)
@@ -26,7 +30,7 @@ def test_a_row_is_added_some_columns_at_a_time():
     call = Sums(2, 40, 16, 128)
     assert call.together == 20 and sums.trips(call) == (2, 2)
     x = jnp.asarray(numpy.random.default_rng(0).normal(size=(2, 40, 16, 128)), jnp.bfloat16)
-    _, total, _ = sums.summed(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
+    _, total, _ = SUMMED(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
     wide = numpy.asarray(x, numpy.float64)
     numpy.testing.assert_allclose(total, (wide - wide[0, 0]).sum((0, 1)), rtol=1e-5, atol=1e-4)
 
