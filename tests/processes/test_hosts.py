@@ -101,9 +101,16 @@ def test_two_processes_make_what_one_makes(alone, tmp_path, root):
     assert str(outs[0] / "video.mp4") in said[0] and "video.mp4" not in said[1] and "compile" not in said[1]
 
 
-def test_a_plain_network_over_two_processes_makes_what_one_makes(tmp_path, monkeypatch, root):
-    """The same path with a network of two layers: its tensor-parallel axis crosses the processes."""
+@pytest.fixture
+def pack(tmp_path, monkeypatch):
+    """The pack of a plain network; its modules are forgotten afterwards."""
     pack = PlainPack(tmp_path, monkeypatch)
+    yield pack
+    pack.close()
+
+
+def test_a_plain_network_over_two_processes_makes_what_one_makes(pack, tmp_path, monkeypatch, root):
+    """The same path with a network of two layers: its tensor-parallel axis crosses the processes."""
     one, two, unused = (tmp_path / name for name in ("one", "two", "unused"))
     run(Request("plain", "small", "A cat", out=one, paths=(str(pack.root),)))
     words = ["-m", "torchport", "run", "--model", "plain", "--config", "small", "--prompt", "A cat"]
