@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 import click
 
 from torchport.errors import BadValueError, OutputError, StoppedError, TorchportError, printable
+from torchport.files.folder import refused
 from torchport.processes import path, watch
 
 log = logging.getLogger("torchport")
@@ -99,9 +100,7 @@ def _check(option: click.Parameter, value: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return  # each command says itself whether it has to be there
     except OSError as error:
-        excerpt = value if len(value) <= 80 else f"{value[:77]}..."
-        fact = f"The system refuses this path: {error.strerror}"
-        raise BadValueError(f"{name} {excerpt}", fact, "Name another") from error
+        raise refused(name, value, error) from error
 
 
 def say(text: str) -> None:

@@ -30,6 +30,12 @@ def as_named(path: Path) -> str:
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
+def refused(place: str, path: str, error: OSError) -> BadValueError:
+    """Returns the error of a path that the system does not take: it is too long, say, or a loop of links."""
+    excerpt = path if len(path) <= 80 else f"{path[:77]}..."
+    return BadValueError(f"{place} {excerpt}", f"The system refuses this path: {error.strerror}", "Name another")
+
+
 def has_file(path: Path) -> bool:
     """Returns whether there is such a file; a path that the system refuses, for its length, is none."""
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchport.errors import BadValueError, TorchportError
+from torchport.files.folder import refused
 from torchport.processes import path
 
 _BEGIN = "TORCHPORT_BEGIN"
@@ -45,9 +46,7 @@ def check(words: Sequence[str]) -> None:
             fact = "There is no such file"
             raise BadValueError(f"{place} {words[0]}", fact, "Name the script that is to run") from error
         except OSError as error:
-            excerpt = words[0] if len(words[0]) <= 80 else f"{words[0][:77]}..."
-            fact = f"The system refuses this path: {error.strerror}"
-            raise BadValueError(f"{place} {excerpt}", fact, "Name another") from error
+            raise refused(place, words[0], error) from error
 
 
 def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], variables: Mapping[str, str]) -> NoReturn:
