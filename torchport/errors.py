@@ -62,7 +62,7 @@ TorchportError
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.` Below that line
 an error of TP901 to TP906 has the frames of foreign code, and where it helps an entry to paste. Mistakes that are found
-together are one error, with a line for each. Their examples are in `commands/examples.py`.
+together are one error, with a line for each. Their examples are in `commands/examples.yaml`.
 """
 
 from __future__ import annotations

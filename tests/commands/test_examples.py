@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from torchport import load, patch, shard
 from torchport.__main__ import cli
-from torchport.commands.examples import EXAMPLES
+from torchport.commands.explain import LANGUAGES, examples
 from torchport.config import machine, parse_document, read_document, validated
 from torchport.config.card import Card, Job, Rule, check_job
 from torchport.config.pack import find_pack
@@ -30,6 +30,7 @@ from torchport.run.path import run
 from torchport.save import artefact
 from torchport.task import Request
 
+EXAMPLES = examples()
 NOT_PROVED = {
     "TP200": "a process that ends",
     "TP207": "a lock file",
@@ -54,13 +55,14 @@ def test_every_error_that_is_no_group_has_an_example():
 def test_an_example_can_be_read(key):
     example = EXAMPLES[key]
     assert example.wrong != example.right and example.cure.endswith((".", ")."))
-    for side in example.sides:
-        if side.language == "python":
-            ast.parse(side.text)
-        elif side.language == "sh":
-            assert commands(side.text) or key in ("TP504", "TP701"), "a line of torchport's"
+    for kind, text in example.sides:
+        language = LANGUAGES.get(kind, "python")
+        if language == "python":
+            ast.parse(text)
+        elif language == "sh":
+            assert commands(text) or key in ("TP504", "TP701"), "a line of torchport's"
         elif key not in ("TP101", "TP102"):  # YAML that cannot be read; the tests below read the right one
-            assert parse_document(side.text, "example.yaml").data
+            assert parse_document(text, "example.yaml").data
     ast.parse(example.upstream)
 
 
@@ -183,13 +185,14 @@ def try_port(example, side, folder, monkeypatch):
     """Runs a small port with the statements of an example, and with the patch that mends them."""
     monkeypatch.chdir(folder)
     port = SmallPort(folder, monkeypatch)
-    statements = side.text if side.kind == example.kind else example.wrong
+    kind, text = side
+    statements = text if kind == example.kind else example.wrong
     file, line = LINES[example.kind]
     indent = line[: len(line) - len(line.lstrip())]
     port.change(file, line, textwrap.indent(f"{statements}\n", indent) + line)
-    data = parse_document(side.text, "example.yaml").data if side.language == "yaml" else []
-    if side.kind == "card":
-        port.change("configs/models/small.yaml", "patches:\n  denoise: []", side.text)
+    data = parse_document(text, "example.yaml").data if LANGUAGES.get(kind) == "yaml" else []
+    if kind == "card":
+        port.change("configs/models/small.yaml", "patches:\n  denoise: []", text)
     elif data:
         entries = [{"id": "up.lowering", **copy.deepcopy(ENTRY), **item} for item in data]
         port.write("patches/up/mended.yaml", yaml.safe_dump(entries, sort_keys=False))
@@ -220,22 +223,23 @@ def attempt(root, tmp_path, monkeypatch):
 
     def attempt(key, side):
         example = EXAMPLES[key]
+        _, text = side
         world = World(tmp_path, monkeypatch) if example.kind in ("patch", "python") else None
         try:
             if example.kind in LINES:
                 try_port(example, side, tmp_path, monkeypatch)
             elif key == "TP110":
-                try_pack(side.text, root, tmp_path)
+                try_pack(text, root, tmp_path)
             elif example.kind == "job":
-                try_job(side.text, root)
+                try_job(text, root)
             elif example.kind == "rules":
-                try_rules(side.text)
+                try_rules(text)
             elif example.kind == "patch":
-                try_patch(side.text, example.upstream or UPSTREAM, world)
+                try_patch(text, example.upstream or UPSTREAM, world)
             elif example.kind == "python":
-                try_python(side.text, world)
+                try_python(text, world)
             elif example.kind == "code":
-                try_code(key, side.text, tmp_path)
+                try_code(key, text, tmp_path)
             else:
                 raise AssertionError(f"Nothing tries a '{example.kind}'")
         except TorchportError as error:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 import click
 
 from torchport import errors
 from torchport.commands import terminal
-from torchport.commands.examples import EXAMPLES
 from torchport.porting.scan.rules import RULES
 
 START = """\
@@ -22,6 +24,37 @@ traceback first.
 
 In the examples, `up` is the package that the patches change, and `some` is a model card. Fields that every patch must
 have, such as `why` and `fits`, are left out, and so is everything else that does not matter."""
+
+PLACES = {
+    "job": "in a config",
+    "card": "in a model card",
+    "rules": "as rules for the weights of a network",
+    "patch": "in a file of patches",
+    "python": "in Python",
+    "code": "in Python",
+    "command": "in a shell",
+    "family": "in a function of the family",
+    "forward": "in a network's `forward`",
+    "upstream": "in a module of upstream's",
+}
+LANGUAGES = {"job": "yaml", "card": "yaml", "rules": "yaml", "patch": "yaml", "command": "sh"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One error, provoked and mended: an entry of `examples.yaml`, where each field is explained."""
+
+    kind: str
+    wrong: str
+    right: str
+    cure: str
+    upstream: str = ""
+    right_kind: str = ""
+
+    @property
+    def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """The kind and the text of the wrong side and of the right one."""
+        return (self.kind, self.wrong), (self.right_kind or self.kind, self.right)
 
 
 @terminal.command("explain")
@@ -97,16 +130,25 @@ def _first_line(kind: type[errors.TorchportError]) -> str:
 
 
 def _example(key: str) -> list[str]:
-    if key not in EXAMPLES:
+    example = examples().get(key)
+    if example is None:
         return []
-    example = EXAMPLES[key]
     blocks = [("Upstream:", "python", example.upstream)] if example.upstream else []
-    for word, side in zip(("Wrong", "Right"), example.sides, strict=True):
-        blocks.append((f"{word}, {side.place}:", side.language, side.text))
+    for word, (kind, text) in zip(("Wrong", "Right"), example.sides, strict=True):
+        blocks.append((f"{word}, {PLACES[kind]}:", LANGUAGES.get(kind, "python"), text))
     return [
         *(f"{title}\n\n```{language}\n{text}\n```" for title, language, text in blocks),
         textwrap.fill(f"Cure: {example.cure}", 120, break_on_hyphens=False),
     ]
+
+
+@functools.cache
+def examples() -> dict[str, Example]:
+    """Returns the example of every error that is no group, by its id."""
+    import yaml  # `torchport --help` answers without it
+
+    text = Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8")
+    return {key: Example(**fields) for key, fields in yaml.safe_load(text).items()}
 
 
 def _nearest(key: str, known: list[str]) -> str:
