@@ -45,31 +45,23 @@ from torchport.source.modules import is_there, shown
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """What a stage of a card puts in force together.
+    """What a stage of a card puts in force together."""
 
-    Attributes:
-        names: The patches, as the card names them, and torchax's.
-        original: Those that the original needs too, beside all plumbing.
-        home: The highest folder of patches that the card sees.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: The patches, as the card names them, and torchax's.
+    #: Those that the original needs too, beside all plumbing.
     original: tuple[str, ...] = ()
-    home: Path | None = None
+    home: Path | None = None  #: The highest folder of patches that the card sees.
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckProcess:
-    """What is tried in one process.
+    """What is tried in one process."""
 
-    Attributes:
-        names: `upstream` or `upstream/file`, all of one upstream.
-        beside: The ids of patches of others, without which a stage could not import that upstream.
-        chosen: The folders whose patches are tried; None for all.
-    """
+    names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
+    #: The ids of patches of others, without which a stage could not import that upstream.
 
-    names: tuple[str, ...]
     beside: tuple[str, ...] = ()
+    #: The folders whose patches are tried; None for all.
     chosen: tuple[Path, ...] | None = None
 
 
@@ -122,11 +114,7 @@ def command(**given: Any) -> None:
 
 
 def report_of(flags: CheckFlags) -> Report:
-    """Returns what is found over what a command line names; over the packs of --path if it names nothing.
-
-    Raises:
-        ConfigError: It names what is not there.
-    """
+    """Returns what is found over what a command line names; over the packs of --path if it names nothing."""
     pack, report = find_pack(flags.paths), Report()
     checkout = None if flags.upstream_path is None else existing(flags.upstream_path)
     names, models = list(flags.names), [] if flags.model is None else [flags.model]
@@ -189,9 +177,6 @@ def check(
         called: Runs a model's tiny weights and returns what was not called.
         stages: What stages put in force together. An upstream is tried beside what such a stage needs to import it.
         chosen: The folders whose patches are tried; all of them if None.
-
-    Raises:
-        UnknownNameError: There are no patches of a name.
     """
     report = Report()
     groups = _groups(folders, static_check.known_names(folders, names), stages, report)
@@ -268,9 +253,6 @@ def require_applied(
         names: The upstreams.
         upstream_path: Where the upstream stands, if it is not installed.
         stages: What stages put in force together.
-
-    Raises:
-        UnsupportedError: The first patch that cannot be applied, and why.
     """
     for finding in check(folders, names, upstream_path, stages=stages).findings:
         if finding.step != "drift":

@@ -42,16 +42,11 @@ def command(a: Path, b: Path, floor: Path | None, as_json: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What the command prints.
+    """What the command prints."""
 
-    Attributes:
-        a: The first run.
-        b: How far the second one is from it.
-        floor: How far a run of the same job on another mesh is from it, if there is one.
-    """
-
-    a: FinishedRun
-    b: Distance
+    a: FinishedRun  #: The first run.
+    b: Distance  #: How far the second one is from it.
+    #: How far a run of the same job on another mesh is from it, if there is one.
     floor: Distance | None = None
 
     @property
@@ -79,10 +74,6 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
         a: The output folder of the first run.
         b: Of the second.
         floor: Of a run of A's job on another mesh.
-
-    Raises:
-        BadValueError: Two of the folders are one, or `floor` is no run of A's job on another mesh.
-        SaveError: A folder without a whole run, a damaged artefact, or videos of two sizes.
     """
     from torchport.verify import runs
 
@@ -98,11 +89,7 @@ def compare(a: Path, b: Path, floor: Path | None = None) -> Comparison:
 
 
 def _check_floor(a: FinishedRun, floor: FinishedRun) -> None:
-    """Refuses a run that is lossy, or differs from the first one in more than how it rounds, or in nothing.
-
-    Raises:
-        BadValueError: It is one.
-    """
+    """Refuses a run that is lossy, or differs from the first one in more than how it rounds, or in nothing."""
     from torchport.verify import runs
 
     lossy = runs.lossy(floor.manifests)

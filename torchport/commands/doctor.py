@@ -37,25 +37,16 @@ def command(paths: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        state: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
-        what: The thing that was examined.
-        fact: Its state, and for `bad` the remedy.
-    """
-
+    #: `ok`, `note` (worth knowing) or `bad` (a run would fail, or be wrong).
     state: State
-    what: str
-    fact: str
+    what: str  #: The thing that was examined.
+    fact: str  #: Its state, and for `bad` the remedy.
 
 
 def examine(paths: Sequence[str]) -> list[Diagnosis]:
-    """Returns a diagnosis of each thing; it changes nothing, and uses no network.
-
-    Args:
-        paths: The packs, as `--path` names them.
-    """
+    """Returns a diagnosis of each thing; it changes nothing, and uses no network."""
     pack = find_pack(paths)
     return [
         Diagnosis("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
@@ -170,12 +161,7 @@ def _checkpoints(pack: Pack) -> list[Diagnosis]:
 
 
 def bad_combinations(environment: dict[str, str] | os._Environ[str], tpu_kinds: list[str]) -> list[Diagnosis]:
-    """Returns combinations of settings that are known to fail or to compute wrong numbers.
-
-    Args:
-        environment: Environment variables.
-        tpu_kinds: What JAX calls this machine's TPUs.
-    """
+    """Returns combinations of settings that are known to fail or to compute wrong numbers."""
     findings = []
     flags = environment.get("LIBTPU_INIT_ARGS", "") + " " + environment.get("XLA_FLAGS", "")
     fusion = xla_flags.nan_pair(environment)

@@ -80,9 +80,6 @@ def section(key: str) -> str:
 
     Args:
         key: The error's id, or that of a finding of `torchport scan`, in letters of any case.
-
-    Raises:
-        UnknownNameError: No error and no finding has this id.
     """
     if key.upper() in RULES:
         return scan_section(key.upper())

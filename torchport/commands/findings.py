@@ -14,53 +14,33 @@ _CODES = {"TP207": DRIFT_EXIT_CODE, "TP203": 4, "TP204": 4, "TP206": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        id: The diagnostic id, as TP207.
-        place: `file:line`.
-        text: What is wrong and what to do, without the place.
-        patch: The entry's id, or empty for a whole file.
-        step: schema, card, job, targets, drift, apply, undo or called.
-        review: For drift, what accepting it would change in the lock file, as a unified diff.
-    """
-
-    id: str
-    place: str
-    text: str
-    patch: str
-    step: str
+    id: str  #: The diagnostic id, as TP207.
+    place: str  #: `file:line`.
+    text: str  #: What is wrong and what to do, without the place.
+    patch: str  #: The entry's id, or empty for a whole file.
+    step: str  #: schema, card, job, targets, drift, apply, undo or called.
+    #: For drift, what accepting it would change in the lock file, as a unified diff.
     review: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step that was tried on one patch or file, with or without a finding.
+    """One step that was tried on one patch or file, with or without a finding."""
 
-    Attributes:
-        place: `file:line`.
-        patch: The entry's id, or empty for a whole file.
-        step: As a finding's.
-        skipped: Why it was not tried after all; empty where it was.
-    """
-
-    place: str
-    patch: str
-    step: str
-    skipped: str = ""
+    place: str  #: `file:line`.
+    patch: str  #: The entry's id, or empty for a whole file.
+    step: str  #: As a finding's.
+    skipped: str = ""  #: Why it was not tried after all; empty where it was.
 
 
 @dataclasses.dataclass
 class Report:
-    """All that was found, and all that was tried.
+    """All that was found, and all that was tried."""
 
-    Attributes:
-        findings: What is wrong.
-        cases: What was tried.
-    """
-
-    findings: list[Finding] = dataclasses.field(default_factory=list)
-    cases: list[Case] = dataclasses.field(default_factory=list)
+    findings: list[Finding] = dataclasses.field(default_factory=list)  #: What is wrong.
+    cases: list[Case] = dataclasses.field(default_factory=list)  #: What was tried.
 
     def try_entry(self, entry: Entry, step: str, skipped: str = "") -> None:
         """Notes that a step of an entry is tried, or why it is not."""

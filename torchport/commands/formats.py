@@ -185,10 +185,6 @@ def check_file(file: Path, formats: Collection[str]) -> None:
     Args:
         file: The file.
         formats: The formats that the command can write.
-
-    Raises:
-        BadValueError: Its ending is none of theirs.
-        OutputError: It cannot be written.
     """
     endings = {ending: form for ending, form in ENDINGS.items() if form in formats}
     if file.suffix not in endings:

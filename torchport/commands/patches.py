@@ -108,11 +108,7 @@ def _row(entry: patch.Entry) -> dict[str, Any]:
 
 
 def details(folders: patch.Folders, key: str) -> dict[str, Any]:
-    """Returns everything about one entry.
-
-    Raises:
-        UnknownNameError: No entry has that id.
-    """
+    """Returns everything about one entry."""
     versions.installed.cache_clear()
     entries = {entry.id: entry for entry in entries_of(folders)}
     if key not in entries:
@@ -142,10 +138,6 @@ def lock(
         check_apply: Refuses upstreams, by name, on which their patches cannot be applied; called before anything is
             written.
         chosen: The folders whose locks are written; all of them if None.
-
-    Raises:
-        TargetError: An upstream is not installed.
-        UnknownNameError: There are no such patches in the folders whose locks are written.
     """
     from torchport.patch.source import drift  # reads upstreams' source, which listing does not wait for
 

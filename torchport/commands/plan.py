@@ -71,11 +71,6 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
         request: The job.
         flags: What is to be known of it.
         line: The command line itself, which the page names.
-
-    Raises:
-        BadValueError: Flags that do not go together.
-        OutputError: A file that cannot be written.
-        TorchportError: Whatever the job is refused for.
     """
     if flags.file is not None:
         folder.check_writable("--report", flags.file)

@@ -33,11 +33,7 @@ class ScanFlags:
     paths: tuple[str, ...]
 
     def form(self) -> str:
-        """Returns the format that is asked for on the terminal.
-
-        Raises:
-            BadValueError: Two are, or one beside `--emit`.
-        """
+        """Returns the format that is asked for on the terminal."""
         if self.as_json and self.as_sarif:
             raise BadValueError(
                 "--json --sarif", "They are two formats", "Leave one out, or write it to a file: --report"

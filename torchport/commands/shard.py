@@ -36,34 +36,25 @@ def show(**given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRow:
-    """One rule, and what it does on one device.
+    """One rule, and what it does on one device."""
 
-    Attributes:
-        component: Whose weights, inputs or modules it is for.
-        kind: `weights`, `inputs` or `activations`.
-        pattern: Its regular expression.
-        specs: The specs in use: one, or several if some tensors use `otherwise`. For inputs whose shapes are not known
-            beforehand, all specs in the order in which they are tried.
-        matches: How many tensors, or modules, it is the rule of.
-        bytes: Of the matched weights on each device; None if the sizes are not known beforehand.
-        notes: How many tensors use a fallback, whether they are gathered, whether they may be padded.
-    """
+    component: str  #: Whose weights, inputs or modules it is for.
+    kind: str  #: `weights`, `inputs` or `activations`.
+    pattern: str  #: Its regular expression.
+    #: The specs in use: one, or several if some tensors use `otherwise`. For inputs whose shapes are not known
 
-    component: str
-    kind: str
-    pattern: str
+    #: beforehand, all specs in the order in which they are tried.
     specs: tuple[str, ...]
-    matches: int
+    matches: int  #: How many tensors, or modules, it is the rule of.
+    #: Of the matched weights on each device; None if the sizes are not known beforehand.
     bytes: int | None
+    #: How many tensors use a fallback, whether they are gathered, whether they may be padded.
+
     notes: tuple[str, ...] = ()
 
 
 def request_of(model: str, config: str | None, strategy: str | None, paths: tuple[str, ...], **fields: Any) -> Request:
-    """Returns the request whose rules are shown: without a config, the published network on the strategy's own mesh.
-
-    Raises:
-        UnknownNameError: There is no such model or strategy.
-    """
+    """Returns the request whose rules are shown: without a config, the published network on the strategy's own mesh."""
     from torchport.config.pack import find_pack
     from torchport.task import Request
 
@@ -77,12 +68,7 @@ def request_of(model: str, config: str | None, strategy: str | None, paths: tupl
 
 
 def rule_rows(request: Request) -> list[RuleRow]:
-    """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read.
-
-    Raises:
-        ShardError: Whatever `run` refuses of rules, axes, heads and meshes; see `preflight`.
-        ConfigError: The model or the config.
-    """
+    """Returns every rule of the job's strategy, for all networks, from published shapes: no weights are read."""
     from torchport.compile import network
     from torchport.compile.in_force import in_force
     from torchport.task import accept

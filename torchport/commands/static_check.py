@@ -59,9 +59,6 @@ def check(
         names: `upstream` or `upstream/file`.
         upstream_path: Where the upstream stands, if it is not installed.
         chosen: The folders whose patches are checked; all of them if None.
-
-    Raises:
-        UnknownNameError: There are no patches of a name.
     """
     report = Report()
     versions.installed.cache_clear()
@@ -79,11 +76,7 @@ def with_entries(folders: patch.Folders) -> list[str]:
 
 
 def known_names(folders: patch.Folders, names: Sequence[str]) -> list[str]:
-    """Returns the names, or all upstreams if there are none.
-
-    Raises:
-        UnknownNameError: There are no patches of a name.
-    """
+    """Returns the names, or all upstreams if there are none."""
     known = patch.upstreams(folders)
     for name in names:
         if name.partition("/")[0] not in known:
@@ -104,9 +97,6 @@ def check_file(folders: patch.Folders, name: str, place: str) -> None:
         folders: The folders of patches, from the top.
         name: `upstream/file`.
         place: Where it is named.
-
-    Raises:
-        UnknownNameError: No folder has it.
     """
     upstream, _, file = name.partition("/")
     files = {other for root in _stack(folders) for other in _files(root, upstream)}
@@ -173,13 +163,7 @@ def _check_written(entry: patch.Entry, entries: Sequence[patch.Entry], report: R
 
 
 def is_needed(entry: patch.Entry, report: Report, probe: bool = True) -> bool | None:
-    """Returns whether an entry is to be applied here: False where its upstream is too old or new, None if not needed.
-
-    Args:
-        entry: The entry.
-        report: Takes the finding.
-        probe: Whether its probe is run.
-    """
+    """Returns whether an entry is to be applied here; None if it is not needed."""
     try:
         reason = versions.outcome(entry, probe)
     except UnsupportedError as error:
@@ -247,15 +231,7 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 
 
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
-    """Returns the findings over the model cards that are named; over all cards and configs if none is.
-
-    Args:
-        pack: Where they lie.
-        models: Names of cards.
-
-    Raises:
-        UnknownNameError: There is no card of a name.
-    """
+    """Returns the findings over the model cards that are named; over all cards and configs if none is."""
     report = Report()
     cards = read_cards(pack, models or {name for one in pack.checked for name in one.cards_here()}, report)
     for card, document in cards:
@@ -274,11 +250,7 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
 
 
 def read_cards(pack: Pack, models: Collection[str], report: Report) -> list[tuple[Card, Document]]:
-    """Returns those of the named cards that can be read; each other becomes a finding.
-
-    Raises:
-        UnknownNameError: There is no card of a name.
-    """
+    """Returns those of the named cards that can be read; each other becomes a finding."""
     cards = []
     for name in sorted(models):
         try:
@@ -391,13 +363,7 @@ def versions_fit(entry: patch.Entry) -> bool:
 
 
 def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
-    """Returns the components that a family's stages compile, from its source. None if the source does not show it.
-
-    Raises:
-        UnknownNameError: There is no such file.
-        ReplacementError: It lacks a name.
-        UnreadableError: It is not Python.
-    """
+    """Returns the components that a family's stages compile, from its source. None if the source does not show it."""
     check_call(card, document)
     if card.call is not None:
         return set(card.call.networks)
@@ -471,13 +437,7 @@ def _unfilled_entry(entry: patch.Entry, tree: ast.Module | None) -> Iterator[Rep
 
 
 def _unfilled_family(file: Path, tree: ast.Module, place: str) -> Iterator[ReplacementError]:
-    """Yields the refusal of a family whose functions are drafts.
-
-    Args:
-        file: Its file.
-        tree: The file's syntax.
-        place: Where a card names it.
-    """
+    """Yields the refusal of a family whose functions are drafts."""
     names = sorted(_unwritten(tree))
     if names:
         yield ReplacementError(place, f"'{as_named(file)}' is a draft: {', '.join(names)}", "Fill them in")

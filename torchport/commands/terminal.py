@@ -79,11 +79,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _check(option: click.Parameter, value: str) -> None:
-    """Refuses a value of a flag, or of an argument that is a path, if no command could use it.
-
-    Raises:
-        BadValueError: It is empty where it is no TEXT, is not Unicode, or is a path that the system refuses.
-    """
+    """Refuses a value of a flag, or of an argument that is a path, if no command could use it."""
     is_flag, kind = isinstance(option, click.Option), option.metavar or ""
     name = max(option.opts, key=len) if is_flag else option.human_readable_name
     try:

@@ -44,11 +44,7 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
 
 
 def request_of(model: str, config: str | None, **fields: Any) -> Request:
-    """Returns the job to trace: without a config, the card's demo.
-
-    Raises:
-        UnknownNameError: There is no such model.
-    """
+    """Returns the job to trace: without a config, the card's demo."""
     from torchport.config.pack import find_pack
     from torchport.task import Request
 

@@ -86,9 +86,6 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     Args:
         request: Of the port. Without a prompt it takes the card's own, which its tiny weights have.
         flags: What is verified.
-
-    Raises:
-        TorchportError: Flags that do not go together; whatever a run refuses.
     """
     _check(flags)
     from torchport.config.pack import find_pack
@@ -110,21 +107,13 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
 
 
 def write_report(file: Path, verification: Verification) -> None:
-    """Writes the report of a verification, in the format that the file's name ends with.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes the report of a verification, in the format that the file's name ends with."""
     with _named(f"--report {file}"):
         WRITERS[file.suffix](file, verification)
 
 
 def _make_folder(path: Path) -> None:
-    """Makes a capture's folder, before the original runs.
-
-    Raises:
-        OutputError: It cannot be made or written.
-    """
+    """Makes a capture's folder, before the original runs."""
     with _named(f"--capture {path}"):
         atomic.make_folder(path)
 
@@ -139,12 +128,7 @@ def _named(flag: str) -> Iterator[None]:
 
 
 def _check(flags: VerifyFlags) -> None:
-    """Refuses flags that do not go together, and a report that cannot be written.
-
-    Raises:
-        BadValueError: They do not; or the ending of no format.
-        OutputError: The report cannot be written.
-    """
+    """Refuses flags that do not go together, and a report that cannot be written."""
     if flags.capture is not None:
         others = {"--against": flags.against != "original", "--floor": flags.floor, "--report": flags.file}
         for flag in (flag for flag, given in others.items() if given):
@@ -210,11 +194,7 @@ WRITERS = {".html": _write_html, ".json": _write_json, ".sarif": _write_sarif}
 
 
 def _reference(against: str) -> Path | None:
-    """Returns the folder of `run:DIR`; None for the original.
-
-    Raises:
-        BadValueError: It is something else.
-    """
+    """Returns the folder of `run:DIR`; None for the original."""
     if against == "original":
         return None
     kind, _, name = against.partition(":")
@@ -224,11 +204,7 @@ def _reference(against: str) -> Path | None:
 
 
 def _steps(text: str) -> tuple[int, ...]:
-    """Returns the steps that `0,1,25` names, in order.
-
-    Raises:
-        BadValueError: It is something else.
-    """
+    """Returns the steps that `0,1,25` names, in order."""
     if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text) is None:
         raise BadValueError(f"--steps {text}", "It is no list of steps", "Write the numbers of steps, from 0: 0,1,25")
     return tuple(sorted({int(part) for part in text.split(",")}))

@@ -664,11 +664,6 @@ def check_job(job: Job, card: Card, document: Document, cards: Cards = ()) -> No
         card: The model's.
         document: The job's lines.
         cards: All cards, by name, which a refusal may name; read if there is one.
-
-    Raises:
-        BadValueError: Frames or sizes that the VAE cannot divide, or a dtype for what has no weights.
-        UnknownNameError: A strategy or an implementation that the card has not.
-        UnknownKeyError: A dtype for a component that the card has not, or a choice where it has one implementation.
     """
     mistakes = [*_job_mistakes(job, card, document), *_guider_mistakes(job, card, document, cards)]
     if mistakes:
@@ -791,12 +786,7 @@ def _dtype_mistakes(job: Job, card: Card, document: Document) -> Iterator[Torchp
 
 
 def check_call(card: Card, document: Document) -> None:
-    """Refuses a card whose family is made from it and lacks something for that, and `call` beside another family.
-
-    Raises:
-        MissingKeyError: There is no `pipeline` or no `call`.
-        UnknownKeyError: Nothing would read `call`.
-    """
+    """Refuses a card whose family is made from it and lacks something for that, and `call` beside another family."""
     if card.family != GENERIC:
         if card.call is not None:
             fact = f"'call' is for 'family: {GENERIC}', and the family is '{card.family}'"
@@ -817,11 +807,6 @@ def check_names(card: Card, networks: Collection[str], document: Document) -> No
         card: The card.
         networks: The components that the family's stages compile.
         document: The card's.
-
-    Raises:
-        UnknownKeyError: A section is named after a component of another kind: nothing would read it.
-        MissingKeyError: A network has no rules for its weights or inputs.
-        BadValueError: A file of one component in a checkpoint that a diffusers pipeline reads and writes.
     """
     mistakes = list(_name_mistakes(card, networks, document))
     if mistakes:

@@ -22,9 +22,6 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
     Args:
         checkout: What the card says of it.
         named: `--upstream-path`.
-
-    Raises:
-        UpstreamError: The flag is missing, names another upstream, or is set for a model that has no checkout.
     """
     if checkout is None:
         if named is not None:
@@ -51,15 +48,10 @@ def find(checkout: Checkout | None, named: str | None) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class Upstream:
-    """A checkout as manifests list it.
+    """A checkout as manifests list it."""
 
-    Attributes:
-        package: The package's name.
-        revision: Its commit.
-    """
-
-    package: str
-    revision: git.Revision
+    package: str  #: The package's name.
+    revision: git.Revision  #: Its commit.
 
     def row(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -70,23 +62,14 @@ class Upstream:
 
 
 def upstream(checkout: Checkout | None, folder: Path | None) -> Upstream | None:
-    """Returns what a checkout is at now, or None for a card whose upstreams are installed packages.
-
-    Args:
-        checkout: What the card says of it.
-        folder: What `find` returned.
-    """
+    """Returns what a checkout is at now, or None for a card whose upstreams are installed packages."""
     if checkout is None or folder is None:
         return None
     return Upstream(checkout.package, git.revision(_package(checkout, folder)))
 
 
 def existing(path: str | Path) -> Path:
-    """Returns the folder that `--upstream-path` names.
-
-    Raises:
-        UpstreamError: There is none.
-    """
+    """Returns the folder that `--upstream-path` names."""
     folder = expand_home(str(path))
     if not has_folder(folder):
         raise UpstreamError(f"--upstream-path {path}", "There is no such folder", "Name the upstream's checkout")

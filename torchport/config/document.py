@@ -40,18 +40,14 @@ class Frozen(pydantic.BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One YAML file as plain data, with the line of every value.
+    """One YAML file as plain data, with the line of every value."""
 
-    Attributes:
-        file: What errors call the file.
-        data: Mappings, lists, strings, numbers, booleans and None.
-        lines: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
-        flags: The flags of the command line that set a value, by the path of the value.
-    """
+    file: str  #: What errors call the file.
+    data: Any  #: Mappings, lists, strings, numbers, booleans and None.
+    #: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
 
-    file: str
-    data: Any
     lines: Mapping[Location, int]
+    #: The flags of the command line that set a value, by the path of the value.
     flags: Mapping[Location, str] = dataclasses.field(default_factory=dict)
 
     def line(self, location: Sequence[str | int]) -> int:
@@ -76,10 +72,6 @@ def read_document(file: Path, title: str | None = None) -> Document:
     Args:
         file: The file to read, UTF-8.
         title: What errors call it; its path by default.
-
-    Raises:
-        SyntaxYamlError: No file that can be read, not YAML, no UTF-8, tags, anchors, several documents.
-        DuplicateKeyError: One key twice in a mapping.
     """
     name = title or str(file)
     try:
@@ -223,11 +215,7 @@ def overridden(document: Document, override: str) -> Document:
 
 
 def validated(model: type[ModelT], document: Document) -> ModelT:
-    """Returns the document as a model.
-
-    Raises:
-        UnknownKeyError, MissingKeyError, WrongTypeError: Every mistake in the file, each with its line.
-    """
+    """Returns the document as a model."""
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
@@ -243,16 +231,12 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
 
 @dataclasses.dataclass(frozen=True)
 class _Mistake:
-    """One of pydantic's errors, by its path in the file.
+    """One of pydantic's errors, by its path in the file."""
 
-    Attributes:
-        error: Pydantic's.
-        path: Its location without the names that pydantic adds for alternatives.
-        alternatives: These names, by the path of the value that they are alternatives of.
-    """
-
-    error: Any
+    error: Any  #: Pydantic's.
+    #: Its location without the names that pydantic adds for alternatives.
     path: Location
+    #: These names, by the path of the value that they are alternatives of.
     alternatives: Mapping[Location, str]
 
     @property

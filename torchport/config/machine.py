@@ -16,20 +16,14 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A machine as a config names it: `v6e:2x4`, `cuda:8`, `cpu:8`.
+    """A machine as a config names it: `v6e:2x4`, `cuda:8`, `cpu:8`."""
 
-    Attributes:
-        name: As written.
-        platform: The JAX backend.
-        devices: How many JAX devices it has; a tpu7x chip holds two.
-        kinds: What JAX calls one such device (`device_kind`), any of these.
-        memory: Bytes of memory per device; None where it is not the chip's own.
-    """
-
-    name: str
-    platform: Platform
-    devices: int
+    name: str  #: As written.
+    platform: Platform  #: The JAX backend.
+    devices: int  #: How many JAX devices it has; a tpu7x chip holds two.
+    #: What JAX calls one such device (`device_kind`), any of these.
     kinds: tuple[str, ...] = ()
+    #: Bytes of memory per device; None where it is not the chip's own.
     memory: int | None = None
 
     @property
@@ -49,9 +43,6 @@ class Machine:
             place: Where the machine is written, for the error; by default the machine itself.
             remedy: What to do instead, for the error.
             fact: What is wrong, for the error.
-
-        Raises:
-            BadValueError: It is a machine of CPUs or GPUs.
         """
         if self.chip is None:
             raise BadValueError(place or f"machine {self.name}", fact, remedy)
@@ -64,41 +55,37 @@ HOST = Machine("the host", "cpu", 0)
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A kind of TPU chip and its limits, each for one JAX device.
+    """A kind of TPU chip and its limits, each for one JAX device."""
 
-    Attributes:
-        name: As a machine names it, `v6e`.
-        kinds: What JAX calls a device of it (`device_kind`), any of these.
-        memory: Bytes of HBM.
-        cores: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
-        vmem: Bytes of vector memory of one core.
-        clock: Hz; bundles that one core issues in a second.
-        bundle_flops: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
-        flops: Peak bfloat16 flop/s as published; `cores * bundle_flops * clock` within 0.3 %.
-        bandwidth: Bytes/s between HBM and the device, as published.
-        link: Bytes/s of one link to another chip, in one direction.
-        devices: JAX devices that a chip holds.
-
-    Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth (v6e's page, as revised, rounds
-    to 800e9 and 1600e9 for v5e and v6e).
-    `jax/_src/pallas/mosaic/tpu_info.py` of JAX 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %,
-    except for v5p's bandwidth, where it has 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one
-    of 4 units (v5e, v5p) is busy for 16 bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with
-    16 rows times 256 x 256. clock: that file's flops over `cores * bundle_flops`, rounded. link: the chips' pages, 400,
-    1200, 800 and 1200 GB/s a chip, both directions, over 4, 6, 4 and 6 ports.
-    """
-
-    name: str
+    name: str  #: As a machine names it, `v6e`.
+    #: What JAX calls a device of it (`device_kind`), any of these.
     kinds: tuple[str, ...]
-    memory: int
+    memory: int  #: Bytes of HBM.
     _: dataclasses.KW_ONLY
+    #: TensorCores that a device fuses, over which a `parallel` grid dimension is divided.
     cores: int = 1
-    vmem: int
-    clock: float
+    vmem: int  #: Bytes of vector memory of one core.
+    clock: float  #: Hz; bundles that one core issues in a second.
+    #: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
+
     bundle_flops: int
+    #: Peak bfloat16 flop/s as published; `cores * bundle_flops * clock` within 0.3 %.
     flops: float
-    bandwidth: float
-    link: float
+    bandwidth: float  #: Bytes/s between HBM and the device, as published.
+    link: float  #: Bytes/s of one link to another chip, in one direction.
+    #: JAX devices that a chip holds. Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth
+
+    #: (v6e's page, as revised, rounds to 800e9 and 1600e9 for v5e and v6e). `jax/_src/pallas/mosaic/tpu_info.py` of JAX
+
+    #: 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %, except for v5p's bandwidth, where it has
+
+    #: 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one of 4 units (v5e, v5p) is busy for 16
+
+    #: bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with 16 rows times 256 x 256. clock:
+
+    #: that file's flops over `cores * bundle_flops`, rounded. link: the chips' pages, 400, 1200, 800 and 1200 GB/s a
+
+    #: chip, both directions, over 4, 6, 4 and 6 ports.
     devices: int = 1
 
 
@@ -159,9 +146,6 @@ def parse_machine(name: str, place: str) -> Machine:
     Args:
         name: `<chip>:<topology>` for a TPU slice, `cuda:<n>`, or `cpu:<n>` for n virtual devices.
         place: Where it is written, for the error.
-
-    Raises:
-        BadValueError: Not such a name.
     """
     kind, _, shape = name.partition(":")
     if kind in ("cpu", "cuda") and re.fullmatch(r"[1-9]\d{0,3}", shape):

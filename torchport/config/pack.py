@@ -32,19 +32,14 @@ GROUP = "torchport.packs"
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """A folder with `patches/` or `configs/` in it. It sees the packs under it, and adds its names to theirs.
+    """A folder with `patches/` or `configs/` in it. It sees the packs under it, and adds its names to theirs."""
 
-    Attributes:
-        root: The folder.
-        name: What listings call it: its path, `package NAME`, or `torchport` for the shipped one.
-        under: The pack that lies under this one.
-        chosen: Whether `--path` or `TORCHPORT_PATH` names it.
-    """
+    root: Path  #: The folder.
+    #: What listings call it: its path, `package NAME`, or `torchport` for the shipped one.
 
-    root: Path
     name: str = "--path"
-    under: Pack | None = None
-    chosen: bool = False
+    under: Pack | None = None  #: The pack that lies under this one.
+    chosen: bool = False  #: Whether `--path` or `TORCHPORT_PATH` names it.
 
     @property
     def patches(self) -> Path:
@@ -95,11 +90,7 @@ class Pack:
         return self.highest(name)
 
     def highest(self, name: str) -> Pack:
-        """Returns the highest pack with a file, by its path in a pack.
-
-        Raises:
-            TakenNameError: It takes the name of another one under it, and does not say so.
-        """
+        """Returns the highest pack with a file, by its path in a pack."""
         home, *lower = [pack for pack in self.layers() if os.path.lexists(pack.root / name)]
         if lower:
             document = home.read(home.root / name)
@@ -122,7 +113,6 @@ class Pack:
         Raises:
             UnknownNameError: No card has this name.
             ConfigError: The card has a mistake, by file and line.
-            TakenNameError: It has the name of another one under it, and does not say so.
         """
         from torchport.config.card import Card
 
@@ -159,9 +149,6 @@ class Pack:
         Args:
             card: The model card.
             place: Where the card names it, for the error.
-
-        Raises:
-            UnknownNameError: There is no such file.
         """
         layers = list(self.home(card.model).layers())
         for pack in layers:
@@ -185,7 +172,6 @@ class Pack:
         Raises:
             UnknownNameError: No such file.
             ConfigError: The file or an override has a mistake.
-            TakenNameError: It has the name of another one under it, and does not say so.
         """
         from torchport.config.card import Job
 
@@ -229,9 +215,6 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
 
     Args:
         paths: The folders that `--path` names, the highest first.
-
-    Raises:
-        DataFolderError: A folder has neither `patches/` nor `configs/`, or the shipped one is not there.
     """
     shipped = _shipped()
     packs = [*_named("--path", paths)]

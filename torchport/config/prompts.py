@@ -26,11 +26,7 @@ DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{number}" for name in ("COM", "
 
 
 def _name(text: str) -> str:
-    """Returns the name of a folder, which every system can have and no command takes for a flag.
-
-    Raises:
-        ValueError: It is none, or one that leads elsewhere.
-    """
+    """Returns the name of a folder, which every system can have and no command takes for a flag."""
     if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or len(text.encode("utf-8", "replace")) > LONGEST_NAME:
         raise ValueError("It must be the name of one folder in --out: no slash, and no dot in front")
     bad = next((letter for letter in text if not letter.isprintable() or letter in '<>:"|?*'), None)
@@ -72,17 +68,11 @@ class Prompt(Frozen):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line, with what errors and folders call it.
+    """A line, with what errors and folders call it."""
 
-    Attributes:
-        prompt: What it says.
-        place: `file:line`.
-        name: Of the video's folder in `--out`.
-    """
-
-    prompt: Prompt
-    place: str
-    name: str
+    prompt: Prompt  #: What it says.
+    place: str  #: `file:line`.
+    name: str  #: Of the video's folder in `--out`.
 
     def sizes(self) -> tuple[str, ...]:
         """Returns the sizes that the line has of its own, as overrides of a config."""
@@ -91,11 +81,7 @@ class Line:
 
 
 def read_prompts(file: Path) -> list[Line]:
-    """Returns the lines of a file of prompts; blank ones are left out.
-
-    Raises:
-        ConfigError: Every mistake in the file, each with its line.
-    """
+    """Returns the lines of a file of prompts; blank ones are left out."""
     try:
         text = folder.text(file)
     except OSError as error:

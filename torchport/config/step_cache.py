@@ -34,9 +34,6 @@ class _Kind(Frozen, abc.ABC):
     def computed(self, steps: int) -> tuple[int, ...]:
         """Returns the steps that compute all blocks, from 0.
 
-        Args:
-            steps: The job's number of steps.
-
         Raises:
             BadValueError: The fields do not suit it.
         """
@@ -174,9 +171,6 @@ def computed_by(cache: _Kind, steps: int, begins: int) -> tuple[int, ...]:
         cache: The cache.
         steps: The job's number of steps.
         begins: The network's first step; 0 for a network that has all steps.
-
-    Raises:
-        BadValueError: The cache's fields do not suit the number of steps.
     """
     return tuple(sorted({*cache.computed(steps), begins}))
 

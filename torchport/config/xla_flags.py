@@ -65,21 +65,12 @@ class FlagTable(Frozen):
 
 @functools.cache
 def sets() -> dict[str, FlagSet]:
-    """Returns the sets that the package ships, by name.
-
-    Raises:
-        ConfigError: The file has a mistake, by its line.
-    """
+    """Returns the sets that the package ships, by name."""
     return validated(FlagTable, read_document(FILE, FILE.name)).sets
 
 
 def set_of(name: str, machine: Machine) -> FlagSet:
-    """Returns a set by its name.
-
-    Raises:
-        UnknownNameError: There is none of this name.
-        BadValueError: It is for machines of another kind, whose compiler would not know its flags.
-    """
+    """Returns a set by its name."""
     if name not in sets():
         raise UnknownNameError(f"--xla-flags {name}", "There is no such set of flags", nearest(name, sets()), name=name)
     chosen = sets()[name]
@@ -92,16 +83,7 @@ def set_of(name: str, machine: Machine) -> FlagSet:
 
 
 def added(name: str, chosen: FlagSet, environment: Mapping[str, str]) -> str:
-    """Returns the value that a set gives its environment variable: what is there already, and its flags.
-
-    Args:
-        name: The set's.
-        chosen: The set.
-        environment: The environment as it is.
-
-    Raises:
-        BadValueError: A flag is set there to another value; or together they have the pair that makes NaN.
-    """
+    """Returns the value that a set gives its environment variable: what is there already, and its flags."""
     own = environment.get(chosen.variable, "").split()
     for text in chosen.texts:
         key = text.partition("=")[0]

@@ -27,11 +27,7 @@ _NO_LOCKS_HERE = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk.
-
-    Raises:
-        OutputError: The folder cannot be written, or is full. Nothing is left behind, and an older file stays.
-    """
+    """Gives a temporary path beside `file`, and renames it to `file` once it is complete and on the disk."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=file.suffix, dir=file.parent)
@@ -80,30 +76,18 @@ def unwritable(file: Path, error: OSError) -> OutputError:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes JSON, whole or not at all."""
     write_text(file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Writes UTF-8 text, whole or not at all.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes UTF-8 text, whole or not at all."""
     with writing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def remove(*files: Path) -> None:
-    """Removes files, in this order; one that is not there is no error.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Removes files, in this order; one that is not there is no error."""
     for file in files:
         try:
             file.unlink(missing_ok=True)
@@ -112,11 +96,7 @@ def remove(*files: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the output folder, and tests that it can be written before hours are spent.
-
-    Raises:
-        OutputError: It cannot be made or written.
-    """
+    """Makes the output folder, and tests that it can be written before hours are spent."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
@@ -131,9 +111,6 @@ def locked(folder: Path) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, however it ends. It is on the folder itself: that of `filelock`
     is on a file, which would stay in the folder.
-
-    Raises:
-        OutputError: Another run writes to it.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -48,11 +48,7 @@ def is_off() -> bool:
 
 
 def make(path: Path) -> Path:
-    """Returns a folder of the cache, made with every missing one above it for its owner alone (0700).
-
-    Raises:
-        OutputError: It cannot be made.
-    """
+    """Returns a folder of the cache, made with every missing one above it for its owner alone (0700)."""
     try:
         for part in (*reversed(path.parents), path):
             # mkdir's own `parents` would make those above by the umask, which may let the group write.
@@ -65,12 +61,7 @@ def make(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path, pattern: str) -> None:
-    """Removes half-written folders of the cache that are older than `ABANDONED`: their writers have died.
-
-    Args:
-        path: The folder that they lie in.
-        pattern: Of their names.
-    """
+    """Removes half-written folders of the cache that are older than `ABANDONED`: their writers have died."""
     for folder in path.glob(pattern):
         # Another run may remove it at the same time. A folder that cannot be removed does no harm.
         with contextlib.suppress(OSError):
@@ -100,11 +91,7 @@ def check_trusted(path: Path) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    """Refuses a file or folder of the cache that is not this user's, or that others can write.
-
-    Raises:
-        BadValueError: Another user owns it, or others can write it.
-    """
+    """Refuses a file or folder of the cache that is not this user's, or that others can write."""
     if status.st_uid != os.geteuid():
         fact = f"User {status.st_uid} owns it, and what is loaded from the cache is run as user {os.geteuid()}"
         raise BadValueError(str(path), fact, f"Remove it, {INSTEAD}", owner=status.st_uid)

@@ -10,11 +10,7 @@ from torchport.errors import BadValueError, OutputError
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns a path, if it leads to a place inside a folder and no link leads out of it.
-
-    Raises:
-        BadValueError: A link leads out.
-    """
+    """Returns a path, if it leads to a place inside a folder and no link leads out of it."""
     # Unlike `Path.resolve`, this does not fail on a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise BadValueError(
@@ -79,9 +75,6 @@ def check_writable(flag: str, file: Path) -> None:
     Args:
         flag: The flag that names it.
         file: The file; this does not change it.
-
-    Raises:
-        OutputError: It is a folder, a pipe or a device, lies in no folder, or cannot be written.
     """
     if (file.exists() and not file.is_file()) or not file.absolute().parent.is_dir():
         fact = "It is no file, or lies in no folder"

@@ -43,16 +43,12 @@ SCHEDULED = "*after_codegen.txt"
 
 @dataclasses.dataclass(frozen=True)
 class StageNetwork:
-    """A stage's network, and all that its verb calls it with, before anything is lowered.
+    """A stage's network, and all that its verb calls it with, before anything is lowered."""
 
-    Attributes:
-        program: The network on the mesh, its weights shapes alone.
-        called: Each set of shapes it is called with, in the order of first calls.
-        kernels: Calls of attention and of kernels beside it; more with every lowering.
-    """
-
-    program: compile.Compiled
+    program: compile.Compiled  #: The network on the mesh, its weights shapes alone.
+    #: Each set of shapes it is called with, in the order of first calls.
     called: list[recorder.NetworkCall]
+    #: Calls of attention and of kernels beside it; more with every lowering.
     kernels: list[dispatch.Traced | dispatch.Pass]
 
 
@@ -65,10 +61,6 @@ def outlined(task: Task, stage: family.Stage, devices: Any, bounded: bool = True
         stage: One with a network whose inputs' shapes are known beforehand (`Stage.like`).
         devices: Of the machine, or of a topology.
         bounded: Whether scores lie within the bounds that the card names.
-
-    Raises:
-        BadValueError: The stage has no network, or does not say what its inputs are like.
-        LoadError: A LoRA file that is here does not fit.
     """
     if stage.network is None or stage.like is None:
         raise BadValueError(f"--stage {stage.name}", "Its inputs are not known beforehand", "Plan the stage 'denoise'")
@@ -96,10 +88,6 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     """Refuses a LoRA file of a stage's network that is here and would be refused when it is loaded.
 
     Merged weights have the same shapes, so nothing else of a plan depends on it.
-
-    Raises:
-        CheckpointBrokenError, CheckpointForeignError: A file, a key or a shape that does not fit.
-        DeadRuleError: A rule of the card that names no layer.
     """
     name = str(stage.network)
     layout = network.layout(task, name)
@@ -155,35 +143,22 @@ class DeviceBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What is known of a program beside its text, which is in the dump.
+    """What is known of a program beside its text, which is in the dump."""
 
-    Attributes:
-        memory: Its bytes, or what does not fit.
-        inputs: The shapes that the verb calls it with, by name.
-        times: How often the verb does.
-        steps: The denoising steps of all the verb's calls; 1 for another stage.
-        flops: Of one run, on the whole slice.
-        borders: Bytes of what the network's units get and return in one run, as upstream computes it.
-        calls: Calls of attention.
-        passes: Of each kernel beside attention the call that moves most.
-        spots: Where the mesh's devices are, in its order.
-        dump: The name of its file in the dump; None where there is none.
-        trace_s: Seconds of tracing.
-        compile_s: Seconds of compiling.
-    """
-
-    memory: DeviceBytes | Overflow
-    inputs: dict[str, list[int]]
-    times: int
-    steps: int
-    flops: int
+    memory: DeviceBytes | Overflow  #: Its bytes, or what does not fit.
+    inputs: dict[str, list[int]]  #: The shapes that the verb calls it with, by name.
+    times: int  #: How often the verb does.
+    steps: int  #: The denoising steps of all the verb's calls; 1 for another stage.
+    flops: int  #: Of one run, on the whole slice.
+    #: Bytes of what the network's units get and return in one run, as upstream computes it.
     borders: int
-    calls: list[dispatch.Traced]
+    calls: list[dispatch.Traced]  #: Calls of attention.
+    #: Of each kernel beside attention the call that moves most.
     passes: list[dispatch.Pass]
-    spots: list[grid.Spot]
-    dump: str | None
-    trace_s: float
-    compile_s: float
+    spots: list[grid.Spot]  #: Where the mesh's devices are, in its order.
+    dump: str | None  #: The name of its file in the dump; None where there is none.
+    trace_s: float  #: Seconds of tracing.
+    compile_s: float  #: Seconds of compiling.
 
     def holding(self, held: int) -> CompiledProgram:
         """Returns the same, with so many bytes on each device beside it."""
@@ -304,7 +279,6 @@ def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any
 
     Raises:
         VmemError: A kernel's tile does not fit the chip's vector memory.
-        TopologyError: The compiler refuses the program for another reason.
     """
     try:
         program = lowered.compile()
@@ -339,11 +313,6 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[Co
         stage: Its name.
         folder: For the dump; it is made.
         bounded: Whether scores lie within the bounds that the card names.
-
-    Raises:
-        TopologyError: The process stopped without a word.
-        OutputError: The folder cannot be made, or holds a dump already.
-        TorchportError: Whatever it refuses.
     """
     dump = folder.resolve()
     if any(dump.glob(SCHEDULED)):
@@ -361,11 +330,7 @@ def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[Co
 
 
 def _environment(task: Task, dump: Path) -> dict[str, str]:
-    """Returns the variables of a process that compiles a task, the request's compiler flags among them.
-
-    Raises:
-        BadValueError: A flag contradicts the environment.
-    """
+    """Returns the variables of a process that compiles a task, the request's compiler flags among them."""
     variables, name = absent.compiling(dump), task.request.execution.xla_flags
     if name is None:
         return variables

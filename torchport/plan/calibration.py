@@ -38,11 +38,7 @@ class Calibration(Frozen):
 
 
 def read(file: Path) -> Calibration:
-    """Returns a calibration.
-
-    Raises:
-        ConfigError: The file has a mistake, by its line.
-    """
+    """Returns a calibration."""
     return validated(Calibration, read_document(file, file.name))
 
 
@@ -53,23 +49,13 @@ def shipped() -> Calibration | None:
 
 
 def calibrated(parts: Parts[float], by: Calibration | None) -> float:
-    """Returns a model's seconds: attention as it is, all else divided by the factor, if there is one.
-
-    Args:
-        parts: Of the step, before any factor.
-        by: The calibration, if there is one.
-    """
+    """Returns a model's seconds: attention as it is, all else divided by the factor, if there is one."""
     rest = parts.other_s + parts.communication_s
     return parts.attention_s + (rest if by is None else rest / by.factor)
 
 
 def said(by: Calibration | None, versions: Mapping[str, str]) -> str:
-    """Returns what a plan says of the factor among its assumptions.
-
-    Args:
-        by: The calibration, if there is one.
-        versions: Those of this plan.
-    """
+    """Returns what a plan says of the factor among its assumptions."""
     if by is None:
         return "uncalibrated"
     factor = f"factor {by.factor:.3g} for all but attention"

@@ -345,11 +345,7 @@ class JobPlan(Figure):
         return sum(arguments for arguments, _ in known) + max(peak - arguments for arguments, peak in known)
 
     def stage(self, name: str) -> StagePlan:
-        """Returns the figures of a stage.
-
-        Raises:
-            BadValueError: It was not compiled.
-        """
+        """Returns the figures of a stage."""
         stage = self.stages[name]
         if isinstance(stage, StageLeftOut):
             raise BadValueError(f"stage {name}", "It was not compiled", stage.why)

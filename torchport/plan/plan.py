@@ -70,12 +70,6 @@ def plan(
         stages: Those to compile, each in a process of its own, one after the other: a compiler takes gigabytes. By
             default those that denoise, and all others with a network whose inputs are known beforehand; `all` is every
             one with a network.
-
-    Raises:
-        BadValueError: The machine is no TPU, or nothing of a stage is compiled.
-        TopologyError: No libtpu, no such slice, or a program that the compiler refuses.
-        OutputError: The folder has a dump already, or cannot be written.
-        TorchportError: Whatever the job is refused for; see `task.accept`.
     """
     return of_task(accept(on_slice(request, topology_name), dry=True), keep, bounded, stages)
 
@@ -126,11 +120,7 @@ def _announced(stages: Sequence[str]) -> Iterator[str]:
 
 
 def require_tpu(machine: Machine) -> Chip:
-    """Returns the chip of a slice that a plan is for.
-
-    Raises:
-        BadValueError: The machine is no TPU.
-    """
+    """Returns the chip of a slice that a plan is for."""
     return machine.require_tpu(
         remedy="Name a slice with --topology v6e:2x4", fact="It is no TPU, and a plan is for one"
     )

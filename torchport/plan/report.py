@@ -147,11 +147,7 @@ def overflow_line(finding: Overflow) -> str:
 
 
 def write(file: Path, job: JobPlan, command: str) -> None:
-    """Writes a plan as a page; an older file gives way, once the new one is complete.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes a plan as a page; an older file gives way, once the new one is complete."""
     atomic.write_text(file, page_of(job, command))
 
 

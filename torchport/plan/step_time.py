@@ -40,24 +40,17 @@ _MOVED = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-a
 
 @dataclasses.dataclass(frozen=True)
 class ProgramTime:
-    """A compiled program on a slice, with the times that its compiler does not estimate.
+    """A compiled program on a slice, with the times that its compiler does not estimate."""
 
-    Attributes:
-        program: As the compiler scheduled it.
-        machine: The slice.
-        spots: Where the mesh's devices are, in its order.
-        calls: The calls of attention, as they were traced: once where blocks are stacked.
-        passes: Seconds of one call of each kernel beside attention, by its name.
-        flops: Of one run, on the whole slice.
-        denoises: Whether it is a network of blocks, as those that denoise are.
-    """
-
-    program: hlo.HloProgram
-    machine: Machine
-    spots: Sequence[grid.Spot]
+    program: hlo.HloProgram  #: As the compiler scheduled it.
+    machine: Machine  #: The slice.
+    spots: Sequence[grid.Spot]  #: Where the mesh's devices are, in its order.
+    #: The calls of attention, as they were traced: once where blocks are stacked.
     calls: Sequence[Attention]
+    #: Seconds of one call of each kernel beside attention, by its name.
     passes: dict[str, float]
-    flops: int
+    flops: int  #: Of one run, on the whole slice.
+    #: Whether it is a network of blocks, as those that denoise are.
     denoises: bool = True
 
     @property
@@ -193,9 +186,6 @@ def program_time(
         compiled: What is known of the program beside its text.
         program: Its text, as the compiler scheduled it.
         denoises: Whether it is of a stage that denoises.
-
-    Raises:
-        TopologyError: A kernel does not compile alone.
     """
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {one.kernel: cost.pass_seconds(one, task.machine) for one in compiled.passes}

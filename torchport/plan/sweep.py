@@ -64,20 +64,15 @@ class SweepRow:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The plans of all choices.
+    """The plans of all choices."""
 
-    Attributes:
-        model: The model card's name.
-        machine: The slice.
-        planned: Choices with their plans, the fastest first; those that do not fit come last.
-        failed: Choices whose plan was refused, with the refusal.
-        skipped: Choices that no plan was made for, with the reason.
-    """
-
-    model: str
-    machine: str
+    model: str  #: The model card's name.
+    machine: str  #: The slice.
+    #: Choices with their plans, the fastest first; those that do not fit come last.
     planned: list[tuple[SweptMesh, JobPlan]]
+    #: Choices whose plan was refused, with the refusal.
     failed: list[tuple[SweptMesh, TorchportError]]
+    #: Choices that no plan was made for, with the reason.
     skipped: list[tuple[SweptMesh, TorchportError]]
 
 
@@ -96,10 +91,6 @@ def sweep(
         keep: A folder for the compiler's dumps, a folder in it for each plan.
         bounded: As `plan` takes it.
         count: How many compilations at once; by default as many as there is room for.
-
-    Raises:
-        BadValueError: The machine is no TPU, or an override says what is swept.
-        ConfigError: The model or the config.
     """
     swept = [override for override in request.overrides if override.partition("=")[0].split(".")[0].strip() in SWEPT]
     if swept:

@@ -35,16 +35,13 @@ class Drawn:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the findings that no patch covers.
+    """What became of the findings that no patch covers."""
 
-    Attributes:
-        written: The patches that were drafted.
-        there: The ids of patches that the folder has already.
-        left: Findings that no draft is for, each with the reason.
-    """
-
+    #: The patches that were drafted.
     written: list[patch.DraftedPatch] = dataclasses.field(default_factory=list)
+    #: The ids of patches that the folder has already.
     there: list[str] = dataclasses.field(default_factory=list)
+    #: Findings that no draft is for, each with the reason.
     left: list[tuple[ScanFinding, str]] = dataclasses.field(default_factory=list)
 
 
@@ -56,10 +53,6 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
         path: The codebase.
         out: The folder of the pack.
         paths: The packs whose patches count.
-
-    Raises:
-        OutputError: The folder is an upstream's, or cannot be written.
-        ConfigError: A file that is there has a mistake.
     """
     root = _search_folder(path, report)
     outcome = Outcome()
@@ -72,11 +65,7 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
 
 
 def home_of(report: ScanReport, path: Path, out: Path) -> Home:
-    """Returns the folder of the pack; the codebase must be on the search path.
-
-    Raises:
-        OutputError: It is an upstream's, or cannot be written.
-    """
+    """Returns the folder of the pack; the codebase must be on the search path."""
     modules = {one.target.partition(":")[0] for one in report.findings if one.target}
     packages = {name.partition(".")[0] for name in modules}
     found = [folder_of(name) for name in sorted(packages)]
@@ -156,11 +145,7 @@ def _stub(findings: Sequence[ScanFinding]) -> Drawn:
 
 
 class _Names:
-    """File names of drafts: a module's last name, or more of it where two modules share that.
-
-    Args:
-        targets: The targets of all drafts.
-    """
+    """File names of drafts: a module's last name, or more of it where two modules share that."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         every = dict.fromkeys(targets)

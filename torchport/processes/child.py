@@ -39,15 +39,10 @@ class ChildStoppedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a process that left no answer.
+    """The end of a process that left no answer."""
 
-    Attributes:
-        code: Its exit code; of one that was killed, minus the signal's number.
-        stderr: All that it wrote there.
-    """
-
-    code: int
-    stderr: str
+    code: int  #: Its exit code; of one that was killed, minus the signal's number.
+    stderr: str  #: All that it wrote there.
 
     def __str__(self) -> str:
         """Returns a clause that follows the process's name, as "ended with exit code 7 and said: nothing"."""
@@ -90,7 +85,6 @@ def call(
 
     Raises:
         TorchportError: What the function refuses, with its culprit; what `ended` returns.
-        ChildStoppedError: The process was ended by `stop`.
     """
     root = str(Path(__file__).resolve().parents[2])
     trusted = path.trusted(sys.path)

@@ -21,18 +21,14 @@ _LINK, _SUBMODULE = "120000", "160000"
 
 @dataclasses.dataclass(frozen=True)
 class Revision:
-    """The version of a package that is a checkout.
+    """The version of a package that is a checkout."""
 
-    Attributes:
-        commit: The commit's hash, 40 or 64 hexadecimal digits. None if it has none.
-        dirty: Whether a file of the package differs from the commit, or is gone. Files that git does not know do not
-            count.
-        reason: Why it has no commit.
-    """
-
+    #: The commit's hash, 40 or 64 hexadecimal digits. None if it has none.
     commit: str | None
+    #: Whether a file of the package differs from the commit, or is gone. Files that git does not know do not count.
+
     dirty: bool = False
-    reason: str = ""
+    reason: str = ""  #: Why it has no commit.
 
     def __str__(self) -> str:
         if self.commit is None:

@@ -32,27 +32,17 @@ PIECE = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How a process finds the others; without an address JAX asks the cluster that it runs in.
+    """How a process finds the others; without an address JAX asks the cluster that it runs in."""
 
-    Attributes:
-        coordinator: `host:port` of the first process.
-        processes: How many there are.
-        process: Which of them this is, from 0.
-    """
-
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
+    coordinator: str | None = None  #: `host:port` of the first process.
+    processes: int | None = None  #: How many there are.
+    process: int | None = None  #: Which of them this is, from 0.
 
 
 def cluster_of(
     distributed: bool, coordinator: str | None, processes: int | None, process: int | None
 ) -> Cluster | None:
-    """Returns the cluster that the flags name; None without a flag, for a run of one process.
-
-    Raises:
-        BadValueError: Flags that contradict each other, are not all there, or are no address and number.
-    """
+    """Returns the cluster that the flags name; None without a flag, for a run of one process."""
     flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     names = [flag for flag, value in flags.items() if value is not None]
     if distributed and names:
@@ -112,9 +102,6 @@ def joined(cluster: Cluster | None) -> Iterator[Watch]:
 
     Yields:
         The watch over the others; set its `folder` once the run's folder is known.
-
-    Raises:
-        MachineError: They do not find each other.
     """
     if cluster is None:
         yield Watch(_state())
@@ -264,9 +251,6 @@ def check_same(what: Mapping[str, Any]) -> None:
 
     Args:
         what: All that decides which programs run; what JSON can hold.
-
-    Raises:
-        MachineError: Another process has something else.
     """
     if processes() == 1:
         return

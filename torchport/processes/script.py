@@ -29,9 +29,6 @@ def check(words: Sequence[str]) -> None:
 
     Args:
         words: `FILE ARGS...`, or `-m package.module ARGS...`.
-
-    Raises:
-        BadValueError: It names none, or a file that is not there.
     """
     place = "torchport exec"
     if not words or (words[0] == "-m" and len(words) < 2):

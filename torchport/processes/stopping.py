@@ -69,19 +69,12 @@ class Stopping:
         Args:
             folder: The run's.
             when: How far the run is, as "before 'decode'".
-
-        Raises:
-            StoppedError: A stop is requested.
         """
         if self.is_requested():
             self.stop(folder, when)
 
     def stop(self, folder: Path, when: str) -> NoReturn:
-        """Stops here, as all processes of the run do; see `check`.
-
-        Raises:
-            StoppedError: Always.
-        """
+        """Stops here, as all processes of the run do; see `check`."""
         raise StoppedError(
             self.cause,
             f"Stopped {when}; what was finished is in {folder}",

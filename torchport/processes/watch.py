@@ -52,11 +52,7 @@ class Watch:
     """
 
     def __init__(self, state: Any) -> None:
-        """Makes a watch that does nothing yet.
-
-        Args:
-            state: What JAX knows of the processes.
-        """
+        """Makes a watch that does nothing yet."""
         self.state = state
         self.folder: Path | None = None
         self.over = threading.Event()

@@ -89,11 +89,7 @@ class Journey:
         self._start: tuple[int, dict[str, torch.Tensor]] = (0, {})  # what an earlier stage's steps leave
 
     def stages(self) -> Iterator[family.Stage]:
-        """Yields the stages that are left to run; those that a stopped or killed run finished are taken over.
-
-        Raises:
-            StoppedError: A stop is requested.
-        """
+        """Yields the stages that are left to run; those that a stopped or killed run finished are taken over."""
         finished = self._finished_manifests()
         for stage in self.task.stages:
             self.stopping.check(self.task.folder, f"before '{stage.name}'")
@@ -126,11 +122,7 @@ class Journey:
         self._tidy(stage, outputs, manifest)
 
     def revise(self) -> bool:
-        """Writes the finished video again if the job has another `fps` by now; returns whether it did.
-
-        Raises:
-            OutputError: The folder cannot be written.
-        """
+        """Writes the finished video again if the job has another `fps` by now; returns whether it did."""
 
         def written() -> dict[str, Any] | None:
             manifest = _video_at_jobs_rate(self.task, self.weights.digests)
@@ -142,11 +134,7 @@ class Journey:
         return fields is not None
 
     def read(self, stage: family.Stage) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns.
-
-        Raises:
-            SaveError: An artefact is missing, damaged, or another run's.
-        """
+        """Returns the tensors of the stages that this one needs, verified, without those that `steps_of` returns."""
         facts, tensors = hosts.pair_from_first(lambda: self._read(stage))
         self._shas |= facts["shas"]
         self._settings = {**facts["settings"], **self._settings}
@@ -231,12 +219,7 @@ class Journey:
             hosts.from_first(functools.partial(_write_curve, self.task.folder / CURVE, call.curve))
 
     def write(self, stage: family.Stage, outputs: Mapping[str, torch.Tensor], ledger: patch.Ledger) -> None:
-        """Writes a stage's artefact, and what goes beside it.
-
-        Raises:
-            NotFiniteError: NaN or infinity among the outputs.
-            OutputError: The folder cannot be written.
-        """
+        """Writes a stage's artefact, and what goes beside it."""
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
@@ -302,11 +285,7 @@ class Journey:
         return lap
 
     def finish(self) -> Path | None:
-        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one.
-
-        Raises:
-            OutputError: The folder cannot be written.
-        """
+        """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one."""
         has_video = any(stage.name == "decode" for stage in self.task.stages)
         file = self.task.folder / save.VIDEO if has_video else None
         hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
@@ -319,11 +298,7 @@ class Journey:
 
 
 def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
-    """Writes the video and its contact sheet.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Writes the video and its contact sheet."""
     every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
     write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
     write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
@@ -340,10 +315,6 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
 
     Returns:
         The new manifest of the last stage; None where the video has the job's rate, or there is none.
-
-    Raises:
-        ArtefactBrokenError: The frames are damaged.
-        OutputError: The folder cannot be written.
     """
     stage, folder = task.stages[-1], task.folder
     manifest = save.read_manifest(save.file_of(folder, stage.name))
@@ -450,13 +421,7 @@ def _check_flags(task: Task, stage: family.Stage, file: Path, manifest: Manifest
 
 
 class Profile:
-    """A trace of the steps of one stage after the first two.
-
-    Args:
-        folder: The run's.
-        stage: The stage's name.
-        count: How many steps.
-    """
+    """A trace of the steps of one stage after the first two."""
 
     def __init__(self, folder: Path, stage: str, count: int) -> None:
         self.folder = folder / _PROFILES / stage
@@ -473,9 +438,6 @@ class Profile:
         Args:
             items: The steps that are left.
             done: How many were taken in an earlier run; the first two of this one are not traced all the same.
-
-        Raises:
-            OutputError: The trace cannot be written.
         """
         items, first, taken = iter(items), SKIPPED + 1, 0
         try:
@@ -512,11 +474,7 @@ def _step_mark(number: int) -> Any:
 
 @contextlib.contextmanager
 def _tracing(folder: Path) -> Iterator[None]:
-    """Traces what runs in the context, on the host and on the devices.
-
-    Raises:
-        OutputError: The trace cannot be written.
-    """
+    """Traces what runs in the context, on the host and on the devices."""
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the trace: JAX cannot start another after one that it lost
     except OSError as error:

@@ -34,20 +34,13 @@ from torchport.task.devices import devices
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Where the video is, and where the time went.
+    """Where the video is, and where the time went."""
 
-    Attributes:
-        folder: The output folder.
-        video: The video, if this run decoded one.
-        seconds: By stage and verb: `denoise compile`, `denoise run`.
-        steps: Denoising steps that this run took.
-        upstream: The upstream and its commit, if it is a checkout.
-    """
-
-    folder: Path
-    video: Path | None
-    seconds: dict[str, float]
-    steps: int
+    folder: Path  #: The output folder.
+    video: Path | None  #: The video, if this run decoded one.
+    seconds: dict[str, float]  #: By stage and verb: `denoise compile`, `denoise run`.
+    steps: int  #: Denoising steps that this run took.
+    #: The upstream and its commit, if it is a checkout.
     upstream: checkout.Upstream | None = None
 
 
@@ -57,9 +50,6 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
     Args:
         request: The request.
         cluster: The processes that run it together, each with the same request; by default this one alone.
-
-    Raises:
-        TorchportError: Whatever is refused; see `torchport.errors`.
     """
     with Stopping().listening() as stopping:
         task = accept(request)
@@ -71,12 +61,7 @@ def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
 
 
 def prepare(task: Task, cluster: hosts.Cluster | None = None) -> None:
-    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags.
-
-    Raises:
-        BadValueError: There is a cluster, and the task looks at one host alone; or a flag contradicts the environment.
-        MachineError: JAX was started in this process without the flags.
-    """
+    """Prepares this process for tasks like this one, before JAX starts: passes the compiler's flags."""
     if task.original and cluster is not None:
         remedy = "Leave the cluster out, and run it on one host"
         raise BadValueError("--backend original", "It runs in PyTorch, which knows nothing of other hosts", remedy)
@@ -124,9 +109,6 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
 
     Yields:
         `carry(request)`: a request of the same shape, with prompt, seed, image and folders of its own.
-
-    Raises:
-        TorchportError: Whatever is refused.
     """
     task = accept(request, dry=True)
     if request.stage == "all":
@@ -150,17 +132,11 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone.
+    """What runs of one shape share: tasks that differ in prompts, seed, image and folder alone."""
 
-    Attributes:
-        task: One of them.
-        weights: The checkpoint.
-        upstream: The upstream, if it is a checkout.
-    """
-
-    task: Task
-    weights: checkpoint.Checkpoint
-    upstream: checkout.Upstream | None
+    task: Task  #: One of them.
+    weights: checkpoint.Checkpoint  #: The checkpoint.
+    upstream: checkout.Upstream | None  #: The upstream, if it is a checkout.
 
     def journey(self, task: Task, stopping: Stopping) -> Journey:
         """Returns one of the tasks on its way."""

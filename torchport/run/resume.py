@@ -50,23 +50,13 @@ class Unfinished:
         self.step = 0
 
     def save(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Saves the latents after a step; until these are whole on the disk, the older ones stay.
-
-        Raises:
-            OutputError: They cannot be written.
-        """
+        """Saves the latents after a step; until these are whole on the disk, the older ones stay."""
         name = PARTIAL.format(self.stage)
         hosts.from_first(lambda: save.write(self.task.folder, name, state, {**facts, "done": number}).sha256)
         self.step = number
 
     def keep(self, number: int, state: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Keeps the latents after a step in a file of their own, which stays: `torchport compare` reads it.
-
-        Raises:
-            BadValueError: The state has no latents.
-            NotFiniteError: NaN or infinity among them.
-            OutputError: They cannot be written.
-        """
+        """Keeps the latents after a step in a file of their own, which stays: `torchport compare` reads it."""
         latents = latents_of(state)
         if latents is None:
             fact = f"'keep_steps' is true, and the state of '{self.stage}' after a step has no 'latents', but"
@@ -85,10 +75,6 @@ class Unfinished:
             weights: The checkpoint in use.
             shas: sha256 of the artefacts that the stage reads.
             stage: The stage, whose latents are saved from now on.
-
-        Raises:
-            ArtefactForeignError: Latents of another job lie there.
-            ArtefactBrokenError: They are damaged.
         """
         [denoising] = (each for each in self.task.denoising if each.name == stage)
         make = functools.partial(_read_unfinished, self.task, denoising, weights, shas, self.upstream)
@@ -153,9 +139,6 @@ def _check_finite(
     A scheduler takes its step on the host, so what it leaves is there, and looking at it makes no device wait. It takes
     0.7 ms at 720p (32 x 31 x 45 x 80 latents), where a step takes seconds. So all loops are checked alike, in the step
     itself, and not one step later by a number that a program would have to compute.
-
-    Raises:
-        NotFiniteError: There is one.
     """
     bad = next(((key, count) for key, tensor in state.items() if (count := not_finite(tensor))), None)
     if bad is None:
@@ -252,11 +235,7 @@ class _Unfinished(pydantic.BaseModel):
 
 
 def begin(task: Task, run: str) -> None:
-    """Writes a file that says that a run of all stages has begun, so that the same command can continue it.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Writes a file that says that a run of all stages has begun, so that the same command can continue it."""
     if task.request.stage == "all":
         atomic.write_json(task.folder / UNFINISHED, {"run": run})
 
@@ -271,9 +250,6 @@ def finished_manifests(
         run: The stopped run's name.
         weights: The checkpoint in use.
         upstream: The upstream, if it is a checkout.
-
-    Raises:
-        ArtefactBrokenError: One of them is damaged.
     """
     manifests: dict[str, Manifest] = {}
     for stage in task.stages:
@@ -298,10 +274,6 @@ def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream |
         task: The run, of all stages.
         weights: The checkpoint in use.
         upstream: The upstream, if it is a checkout.
-
-    Raises:
-        ArtefactForeignError: The finished video there is another job's.
-        ArtefactBrokenError: An artefact is damaged.
     """
     last = save.file_of(task.folder, task.stages[-1].name)
     is_whole = (task.folder / "manifest.json").is_file() and (task.folder / save.VIDEO).is_file() and last.is_file()

@@ -37,22 +37,16 @@ OF_ONE_VIDEO = (SaveError, ForeignError, ConfigError)
 
 @dataclasses.dataclass
 class Video:
-    """A video of a series, and what became of it.
+    """A video of a series, and what became of it."""
 
-    Attributes:
-        name: Of its folder in `--out`.
-        task: What makes it.
-        state: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere"
-            (another process has its folder).
-        seconds: Spent on it in this process.
-        error: Why it failed.
-    """
+    name: str  #: Of its folder in `--out`.
+    task: Task  #: What makes it.
+    #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
 
-    name: str
-    task: Task
+    #: process has its folder).
     state: str = "waiting"
-    seconds: float = 0.0
-    error: TorchportError | None = None
+    seconds: float = 0.0  #: Spent on it in this process.
+    error: TorchportError | None = None  #: Why it failed.
 
 
 def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
@@ -62,9 +56,6 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
         request: What all of them share; its `out` is the folder of their folders. Its negative prompt, seed and image
             are those of lines that have none.
         lines: The file's.
-
-    Raises:
-        TorchportError: What is wrong with the request; or every line that is refused, by its place.
     """
     accept(request, dry=True)
     videos: list[Video] = []

@@ -34,18 +34,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, name: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Manifest:
-    """Writes an artefact. At every moment either the older one or this one is there, whole.
-
-    Args:
-        folder: The run's.
-        name: The stage's, or `denoise.partial`.
-        tensors: Of any dtype, in host memory.
-        facts: The manifest's other fields.
-
-    Raises:
-        NotFiniteError: A tensor holds NaN or infinity. Nothing is written.
-        OutputError: The folder cannot be written, or is full. The older artefact stays.
-    """
+    """Writes an artefact. At every moment either the older one or this one is there, whole."""
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         _check_finite(folder, name, key, tensor)
@@ -68,9 +57,6 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> No
         file: An older one gives way, once the new one is whole.
         tensors: Contiguous, in host memory.
         text: What `read_file` returns beside them.
-
-    Raises:
-        OutputError: The folder cannot be written, or is full. The older file stays.
     """
     from safetensors.torch import save
 
@@ -85,19 +71,12 @@ def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
     Args:
         file: The file, which is there.
         made_by: The command that makes it, for the error.
-
-    Raises:
-        ArtefactBrokenError: It is no such file, or a damaged one.
     """
     return _manifest_text(file, made_by), _load(file, made_by)
 
 
 def write_copy(folder: Path, name: str, manifest: Manifest) -> None:
-    """Writes an artefact's manifest beside it, for people.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes an artefact's manifest beside it, for people."""
     atomic.write_text(_copy(folder, name), text_of(manifest))
 
 
@@ -150,11 +129,7 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
 
 
 def remove(folder: Path, name: str) -> None:
-    """Removes an artefact that is of no more use.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Removes an artefact that is of no more use."""
     atomic.remove(_copy(folder, name), file_of(folder, name))
 
 
@@ -186,11 +161,6 @@ def read(
 
     Returns:
         The tensors, and the manifest; None for the stage files of a hand-written port, which have none.
-
-    Raises:
-        ArtefactMissingError: It is not there.
-        ArtefactBrokenError: Its bytes are not what was written, or the JSON beside it is not its manifest.
-        ArtefactForeignError: It was made for another model, checkpoint, size or schema.
     """
     file = file_of(folder, name)
     if not file.is_file():
@@ -239,11 +209,7 @@ def _load(file: Path, made_by: str) -> dict[str, torch.Tensor]:
 
 
 def _bytes(file: Path, head: bool = False) -> bytes:
-    """Returns a file's bytes, or only the header of a safetensors file, without its length.
-
-    Raises:
-        ArtefactBrokenError: It cannot be read.
-    """
+    """Returns a file's bytes, or only the header of a safetensors file, without its length."""
     try:
         with file.open("rb") as stream:
             if not head:
@@ -279,11 +245,7 @@ def read_manifest(file: Path, made_by: str = "the command that made it") -> Mani
 
 
 def readable_manifest(file: Path) -> Manifest | None:
-    """Returns the manifest of an artefact that an earlier run may have left; None if there is none that can be read.
-
-    Args:
-        file: `<stage>.safetensors`, which need not be there.
-    """
+    """Returns the manifest of an artefact that an earlier run may have left; None if there is none that can be read."""
     if not file.is_file():
         return None
     try:
@@ -344,11 +306,7 @@ def _check_identity(
 
 
 def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
-    """Refuses an artefact if its folder holds other inputs than those that it was made from.
-
-    Raises:
-        ArtefactForeignError: One of its inputs has been made again since.
-    """
+    """Refuses an artefact if its folder holds other inputs than those that it was made from."""
     for stage, sha in manifest.inputs.items():
         beside = file_of(folder, stage)
         if beside.is_file() and read_manifest(beside).sha256 != sha:

@@ -37,10 +37,6 @@ def read(file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | 
         identity: What it must have been made for.
         embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
             since the model may have other ones.
-
-    Raises:
-        ArtefactBrokenError: It cannot be read.
-        ArtefactForeignError: It was made for another size, or holds something else.
     """
     from safetensors import safe_open
 

@@ -23,9 +23,5 @@ def numbers(folder: Path, stage: StageName) -> list[int]:
 
 
 def remove_after(folder: Path, stage: StageName, number: int) -> None:
-    """Removes the latents after all steps of a stage behind this one: an earlier run's, or to be taken again.
-
-    Raises:
-        OutputError: The folder cannot be written.
-    """
+    """Removes the latents after all steps of a stage behind this one: an earlier run's, or to be taken again."""
     atomic.remove(*(file_of(folder, name(stage, later)) for later in numbers(folder, stage) if later > number))

@@ -21,9 +21,6 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
         frames_FCHW: [F, 3, height, width], bytes, or numbers from 0 to 1; height and width even.
         fps: Frames per second.
         track: Iterates the frames under a progress bar.
-
-    Raises:
-        OutputError: It cannot be written.
     """
     import imageio.v3
 
@@ -34,11 +31,7 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
 
 
 def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> None:
-    """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
+    """Writes up to `columns` x `rows` frames, evenly spaced and in order, as one PNG at most 1600 pixels wide."""
     from PIL import Image
 
     count, _, height, width = frames_FCHW.shape

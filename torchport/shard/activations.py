@@ -25,11 +25,6 @@ def constrain(module: torch.nn.Module, rules: Sequence[ActivationRule], mesh: ja
         rules: The rules.
         mesh: The devices.
         place: Where the rules are written, `file:line`.
-
-    Raises:
-        DeadRuleError: A rule that matches no module.
-        MeshError: While tracing: outputs that are fewer than a rule has specs, or a dim that its axes do not divide and
-            that may not be padded.
     """
     for name, rule in rule_by_module(module, rules, place).items():
         hook = functools.partial(_constrain, name, rule, mesh, place)
@@ -49,10 +44,6 @@ def check(
 
     Returns:
         A function to call after the network was called. It refuses a rule none of whose modules was called.
-
-    Raises:
-        DeadRuleError: A rule that matches no module.
-        MeshError: When the network is called; see `constrain`.
     """
     module_rules, called = rule_by_module(module, rules, place), set[str]()
     for name, rule in module_rules.items():
@@ -77,11 +68,7 @@ def _check_called(
 
 
 def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], place: str) -> dict[str, ActivationRule]:
-    """Returns the rule of every submodule that has one, the first that matches, by the submodule's name.
-
-    Raises:
-        DeadRuleError: A rule that is the first match of no module.
-    """
+    """Returns the rule of every submodule that has one, the first that matches, by the submodule's name."""
     names = [name for name, _ in module.named_modules() if name]
     numbers = {
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names

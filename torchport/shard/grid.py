@@ -20,17 +20,15 @@ Order = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Where a device is.
+    """Where a device is."""
 
-    Attributes:
-        island: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is
-            one island, on one host or several. Of CPUs and GPUs each process is one.
-        chip: The chip's coordinates, (x, y, z); empty where chips have none.
-        core: Which device of the chip; of the process where chips have no coordinates.
-    """
+    #: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is one
 
+    #: island, on one host or several. Of CPUs and GPUs each process is one.
     island: int
+    #: The chip's coordinates, (x, y, z); empty where chips have none.
     chip: tuple[int, ...]
+    #: Which device of the chip; of the process where chips have no coordinates.
     core: int
 
 
@@ -65,10 +63,6 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
 
 def compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
     """Returns the worst group of each axis with more than one device, the innermost axis first; lower is better.
-
-    Args:
-        sizes: Of the mesh's axes.
-        where: Places in the mesh's order.
 
     Returns:
         Islands of the group, then the sides of the box around its chips, the longest first.

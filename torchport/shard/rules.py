@@ -30,11 +30,7 @@ RuleT = TypeVar("RuleT", bound=Rule)
 
 
 def check_mesh(mesh: Mapping[Axis, int], devices: int, machine: str, place: str) -> None:
-    """Refuses a mesh that does not use every device of the machine exactly once.
-
-    Raises:
-        MeshError: The product of the axes is not the number of devices.
-    """
+    """Refuses a mesh that does not use every device of the machine exactly once."""
     product = math.prod(mesh.values())
     if product != devices:
         axes = " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "1"
@@ -54,11 +50,7 @@ def with_mesh(job: Job, strategy: Strategy, document: Document) -> Job:
 
 
 def check_axes(strategy: Strategy, networks: Sequence[str], job: Job, document: Document) -> None:
-    """Refuses an axis of the mesh that no rule of these networks names: its devices would repeat the same work.
-
-    Raises:
-        MeshError: There is one.
-    """
+    """Refuses an axis of the mesh that no rule of these networks names: its devices would repeat the same work."""
     if networks:
         rules = [rules for name in networks for rules in (strategy.weights[name], strategy.inputs[name])]
         activations = [rule for name in networks for rule in strategy.activations.get(name, [])]
@@ -81,9 +73,6 @@ def check_used(
         activations: For what modules return.
         place: Returns where an axis is written.
         what: Whose rules these are.
-
-    Raises:
-        MeshError: There is one.
     """
     specs: list[Spec | None] = [spec for kind in rules for rule in kind for spec in (rule.spec, *rule.otherwise)]
     specs += [spec for rule in activations for spec in rule.outputs]
@@ -99,11 +88,7 @@ def check_used(
 
 
 def check_divides(axis: Axis, size: int, what: str, count: int, place: str) -> None:
-    """Refuses an axis that does not divide what it splits (heads, the batch).
-
-    Raises:
-        MeshError: `count` is not a multiple of `size`.
-    """
+    """Refuses an axis that does not divide what it splits (heads, the batch)."""
     if count % size:
         divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise MeshError(
@@ -168,11 +153,6 @@ def match(
         mesh: Sizes of the axes.
         place: Where the rules are written, `file:line` of the list.
         places: Where each rule is written; by default where the list is.
-
-    Raises:
-        UnmatchedError: A tensor that no rule matches.
-        DeadRuleError: A rule that is the first match of no tensor.
-        MeshError: A dim that its axes do not divide, or a spec with more entries than dims.
     """
     rule_of: dict[str, RuleT] = {}
     for name in shapes:
@@ -196,11 +176,7 @@ def firsts(rules: Sequence[Rule], names: Iterable[str]) -> set[int | None]:
 
 
 def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places: Sequence[str] = ()) -> None:
-    """Refuses a rule that is the first match of no name; see `match` for the arguments.
-
-    Raises:
-        DeadRuleError: There is one.
-    """
+    """Refuses a rule that is the first match of no name; see `match` for the arguments."""
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
         if number not in used:
@@ -217,10 +193,6 @@ def input_rule(rules: Sequence[Rule], name: str, shape: Shape, mesh: Mapping[Axi
         mesh: Sizes of the axes.
         place: Where the rules are written.
         what: The network.
-
-    Raises:
-        UnmatchedError: No rule matches it.
-        MeshError: A dim that its axes do not divide, the batch most often, or a spec with more entries than dims.
     """
     rule = next((rule for rule in rules if matches(rule, name)), None)
     if rule is None:
@@ -329,9 +301,6 @@ def place(
         tensors: Name and torch tensor (any shape; host memory), one at a time, so that the host need not hold all.
         rules: The rule of every name.
         mesh: The devices.
-
-    Raises:
-        PlacementError: An array lies elsewhere than its rule says.
     """
     placed: dict[str, jax.Array] = {}
     for name, tensor in tensors:
@@ -368,9 +337,6 @@ def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
 
     64-bit integers become 32-bit: JAX has no others unless asked, and token ids and masks fit.
-
-    Raises:
-        PlacementError: Integers that do not fit, or 64-bit floating-point numbers, which JAX would round.
     """
     array = _to_numpy(tensor)
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])

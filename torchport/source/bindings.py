@@ -15,17 +15,14 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """Where a dotted path leads in a syntax tree.
+    """Where a dotted path leads in a syntax tree."""
 
-    Attributes:
-        node: The statement that binds the path's last name, or its first name that is bound by an import; None
-            if the source does not say (a star import, an inherited name, a name made at run time).
-        depth: How many names of the path lead to it.
-        open: Whether the name may come from somewhere that the source does not show.
-    """
+    #: The statement that binds the path's last name, or its first name that is bound by an import; None if the source
 
+    #: does not say (a star import, an inherited name, a name made at run time).
     node: ast.stmt | None
-    depth: int
+    depth: int  #: How many names of the path lead to it.
+    #: Whether the name may come from somewhere that the source does not show.
     open: bool
 
 

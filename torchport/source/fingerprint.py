@@ -46,19 +46,12 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HashedPart:
-    """A statement without its blocks, or a decorator, argument or base of a definition.
+    """A statement without its blocks, or a decorator, argument or base of a definition."""
 
-    Attributes:
-        key: Its short hash.
-        first: The node that it begins with.
-        last: The node that it ends with: an argument's default, or the first one.
-        mark: `@` for a decorator, which begins before its node.
-    """
-
-    key: str
-    first: Any
-    last: Any
-    mark: str = ""
+    key: str  #: Its short hash.
+    first: Any  #: The node that it begins with.
+    last: Any  #: The node that it ends with: an argument's default, or the first one.
+    mark: str = ""  #: `@` for a decorator, which begins before its node.
 
     def source_line(self, text: str) -> str:
         """Returns it on one line, as it stands in its file's text."""

@@ -21,17 +21,11 @@ from torchport.source.bindings import Binding, all_bindings, binding_at, last_bi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceFile:
-    """The text and syntax tree of one module.
+    """The text and syntax tree of one module."""
 
-    Attributes:
-        module: The module's name.
-        file: Its file.
-        text: Its text, with newlines as Python reads them.
-    """
-
-    module: str
-    file: str
-    text: str
+    module: str  #: The module's name.
+    file: str  #: Its file.
+    text: str  #: Its text, with newlines as Python reads them.
 
     @property
     def shown(self) -> str:
@@ -54,21 +48,13 @@ class SourceFile:
 
     @property
     def names(self) -> dict[str, ast.stmt]:
-        """The last statement of the module that binds each name.
-
-        Raises:
-            UnreadableError: The text is not Python.
-        """
+        """The last statement of the module that binds each name."""
         with parsing.nesting(self.shown):
             return last_bindings(self.tree)
 
     @functools.cached_property
     def all_names(self) -> dict[str, list[ast.stmt]]:
-        """All statements of the module that bind each name, or a part of it, with the conditions that they stand under.
-
-        Raises:
-            UnreadableError: The text is not Python.
-        """
+        """All statements of the module that bind each name, or a part of it, with the conditions above them."""
         with parsing.nesting(self.shown):
             return all_bindings(self.tree.body)
 
@@ -77,11 +63,7 @@ class SourceFile:
         return imported_from(node, self.module, self.is_package)
 
     def where(self, path: Sequence[str]) -> Binding:
-        """Returns where an attribute path leads.
-
-        Raises:
-            UnreadableError: The text is not Python.
-        """
+        """Returns where an attribute path leads."""
         with parsing.nesting(self.shown):
             return binding_at(self.tree, path)
 

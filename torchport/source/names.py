@@ -31,17 +31,11 @@ Home = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """One definition that another one uses.
+    """One definition that another one uses."""
 
-    Attributes:
-        source: The source of its module.
-        node: The statement that binds its name.
-        through: The `module:path` of the definition that uses it.
-    """
-
-    source: SourceFile
-    node: ast.stmt
-    through: str
+    source: SourceFile  #: The source of its module.
+    node: ast.stmt  #: The statement that binds its name.
+    through: str  #: The `module:path` of the definition that uses it.
 
 
 def home_of(target: str) -> Home:
@@ -63,9 +57,6 @@ def callees(targets: Sequence[str]) -> dict[str, Callee]:
 
     Returns:
         The callees by `module:path`, the nearest first.
-
-    Raises:
-        UnreadableError: A source on the way is not Python.
     """
     result: dict[str, Callee] = {}
     pending = list(map(home_of, targets))
@@ -87,11 +78,7 @@ def _source(module: str) -> SourceFile | None:
 
 
 def definition(home: Home) -> tuple[SourceFile, ast.stmt] | None:
-    """Returns the source and statement of a definition. None if the source does not show it.
-
-    Raises:
-        UnreadableError: The source is not Python.
-    """
+    """Returns the source and statement of a definition. None if the source does not show it."""
     source = _source(home[0])
     node = source.where(home[1]).node if source else None
     if source is not None and node is None and len(home[1]) == 1:  # a loop or a `with` binds it

@@ -21,17 +21,11 @@ _KEEPING = {
 
 @dataclasses.dataclass(frozen=True)
 class WrittenParameter:
-    """One parameter as it is written.
+    """One parameter as it is written."""
 
-    Attributes:
-        argument: Its name and annotation.
-        kind: How a call passes it, as `inspect` says it.
-        default: Its default; None without one.
-    """
-
-    argument: ast.arg
-    kind: Any
-    default: ast.expr | None = None
+    argument: ast.arg  #: Its name and annotation.
+    kind: Any  #: How a call passes it, as `inspect` says it.
+    default: ast.expr | None = None  #: Its default; None without one.
 
     @property
     def name(self) -> str:

@@ -41,10 +41,6 @@ def _tree_of(file: Path, name: str, mtime_ns: int) -> ast.Module:
 def text_of(file: Path, name: str) -> str:
     """Returns a file's text in the encoding that it declares, with newlines as Python reads them.
 
-    Args:
-        file: The file.
-        name: The file as errors show it.
-
     Raises:
         UnreadableError: It is no file, too large, or its bytes are no text.
     """
@@ -66,11 +62,7 @@ def _status(file: Path, name: str) -> os.stat_result:
 
 @contextlib.contextmanager
 def decoded(name: str) -> Iterator[None]:
-    """Refuses a file, while it is opened and decoded, that cannot be.
-
-    Raises:
-        UnreadableError: The file cannot be opened, or its bytes are no text.
-    """
+    """Refuses a file, while it is opened and decoded, that cannot be."""
     try:
         yield
     except OSError as error:
@@ -84,10 +76,6 @@ def decoded(name: str) -> Iterator[None]:
 
 def tree(text: str, name: str) -> ast.Module:
     """Returns the syntax tree of a text.
-
-    Args:
-        text: The text.
-        name: The file as errors show it.
 
     Raises:
         UnreadableError: It is not Python, not that of this interpreter, or nested too deep.
@@ -106,11 +94,7 @@ def tree(text: str, name: str) -> ast.Module:
 
 @contextlib.contextmanager
 def nesting(name: str, line: int = 0) -> Iterator[None]:
-    """Refuses a file, while its syntax tree is walked, that is nested deeper than Python can follow.
-
-    Raises:
-        UnreadableError: Its nesting ends the walk.
-    """
+    """Refuses a file, while its syntax tree is walked, that is nested deeper than Python can follow."""
     try:
         yield
     except (RecursionError, MemoryError) as error:

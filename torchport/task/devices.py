@@ -21,22 +21,16 @@ DEVICES, CHIPS = Path("/dev"), ("accel*", "vfio/[0-9]*")
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a job takes, in bytes, computed from shapes alone.
+    """What a job takes, in bytes, computed from shapes alone."""
 
-    Attributes:
-        devices: JAX devices that the mesh takes; 0 for what runs in PyTorch.
-        device_bytes: Weights on each device, by component; one component is there at a time.
-        host_bytes: Weights that are held in the host's memory at once.
-        checkpoint: What is read, and from where.
-        host_tensors: Latents and frames that are held there beside the weights, at least.
-        activations: What each device holds beside weights, at least, by component.
-    """
-
-    devices: int
+    devices: int  #: JAX devices that the mesh takes; 0 for what runs in PyTorch.
+    #: Weights on each device, by component; one component is there at a time.
     device_bytes: dict[str, int]
-    host_bytes: int
-    checkpoint: str
+    host_bytes: int  #: Weights that are held in the host's memory at once.
+    checkpoint: str  #: What is read, and from where.
+    #: Latents and frames that are held there beside the weights, at least.
     host_tensors: int = 0
+    #: What each device holds beside weights, at least, by component.
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def of(self, component: str) -> int:
@@ -50,12 +44,7 @@ class Need:
 
 
 def prepare(machine: Machine) -> None:
-    """Gives JAX in this process its share of the machine's virtual CPU devices, if it is a CPU machine.
-
-    Raises:
-        MachineError: JAX was started in this process with another number of devices, or the processes of the run cannot
-            have equally many.
-    """
+    """Gives JAX in this process its share of the machine's virtual CPU devices, if it is a CPU machine."""
     import jax
 
     if machine.platform != "cpu":
@@ -89,16 +78,7 @@ def devices(machine: Machine) -> list[Any]:
 
 
 def require(machine: Machine, need: Need, instead: str) -> None:
-    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet.
-
-    Args:
-        machine: The machine that the config names.
-        need: What the job takes.
-        instead: The command to run instead.
-
-    Raises:
-        MachineError: Too few devices, devices of another kind, or too little memory on one or on the host.
-    """
+    """Refuses a job that does not fit this machine; nothing has been loaded or downloaded yet."""
     count, kind, memory = visible_devices(machine.platform) if need.devices else (0, "none", None)
     lacks = []
     if count < need.devices:

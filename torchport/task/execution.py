@@ -19,19 +19,15 @@ SKIPPED = 2
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How to execute a request.
+    """How to execute a request."""
 
-    Attributes:
-        jit: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
-        xla_flags: A named set of flags for the compiler.
-        profile: How many denoising steps are traced, in each stage that takes them.
-        memory: Whether the devices' memory is printed after each stage.
-    """
+    #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
 
     jit: bool = True
-    xla_flags: str | None = None
+    xla_flags: str | None = None  #: A named set of flags for the compiler.
+    #: How many denoising steps are traced, in each stage that takes them.
     profile: int | None = None
-    memory: bool = False
+    memory: bool = False  #: Whether the devices' memory is printed after each stage.
 
     def row(self, machine: Machine) -> dict[str, object]:
         """Returns what a manifest says of it: what may change a result's last bits."""
@@ -46,19 +42,7 @@ COMPILED = Execution()
 
 
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
-    """Refuses flags that would have no effect on a request.
-
-    Args:
-        execution: The flags.
-        stages: What is run.
-        original: Whether it is run in PyTorch.
-        job: The config.
-        machine: What that names.
-
-    Raises:
-        BadValueError: A flag that nothing reads, or more steps to trace than there are.
-        UnknownNameError: There is no such set of flags.
-    """
+    """Refuses flags that would have no effect on a request."""
     networks, loops = [s for s in stages if s.network], [s for s in stages if s.name in DENOISING]
     if not execution.jit and not networks:
         fact = f"'{stages[0].name}' has no network that is compiled"
@@ -88,12 +72,7 @@ def _check_profile(count: int, denoises: bool, original: bool, job: Job) -> None
 
 
 def pass_flags(execution: Execution, machine: Machine) -> None:
-    """Passes a set of flags to the compiler, which reads them when JAX starts.
-
-    Raises:
-        BadValueError: A flag contradicts one in the environment, or together they are known to compute NaN.
-        MachineError: JAX was started in this process without them.
-    """
+    """Passes a set of flags to the compiler, which reads them when JAX starts."""
     if execution.xla_flags is None:
         return
     from jax._src import xla_bridge

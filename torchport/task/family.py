@@ -26,12 +26,6 @@ def family(pack: Pack, card: Card, document: Document) -> ModuleType:
     """Returns the module of a card's family. It is loaded from its path, as the functions of patches are.
 
     That of `family: diffusers` is made of the card.
-
-    Raises:
-        UnknownNameError: The pack has no such file.
-        MissingKeyError, UnknownKeyError: What `check_call` refuses.
-        ReplacementError: The file, or one with a builder, does not load, lacks a name, or imports an upstream before
-            its patches are applied.
     """
     place = document.place(["family"])
     check_call(card, document)
@@ -97,11 +91,7 @@ def _loaded(file: Path, card: Card, place: str) -> ModuleType:
 
 
 def builder(family: ModuleType, reference: str, place: str) -> Callable[..., Any]:
-    """Returns a function that builds a module, `file.py:function`, from its file beside a family's.
-
-    Raises:
-        ReplacementError: The file does not load, or has no such function.
-    """
+    """Returns a function that builds a module, `file.py:function`, from its file beside a family's."""
     name, _, function = reference.partition(":")
     file = Path(str(family.__file__)).with_name(name)
     module = replacement.module_of(file, file.parent.name, place)

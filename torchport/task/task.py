@@ -33,77 +33,54 @@ DEFAULT_SEED = 42
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to run, as given on the command line or from Python.
+    """What to run, as given on the command line or from Python."""
 
-    Attributes:
-        model: Name of a model card.
-        config: A config: a path, or a name in `configs/`.
-        prompt: What to show; may be left out where no prompt is encoded.
-        negative_prompt: What to avoid; by default nothing.
-        seed: Of the noise; by default 42.
-        checkpoint: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
-        out: The output folder; by default a new one under `outputs/`.
-        inputs: Where earlier stages' artefacts are read; by default `out`.
-        stage: One stage, or `all`.
-        backend: `torchax`, or `original`: upstream, eager, in PyTorch.
-        overrides: `path.to.field=value`, into the config.
-        paths: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
-        noise: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
-        image: A file with the first frame, for image-to-video.
-        upstream_path: The checkout of an upstream that is no installed package.
-        cache: Whether JAX keeps compiled programs on disk, and loads them again.
-        execution: How it is executed, and what is shown of that.
-    """
-
-    model: str
-    config: str
+    model: str  #: Name of a model card.
+    config: str  #: A config: a path, or a name in `configs/`.
+    #: What to show; may be left out where no prompt is encoded.
     prompt: str | None = None
-    negative_prompt: str | None = None
-    seed: int | None = None
+    negative_prompt: str | None = None  #: What to avoid; by default nothing.
+    seed: int | None = None  #: Of the noise; by default 42.
+    #: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
+
     checkpoint: str | None = None
+    #: The output folder; by default a new one under `outputs/`.
     out: Path | None = None
+    #: Where earlier stages' artefacts are read; by default `out`.
     inputs: Path | None = None
-    stage: str = "all"
+    stage: str = "all"  #: One stage, or `all`.
+    #: `torchax`, or `original`: upstream, eager, in PyTorch.
     backend: Backend = "torchax"
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  #: `path.to.field=value`, into the config.
+    #: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
+
     paths: tuple[str, ...] = ()
+    #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
     noise: torch.Tensor | None = None
-    image: Path | None = None
+    image: Path | None = None  #: A file with the first frame, for image-to-video.
+    #: The checkout of an upstream that is no installed package.
     upstream_path: str | None = None
+    #: Whether JAX keeps compiled programs on disk, and loads them again.
     cache: bool = True
-    execution: Execution = COMPILED
+    execution: Execution = COMPILED  #: How it is executed, and what is shown of that.
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A request with all that it names, read and checked.
+    """A request with all that it names, read and checked."""
 
-    Attributes:
-        request: The request.
-        pack: The packs that its data lies in.
-        card: The model card.
-        job: The config, overrides applied.
-        card_document: The card's lines, for errors.
-        job_document: The config's lines, for errors.
-        machine: What the config names.
-        family: The module of the model's verbs.
-        settings: What the stages make.
-        folder: The output folder.
-        upstream: The upstream's checkout, where it is one.
-        shapes: Components as shapes, each built once; see `network.published`.
-    """
-
-    request: Request
-    pack: Pack
-    card: Card
-    job: Job
-    card_document: Document
-    job_document: Document
-    machine: machine.Machine
-    family: ModuleType
-    settings: families.Settings
-    folder: Path
-    upstream: Path | None
+    request: Request  #: The request.
+    pack: Pack  #: The packs that its data lies in.
+    card: Card  #: The model card.
+    job: Job  #: The config, overrides applied.
+    card_document: Document  #: The card's lines, for errors.
+    job_document: Document  #: The config's lines, for errors.
+    machine: machine.Machine  #: What the config names.
+    family: ModuleType  #: The module of the model's verbs.
+    settings: families.Settings  #: What the stages make.
+    folder: Path  #: The output folder.
+    upstream: Path | None  #: The upstream's checkout, where it is one.
+    #: Components as shapes, each built once; see `network.published`.
     shapes: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -300,10 +277,6 @@ def accept(request: Request, dry: bool = False) -> Task:
     Args:
         request: The request.
         dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
-
-    Raises:
-        ConfigError: A mistake in a file, by its line, or in a flag.
-        MeshError: The mesh does not fit the machine or the batch.
     """
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
@@ -373,11 +346,7 @@ def _check_request(request: Request, dry: bool) -> None:
 
 
 def _check_lora_components(card: Card, job: Job, family: ModuleType, document: Document) -> None:
-    """Refuses a LoRA of what the loop does not call.
-
-    Raises:
-        UnknownNameError: There is one.
-    """
+    """Refuses a LoRA of what the loop does not call."""
     names = [str(stage.network) for stage in family.STAGES if stage.name in DENOISING]
     for number, lora in enumerate(job.lora):
         if lora.component not in names:
@@ -391,10 +360,6 @@ def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: 
 
     A plan, which is made without the checkpoint's files too, needs none, and checks those that are here itself. Nor
     does a stage that takes no steps, unless a flag names the file: it is compared with what the steps were taken with.
-
-    Raises:
-        CheckpointMissingError: One is missing.
-        CheckpointForeignError: One is a pickle.
     """
     if stage not in (*DENOISING, "all") and not any(flag.startswith("lora") for flag in overrides):
         return
@@ -408,18 +373,7 @@ def _check_lora_files(job: Job, stage: str, overrides: Sequence[str], document: 
 def check_step_cache(
     card: Card, job: Job, stages: Sequence[families.Stage], original: bool, document: Document
 ) -> None:
-    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none.
-
-    Args:
-        card: The model card.
-        job: The config.
-        stages: What is run.
-        original: Whether it is run in PyTorch.
-        document: The config's lines.
-
-    Raises:
-        BadValueError: The original computes every step; the network has no stacked blocks, or several outputs.
-    """
+    """Refuses a step cache that a loop cannot have; a run without denoising steps reads none."""
     loops = [stage for stage in stages if stage.name in DENOISING]
     if job.cache is None or not loops:
         return

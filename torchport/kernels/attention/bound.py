@@ -96,10 +96,6 @@ def of_weights(
         keys: Likewise for keys.
         what: What the bound is called, for the error.
         place: Where it is written.
-
-    Raises:
-        DeadRuleError: An expression that matches no weight, or not every block's.
-        BadValueError: An expression that matches what is no gain, or gains that are all 0.
     """
     blocks: dict[str, tuple[list[Any], list[Any], list[Any], list[Any]]] = {}
     for side, patterns in enumerate((queries, keys)):
@@ -124,12 +120,7 @@ def of_weights(
 
 
 def _gains(weights: Mapping[str, Any], pattern: str, what: str, place: str) -> list[str]:
-    """Returns the names of the gains that an expression matches.
-
-    Raises:
-        DeadRuleError: None, or not every block's: a bound that leaves out a norm would be wrong.
-        BadValueError: What it matches is no gain.
-    """
+    """Returns the names of the gains that an expression matches."""
     names = [name for name in weights if re.fullmatch(pattern, name)]
     if not names:
         fact = f"'{pattern}' of the bound '{what}' matches no weight"

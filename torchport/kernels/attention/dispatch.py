@@ -65,39 +65,31 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves.
+    """One call of a kernel beside attention, on one device: how it is compiled alone, and what it moves."""
 
-    Attributes:
-        kernel: Its name.
-        build: `module:function` for `bundles.compile_kernel`.
-        arguments: What that is called with.
-        loops: How often each of the kernel's loops runs when it is entered, that over its steps first.
-        bytes: Read from HBM and written there.
-    """
+    kernel: str  #: Its name.
+    build: str  #: `module:function` for `bundles.compile_kernel`.
+    arguments: Mapping[str, Any]  #: What that is called with.
+    #: How often each of the kernel's loops runs when it is entered, that over its steps first.
 
-    kernel: str
-    build: str
-    arguments: Mapping[str, Any]
     loops: tuple[int, ...]
-    bytes: int
+    bytes: int  #: Read from HBM and written there.
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Settings of all attention calls in a program, which hold while it is traced.
+    """Settings of all attention calls in a program, which hold while it is traced."""
 
-    Attributes:
-        implementation: The one that every call without a mask of pairs uses; None: chosen call by call.
-        bounds: Upper bounds of |q . k| by name, which calls refer to.
-        note: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
-        interpret: Run TPU kernels as plain JAX, on any platform: for tests.
-        rehearse: Check that a kernel takes a call, and return the queries instead.
-    """
-
+    #: The one that every call without a mask of pairs uses; None: chosen call by call.
     implementation: Implementation | None = None
+    #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    #: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
+
     note: Callable[[Traced | Pass], None] | None = None
+    #: Run TPU kernels as plain JAX, on any platform: for tests.
     interpret: bool = False
+    #: Check that a kernel takes a call, and return the queries instead.
     rehearse: bool = False
 
 
@@ -165,7 +157,6 @@ def attention(
 
     Raises:
         AttentionError: Shapes that do not belong together, or a request that the named implementation does not compute.
-        VmemError: A tile that does not fit the chip.
     """
     check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
     batch, _, queries, size = q_BHSD.shape
@@ -200,11 +191,7 @@ Run = Callable[[jax.Array, jax.Array, jax.Array, "jax.Array | None", "jax.Array 
 
 
 def _implementation(requested: str | None, problem: Problem, shape: tuple[int, int, int], keys: int) -> Run:
-    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T.
-
-    Raises:
-        AttentionError: The named one does not exist, or does not compute this.
-    """
+    """Returns the implementation as a function of q, k, v, lengths and mask, and notes the call, [B, H, S] by T."""
     program = current()
     # The program's implementation is for attention over valid tokens. Only `plain` computes a mask of pairs.
     name = requested or (None if problem.masked else program.implementation) or _by_platform(problem)
@@ -339,10 +326,6 @@ def transposed_options(
         heads: That share a tile.
         head_size: As padded.
         int8: Whether queries and keys are multiplied in eight bits.
-
-    Raises:
-        AttentionError: Eight bits on a chip that multiplies them no faster.
-        VmemError: The tile does not fit the chip.
     """
     if int8:
         _check_int8(problem.chip)

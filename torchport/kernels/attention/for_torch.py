@@ -71,22 +71,16 @@ def _eager(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Projections of tokens, before norms and positions.
+    """Projections of tokens, before norms and positions."""
 
-    Attributes:
-        q: Queries [B, S, H * D].
-        k: Keys, likewise.
-        v: Values, likewise.
-        norm_q: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised
-            already, or never.
-        norm_k: The keys'.
-    """
+    q: torch.Tensor  #: Queries [B, S, H * D].
+    k: torch.Tensor  #: Keys, likewise.
+    v: torch.Tensor  #: Values, likewise.
+    #: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised already, or
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    #: never.
     norm_q: Any = None
-    norm_k: Any = None
+    norm_k: Any = None  #: The keys'.
 
 
 def token_multiple(tokens: torch.Tensor) -> int:
@@ -191,9 +185,6 @@ def norm_kind(norm: Any) -> dict[str, Any]:
     """Returns what a module's norm adds to the mean square, whether it is centred, and whether it rounds twice.
 
     PyTorch's own norms round their result once. The RMSNorm of a model rounds to its gains' dtype before it multiplies.
-
-    Raises:
-        AttentionError: It is no LayerNorm and no RMSNorm, or it has no gains.
     """
     of_torch = isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
     is_known = of_torch or type(norm).__name__.endswith("RMSNorm")

@@ -15,21 +15,17 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm of each head's features, or of the features of all heads together.
+    """A norm of each head's features, or of the features of all heads together."""
 
-    Attributes:
-        weight: Gains: [D] of each head, or [F] of all heads together.
-        bias: Offsets, likewise; or None.
-        eps: Added to the mean square.
-        centred: Whether the mean is subtracted first: LayerNorm.
-        twice: Whether the result is rounded to the gains' dtype before the gains multiply it, as the RMSNorm of PyTorch
-            models is; otherwise it is rounded once, as PyTorch's own norms are.
-    """
-
-    weight: jax.Array
-    bias: jax.Array | None
+    weight: jax.Array  #: Gains: [D] of each head, or [F] of all heads together.
+    bias: jax.Array | None  #: Offsets, likewise; or None.
+    #: Added to the mean square.
     eps: float = dataclasses.field(metadata={"static": True})
+    #: Whether the mean is subtracted first: LayerNorm.
     centred: bool = dataclasses.field(default=False, metadata={"static": True})
+    #: Whether the result is rounded to the gains' dtype before the gains multiply it, as the RMSNorm of PyTorch models
+
+    #: is; otherwise it is rounded once, as PyTorch's own norms are.
     twice: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_over_all(self, size: int) -> bool:

@@ -22,33 +22,19 @@ from torchport.kernels.attention.plain import Window
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, checked; everything that is known before tracing.
+    """One call, checked; everything that is known before tracing."""
 
-    Attributes:
-        platform: `tpu`, `gpu` or `cpu`, where the program will run.
-        chip: The TPU's kind, `v6e`; None elsewhere.
-        dtype: Of q, k and v.
-        head_size: D.
-        scale: What scores are multiplied by.
-        causal: Whether query s sees keys up to s only.
-        window: (left, right) around the query's own index, or None.
-        masked: Whether there is a mask beyond key padding.
-        bound: Upper bound of |scale * q . k|, or None.
-        tile: The tile that the caller wants, or None.
-        interpret: Run a TPU kernel as plain JAX.
-    """
-
-    platform: str
-    chip: str | None
-    dtype: Any
-    head_size: int
-    scale: float
-    causal: bool
-    window: Window | None
-    masked: bool
-    bound: float | None
-    tile: tiles.Tile | None
-    interpret: bool
+    platform: str  #: `tpu`, `gpu` or `cpu`, where the program will run.
+    chip: str | None  #: The TPU's kind, `v6e`; None elsewhere.
+    dtype: Any  #: Of q, k and v.
+    head_size: int  #: D.
+    scale: float  #: What scores are multiplied by.
+    causal: bool  #: Whether query s sees keys up to s only.
+    window: Window | None  #: (left, right) around the query's own index, or None.
+    masked: bool  #: Whether there is a mask beyond key padding.
+    bound: float | None  #: Upper bound of |scale * q . k|, or None.
+    tile: tiles.Tile | None  #: The tile that the caller wants, or None.
+    interpret: bool  #: Run a TPU kernel as plain JAX.
 
     @property
     def windowed(self) -> bool:

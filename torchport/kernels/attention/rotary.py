@@ -32,17 +32,11 @@ ROWS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How heads lie in projections [B, S, F].
+    """How heads lie in projections [B, S, F]."""
 
-    Attributes:
-        size: D.
-        padded: P: 128 or 64.
-        groups: N, into which the heads are parted.
-    """
-
-    size: int
-    padded: int
-    groups: int = 1
+    size: int  #: D.
+    padded: int  #: P: 128 or 64.
+    groups: int = 1  #: N, into which the heads are parted.
 
     def lanes(self, x: jax.Array) -> jax.Array:
         """Returns features [..., D] of one head as registers have them, [..., 128]: padded, and once for each head."""

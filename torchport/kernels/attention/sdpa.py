@@ -120,11 +120,7 @@ def _over_valid_keys(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, 
 
 
 def _whole(mask: jax.Array, query: tuple[int, ...], keys: int) -> jax.Array:
-    """Returns a mask as [B or 1, H or 1, S, T].
-
-    Raises:
-        AttentionError: It takes more than `MASK_LIMIT` bytes.
-    """
+    """Returns a mask as [B or 1, H or 1, S, T]."""
     mask = _four(mask)
     shape = (*mask.shape[:2], query[2], keys)
     size = math.prod(shape) * mask.dtype.itemsize

@@ -37,21 +37,14 @@ from torchport.kernels.attention.tiles import LANES, TAIL
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Projections of tokens, before norms and positions.
+    """Projections of tokens, before norms and positions."""
 
-    Attributes:
-        q: Queries [B, S, F].
-        k: Keys, likewise.
-        v: Values, likewise.
-        norm_q: The queries' norm; None where they are normalised already, or never.
-        norm_k: The keys'.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    q: jax.Array  #: Queries [B, S, F].
+    k: jax.Array  #: Keys, likewise.
+    v: jax.Array  #: Values, likewise.
+    #: The queries' norm; None where they are normalised already, or never.
     norm_q: Norm | None = None
-    norm_k: Norm | None = None
+    norm_k: Norm | None = None  #: The keys'.
 
 
 def sizes() -> tuple[int, int]:
@@ -108,7 +101,6 @@ def attention(
 
     Raises:
         AttentionError: Tokens that are not such a multiple.
-        VmemError: A tile that does not fit the chip.
     """
     batch, count, features = tokens.q.shape
     valid, longest = cos_SD.shape[0], 0 if further is None else further.q.shape[1]

@@ -35,24 +35,16 @@ def up(number: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How the work is cut.
+    """How the work is cut."""
 
-    Attributes:
-        block_q: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
-        block_kv: Keys of a chunk; a multiple of 256.
-        columns: Queries of a cell, which is what one product takes; a multiple of 128.
-    """
-
+    #: Queries of a tile, at most; a multiple of 128. Tiles are made equally large.
     block_q: int
-    block_kv: int
+    block_kv: int  #: Keys of a chunk; a multiple of 256.
+    #: Queries of a cell, which is what one product takes; a multiple of 128.
     columns: int = 512
 
     def __post_init__(self) -> None:
-        """Refuses sizes with which the kernel would compute wrong results.
-
-        Raises:
-            AttentionError: A size that is not a positive multiple of what it must be.
-        """
+        """Refuses sizes with which the kernel would compute wrong results."""
         for name, multiple in (("block_q", LANES), ("block_kv", TAIL), ("columns", LANES)):
             size = getattr(self, name)
             if not isinstance(size, int) or size <= 0 or size % multiple:
@@ -93,17 +85,11 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class SplashTile:
-    """How JAX's own kernel cuts the work; see `splash.attention`.
+    """How JAX's own kernel cuts the work; see `splash.attention`."""
 
-    Attributes:
-        block_q: Queries of a tile; a multiple of 128.
-        block_kv: Keys that are fetched at once; a multiple of `block_kv_compute`.
-        block_kv_compute: Keys that are computed at once; a multiple of 128.
-    """
-
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
+    block_q: int  #: Queries of a tile; a multiple of 128.
+    block_kv: int  #: Keys that are fetched at once; a multiple of `block_kv_compute`.
+    block_kv_compute: int  #: Keys that are computed at once; a multiple of 128.
 
     def fitted(self, queries: int, keys: int) -> SplashTile:
         """Returns the tile for this many queries and keys, as `splash.attention` takes it: none larger than needed."""
@@ -236,11 +222,7 @@ def table() -> TileTable:
 
 
 def read_table(file: Path) -> TileTable:
-    """Returns a table of tiles.
-
-    Raises:
-        ConfigError: The file has a mistake, by its line; or two rows of one key.
-    """
+    """Returns a table of tiles."""
     document = read_document(file, file.name)
     contents = validated(TileTable, document)
     lists: dict[str, Sequence[Row]] = {
@@ -273,7 +255,6 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Writes rows into a table. A row replaces the one with the same key; the other rows stay.
 
     Raises:
-        ConfigError: The file exists, and is no such table.
         OSError: It cannot be written.
     """
     old = read_table(file) if file.exists() else TileTable(splash_transposed=[], splash=[])
@@ -313,9 +294,6 @@ def best(chip: str, implementation: KernelName, head_size: int, bounded: bool = 
         implementation: `splash_transposed`, `splash_int8`, or JAX's own `splash`.
         head_size: D; a size between those of the table takes the next larger one's, to which the kernel pads.
         bounded: Whether there is a bound of the scores; only `splash_transposed` has tiles for either.
-
-    Raises:
-        AttentionError: The table has no such row.
     """
     best_row = row(chip, implementation, head_size, bounded)
     kind = SplashTile if isinstance(best_row, SplashRow) else Tile

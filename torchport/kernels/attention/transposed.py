@@ -74,16 +74,11 @@ def attention(
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """An array of keys with its values, as `side_by_side` takes them.
+    """An array of keys with its values, as `side_by_side` takes them."""
 
-    Attributes:
-        keys: [B, T, F], T a multiple of 256.
-        values: [B, N, F, T / N], T / N a multiple of 128.
-        lengths: int32 [B], 0 to T: keys and values from there on may hold anything.
-    """
-
-    keys: jax.Array
-    values: jax.Array
+    keys: jax.Array  #: [B, T, F], T a multiple of 256.
+    values: jax.Array  #: [B, N, F, T / N], T / N a multiple of 128.
+    #: int32 [B], 0 to T: keys and values from there on may hold anything.
     lengths: jax.Array
 
 

@@ -22,31 +22,20 @@ Cell = tuple[int, Any, int]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known before tracing.
+    """What is known before tracing."""
 
-    Attributes:
-        tile: Fitted to the numbers of queries and keys.
-        heads: g.
-        head_size: D.
-        groups: G, H / g.
-        scale: What scores are multiplied by, in units of log 2.
-        bounded: Whether exp2 of a score can neither overflow nor vanish.
-        precision: Of the products: float32 needs `HIGHEST` to be float32.
-        arrays: How many arrays the keys lie in.
-        scores: dtype of queries and keys, where it is not that of the values.
-        packed: Whether probabilities wait as pairs of bfloat16 in int32.
-    """
-
-    tile: Tile
-    heads: int
-    head_size: int
-    groups: int
-    scale: float
-    bounded: bool
+    tile: Tile  #: Fitted to the numbers of queries and keys.
+    heads: int  #: g.
+    head_size: int  #: D.
+    groups: int  #: G, H / g.
+    scale: float  #: What scores are multiplied by, in units of log 2.
+    bounded: bool  #: Whether exp2 of a score can neither overflow nor vanish.
+    #: Of the products: float32 needs `HIGHEST` to be float32.
     precision: lax.Precision | None
-    arrays: int = 1
+    arrays: int = 1  #: How many arrays the keys lie in.
+    #: dtype of queries and keys, where it is not that of the values.
     scores: Any = None
-    packed: bool = False
+    packed: bool = False  #: Whether probabilities wait as pairs of bfloat16 in int32.
 
     @property
     def width(self) -> int:

@@ -15,30 +15,19 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """A video's latents on a mesh. What is made of them lies in the same way, at a multiple of their sizes.
+    """A video's latents on a mesh. What is made of them lies in the same way, at a multiple of their sizes."""
 
-    Attributes:
-        frames: T with padding, which is before the first frame and after the last.
-        height: H with padding, which is below.
-        width: W with padding, which is on the right.
-        lead: Frames of padding before the first; each counts as it.
-        valid_height: H.
-        valid_width: W.
-        rows: The mesh's axes over which rows are parted.
-        columns: The axes over which columns are.
-        tail: Frames of padding after the last.
-        single: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
-    """
+    frames: int  #: T with padding, which is before the first frame and after the last.
+    height: int  #: H with padding, which is below.
+    width: int  #: W with padding, which is on the right.
+    lead: int  #: Frames of padding before the first; each counts as it.
+    valid_height: int  #: H.
+    valid_width: int  #: W.
+    rows: tuple[str, ...] = ()  #: The mesh's axes over which rows are parted.
+    columns: tuple[str, ...] = ()  #: The axes over which columns are.
+    tail: int = 0  #: Frames of padding after the last.
+    #: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
 
-    frames: int
-    height: int
-    width: int
-    lead: int
-    valid_height: int
-    valid_width: int
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    tail: int = 0
     single: bool = True
 
     def lead_of(self, frames: int) -> int:

@@ -40,45 +40,32 @@ VMEM = 110 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """What is known of a convolution before it is traced.
+    """What is known of a convolution before it is traced."""
 
-    Attributes:
-        height: H of the output.
-        width: W.
-        frames: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
-        inputs: C.
-        outputs: D.
-        parts: 1 for products of bfloat16, 2 for three of them, 3 for six.
-        taps: Of time: 3, or 1.
-        edges: Whether what is outside is the nearest row or frame; otherwise it is 0.
-        rows: Whether the input has a row more at each end.
-        normal: Whether the input goes through RMSNorm and SiLU first.
-        residual: Whether something is added to the output.
-        carried: Whether there are chunks before and after this one.
-        led: Whether some of its frames, from the first on, may count as 0.
-        dtype: Of input, output and residual.
-        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-        zoom: How many rows and columns of the output each of the input's becomes first.
-        scaled: How many rows and columns of the output have one scale and shift, which the input goes through first,
-            and then SiLU; 0: there are none.
-    """
-
-    height: int
-    width: int
+    height: int  #: H of the output.
+    width: int  #: W.
+    #: T, a multiple of 8, and of 16 for bfloat16 products without a conversion for each tap.
     frames: int
-    inputs: int
-    outputs: int
-    parts: int
-    taps: int = 3
+    inputs: int  #: C.
+    outputs: int  #: D.
+    parts: int  #: 1 for products of bfloat16, 2 for three of them, 3 for six.
+    taps: int = 3  #: Of time: 3, or 1.
+    #: Whether what is outside is the nearest row or frame; otherwise it is 0.
     edges: bool = True
-    rows: bool = False
-    normal: bool = False
-    residual: bool = False
-    carried: bool = False
-    led: bool = False
-    dtype: str = "float32"
+    rows: bool = False  #: Whether the input has a row more at each end.
+    normal: bool = False  #: Whether the input goes through RMSNorm and SiLU first.
+    residual: bool = False  #: Whether something is added to the output.
+    carried: bool = False  #: Whether there are chunks before and after this one.
+    led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
+    dtype: str = "float32"  #: Of input, output and residual.
+    #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+
     still: bool | None = None
+    #: How many rows and columns of the output each of the input's becomes first.
     zoom: int = 1
+    #: How many rows and columns of the output have one scale and shift, which the input goes through first, and then
+
+    #: SiLU; 0: there are none.
     scaled: int = 0
 
     @property
@@ -302,23 +289,15 @@ def _kernel(conv: Conv, first: Any, lead: Any, *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One step of the grid.
+    """One step of the grid."""
 
-    Attributes:
-        conv: The convolution.
-        ref: The operands, the outputs and the sums, by name.
-        rings: The last three rows of the input, with a column more at each end: one array for each part.
-        is_first: Whether there is no chunk before.
-        lead: How many frames count as 0.
-        row: The input's row, of H + 2.
-    """
-
-    conv: Conv
-    ref: dict[str, Any]
+    conv: Conv  #: The convolution.
+    ref: dict[str, Any]  #: The operands, the outputs and the sums, by name.
+    #: The last three rows of the input, with a column more at each end: one array for each part.
     rings: Any
-    is_first: Any
-    lead: Any
-    row: Any
+    is_first: Any  #: Whether there is no chunk before.
+    lead: Any  #: How many frames count as 0.
+    row: Any  #: The input's row, of H + 2.
 
     def take_row(self) -> None:
         """Puts a row of the input into the ring, with the column before it and the one after it."""

@@ -20,44 +20,40 @@ DIMS = ("NHWC", "HWIO", "NHWC")
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionRequest:
-    """What a caller asks of a convolution.
+    """What a caller asks of a convolution."""
 
-    Attributes:
-        edges: Whether what is outside the video is its nearest row and column; otherwise it is 0.
-        chunked: Whether there are chunks of time before and after this one.
-        still: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-        zoom: How many rows and columns each of x becomes first.
-    """
-
+    #: Whether what is outside the video is its nearest row and column; otherwise it is 0.
     edges: bool
+    #: Whether there are chunks of time before and after this one.
     chunked: bool = False
+    #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
+
     still: bool | None = None
-    zoom: int = 1
+    zoom: int = 1  #: How many rows and columns each of x becomes first.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a convolution may take beside its input, weights and bias; None: it does without.
+    """What a convolution may take beside its input, weights and bias; None: it does without."""
 
-    Attributes:
-        gains: [C] of an RMSNorm that the input goes through first, and then SiLU.
-        residual: [H, W, T, D], added to the output.
-        scale: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end
-            where the input has them. Each of its rows and columns may be for several of the input's. The first column
-            and the last are those of the sides. It is 0 outside the video, and so is the shift.
-        shift: Like the scale.
-        carry: [2, H, W, D] float32, what the chunk before adds to the first two frames.
-        first: Whether there is no chunk before all the same, where that is known only when it runs.
-        lead: How many frames of the input count as 0, the norm's output too: int32 []. There may be fewer frames.
-    """
-
+    #: [C] of an RMSNorm that the input goes through first, and then SiLU.
     gains: jax.Array | None = None
-    residual: jax.Array | None = None
+    residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
+    #: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end where the
+
+    #: input has them. Each of its rows and columns may be for several of the input's. The first column and the last are
+
+    #: those of the sides. It is 0 outside the video, and so is the shift.
     scale: jax.Array | None = None
-    shift: jax.Array | None = None
+    shift: jax.Array | None = None  #: Like the scale.
+    #: [2, H, W, D] float32, what the chunk before adds to the first two frames.
     carry: jax.Array | None = None
+    #: Whether there is no chunk before all the same, where that is known only when it runs.
+
     first: jax.Array | None = None
+    #: How many frames of the input count as 0, the norm's output too: int32 []. There may be fewer frames.
+
     lead: jax.Array | None = None
 
 

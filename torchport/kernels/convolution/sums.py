@@ -23,23 +23,14 @@ from torchport.kernels.convolution.kernel import VMEM
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What is known of a call before it is traced.
+    """What is known of a call before it is traced."""
 
-    Attributes:
-        height: H.
-        width: W.
-        frames: T, a multiple of 8.
-        channels: C.
-        padded: Whether some rows or columns may be padding.
-        dtype: Of the video.
-    """
-
-    height: int
-    width: int
-    frames: int
-    channels: int
-    padded: bool = False
-    dtype: str = "float32"
+    height: int  #: H.
+    width: int  #: W.
+    frames: int  #: T, a multiple of 8.
+    channels: int  #: C.
+    padded: bool = False  #: Whether some rows or columns may be padding.
+    dtype: str = "float32"  #: Of the video.
 
     @property
     def together(self) -> int:

@@ -25,9 +25,6 @@ def environment(dump: Path | None = None) -> dict[str, str]:
     Args:
         dump: The folder into which the compiler writes every kernel's instruction schedule as text (hundreds of
             megabytes for a large kernel), or None for no dump.
-
-    Raises:
-        TopologyError: The folder's name has white space, at which libtpu would cut it.
     """
     variables = {
         "JAX_PLATFORMS": "cpu",  # a TPU that is there is neither woken nor held
@@ -63,10 +60,6 @@ def describe(machine: Machine) -> Any:
 
     Args:
         machine: A TPU slice that exists, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or tpu7x:2x2x1.
-
-    Raises:
-        TopologyError: No libtpu; not a TPU, or a slice that does not exist; this process was not started with
-            `environment()`.
     """
     place = f"machine {machine.name}"
     if machine.platform != "tpu":

@@ -55,39 +55,29 @@ Kind = Literal["kernel", "loop", "predicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A run of bundles `[start, end)`: the kernel, a loop's body, or what a predicate can rule out.
+    """A run of bundles `[start, end)`: the kernel, a loop's body, or what a predicate can rule out."""
 
-    Attributes:
-        kind: Which of these.
-        start: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
-        end: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
-        depth: How many loops surround its bundles; a loop counts itself.
-        inside: The regions directly in it, in order.
-    """
-
-    kind: Kind
+    kind: Kind  #: Which of these.
+    #: Its first bundle. Delay slots of the branch that skips a predicated region lie before it.
     start: int
+    #: The bundle after its last. Delay slots of the branch that closes a loop belong to the loop.
     end: int
-    depth: int
-    inside: tuple[Region, ...] = ()
+    depth: int  #: How many loops surround its bundles; a loop counts itself.
+    inside: tuple[Region, ...] = ()  #: The regions directly in it, in order.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelBundles:
-    """A kernel's bundles on one core.
+    """A kernel's bundles on one core."""
 
-    Attributes:
-        kernel: As the compiler names it: the `name=` of `pallas_call` and a number.
-        slots: How many of each kind a bundle has, in the order of the columns of `counts`.
-        counts: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it
-            holds its matrix unit; products that overlap in one unit's queue count once.
-        root: The whole kernel, with its loops and predicated regions in it.
-    """
-
-    kernel: str
+    kernel: str  #: As the compiler names it: the `name=` of `pallas_call` and a number.
+    #: How many of each kind a bundle has, in the order of the columns of `counts`.
     slots: dict[str, int]
+    #: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it holds its
+
+    #: matrix unit; products that overlap in one unit's queue count once.
     counts: numpy.typing.NDArray[numpy.int64]
-    root: Region
+    root: Region  #: The whole kernel, with its loops and predicated regions in it.
 
     @property
     def size(self) -> int:
@@ -107,11 +97,7 @@ class KernelBundles:
         return self._run(self._loop())
 
     def share(self, slot: str) -> float:
-        """Returns which part of a slot the steady state takes, 0 to 1.
-
-        Raises:
-            UnknownNameError: The chip has no such slot.
-        """
+        """Returns which part of a slot the steady state takes, 0 to 1."""
         steady = self.steady()
         return float(self.counts[steady, self._column(slot)].sum()) / (self.slots[slot] * len(steady))
 
@@ -160,9 +146,6 @@ def read(folder: Path, kernel: str) -> KernelBundles:
     Args:
         folder: What `absent.environment(folder)` named to the process that compiled.
         kernel: The `name=` of the kernel's `pallas_call`, or the compiler's own name for one call of it (`name.1`).
-
-    Raises:
-        TopologyError: No such kernel, several calls of it, or files of another form.
     """
     files: dict[str, list[tuple[str, Path]]] = {"final_bundles": [], "final_hlo-static-per-bundle-utilization": []}
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -286,16 +269,11 @@ def _nest(kind: Kind, start: int, end: int, depth: int, spans: deque[tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel that was compiled for a TPU that is not there.
+    """A kernel that was compiled for a TPU that is not there."""
 
-    Attributes:
-        bundles: Of the one kernel that was named.
-        compile_seconds: What lowering and compiling took, on this host.
-        kernels: Every Pallas kernel of the program, by the compiler's name.
-    """
-
-    bundles: KernelBundles
-    compile_seconds: float
+    bundles: KernelBundles  #: Of the one kernel that was named.
+    compile_seconds: float  #: What lowering and compiling took, on this host.
+    #: Every Pallas kernel of the program, by the compiler's name.
     kernels: tuple[str, ...]
 
 
@@ -316,7 +294,6 @@ def compile_kernel(
 
     Raises:
         VmemError: The tile does not fit the chip's vector memory; carries `asked` and `limit`, in bytes.
-        TopologyError: No libtpu, no such slice, a program that does not compile, or no single such kernel in it.
     """
     place = f"{build}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
     with tempfile.TemporaryDirectory(prefix="torchport-bundles-") as scratch:
@@ -340,11 +317,7 @@ def _ended(place: str, end: child.Ended) -> TopologyError:
 
 
 def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
-    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`.
-
-    Raises:
-        VmemError, TopologyError: The compiler refuses it.
-    """
+    """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`."""
     import jax
 
     devices = describe(machine).devices

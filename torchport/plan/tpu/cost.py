@@ -45,24 +45,15 @@ OWN = 40
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One device's attention: its sizes, and how heads are brought to the kernel.
+    """One device's attention: its sizes, and how heads are brought to the kernel."""
 
-    Attributes:
-        queries: S.
-        keys: T, all of them valid, of the first array.
-        heads: H.
-        head_size: D.
-        group: g, heads that share a tile.
-        further: Keys in a second array, all of them valid.
-        int8: Whether queries and keys are multiplied in eight bits, at twice the rate.
-    """
-
-    queries: int
-    keys: int
-    heads: int
-    head_size: int
-    group: int = 1
-    further: int = 0
+    queries: int  #: S.
+    keys: int  #: T, all of them valid, of the first array.
+    heads: int  #: H.
+    head_size: int  #: D.
+    group: int = 1  #: g, heads that share a tile.
+    further: int = 0  #: Keys in a second array, all of them valid.
+    #: Whether queries and keys are multiplied in eight bits, at twice the rate.
     int8: bool = False
 
     @property
@@ -73,14 +64,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Trips:
-    """How often the parts of a kernel run on one core.
+    """How often the parts of a kernel run on one core."""
 
-    Attributes:
-        loops: Passes of each loop through its body, each time it is entered, in the order in which the loops begin.
-        once_in: Steps of which only one runs a region without matrix work beside the one that has it.
-    """
+    #: Passes of each loop through its body, each time it is entered, in the order in which the loops begin.
 
     loops: tuple[int, ...]
+    #: Steps of which only one runs a region without matrix work beside the one that has it.
     once_in: int = 1
 
 
@@ -109,15 +98,7 @@ def splash_trips(work: Work, tile: SplashTile, cores: int) -> Trips:
 
 
 def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
-    """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes where they take longer.
-
-    Args:
-        call: One call of the kernel.
-        machine: A TPU slice.
-
-    Raises:
-        TopologyError: It does not compile alone, or it has other loops.
-    """
+    """Returns how long a kernel beside attention takes on a device: its bundles, or its bytes if they take longer."""
     chip = machine.require_tpu()
     kernel = compile_kernel(call.build, dict(call.arguments), machine).bundles
     loops = (math.ceil(call.loops[0] / chip.cores), *call.loops[1:])
@@ -126,11 +107,7 @@ def pass_seconds(call: dispatch.Pass, machine: Machine) -> float:
 
 
 def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> int:
-    """Returns the bundles that one core runs in a call, or how many of a slot they take.
-
-    Raises:
-        TopologyError: The kernel has another number of loops than the trips name.
-    """
+    """Returns the bundles that one core runs in a call, or how many of a slot they take."""
     loops = _loops(kernel)
     if len(loops) != len(trips.loops):
         raise TopologyError(
@@ -193,27 +170,23 @@ class _Count:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the instruction schedule says of a kernel with a tile; `percent` of the bfloat16 peak.
+    """What the instruction schedule says of a kernel with a tile; `percent` of the bfloat16 peak."""
 
-    Attributes:
-        peak_percent: Of a whole call: useful flop over what the matrix units could do in all bundles that it runs.
-        steady_percent: Of the steady step alone, with no ragged tile in it.
-        matrix_unit_share: Part of the steady step in which the matrix units are busy, 0 to 1, padding included.
-        dma_share: Part of the steady step that fetching its keys and values takes at the published bandwidth, 0 to 1.
-        spills: Vector registers that a steady step saves to VMEM.
-        steady_bundles: Of a steady step.
-        waits: Cycles that the step takes beyond its bundles, until the matrix units are done.
-        body_bundles: Of the whole kernel: its size in instruction memory.
-    """
+    #: Of a whole call: useful flop over what the matrix units could do in all bundles that it runs.
 
     peak_percent: float
-    steady_percent: float
+    steady_percent: float  #: Of the steady step alone, with no ragged tile in it.
+    #: Part of the steady step in which the matrix units are busy, 0 to 1, padding included.
+
     matrix_unit_share: float
+    #: Part of the steady step that fetching its keys and values takes at the published bandwidth, 0 to 1.
+
     dma_share: float
-    spills: int
-    steady_bundles: int
+    spills: int  #: Vector registers that a steady step saves to VMEM.
+    steady_bundles: int  #: Of a steady step.
+    #: Cycles that the step takes beyond its bundles, until the matrix units are done.
     waits: int
-    body_bundles: int
+    body_bundles: int  #: Of the whole kernel: its size in instruction memory.
 
 
 def padding(head_size: int, width: int) -> Literal["feature", "segments"]:
@@ -246,18 +219,7 @@ def least(work: Work, tile: Tile | SplashTile, width: int, flops: int) -> float:
 
 
 def figures(kernel: KernelBundles, work: Work, tile: Tile | SplashTile, chip: Chip, width: int) -> Figures:
-    """Returns the figures of a kernel that was compiled with a tile.
-
-    Args:
-        kernel: Its bundles on one core.
-        work: The device's.
-        tile: As fitted to the work.
-        chip: What it was compiled for.
-        width: Of its matrix unit.
-
-    Raises:
-        TopologyError: Another form of the kernel than the count knows.
-    """
+    """Returns the figures of a kernel that was compiled with a tile."""
     steady = len(kernel.steady())
     if isinstance(tile, Tile):
         trips, group = transposed_trips(work, tile, chip.cores), work.group

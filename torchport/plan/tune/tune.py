@@ -55,38 +55,24 @@ CALLS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A tile, and what became of it.
+    """A tile, and what became of it."""
 
-    Attributes:
-        tile: As it would stand in the table.
-        figures: Of its instruction schedule; None where it was dropped before there was one.
-        dropped: Why it is no result, or empty.
-        seconds: The median call's, where there is a chip.
-    """
-
-    tile: Tile | SplashTile
+    tile: Tile | SplashTile  #: As it would stand in the table.
+    #: Of its instruction schedule; None where it was dropped before there was one.
     figures: Figures | None = None
-    dropped: str = ""
-    seconds: float | None = None
+    dropped: str = ""  #: Why it is no result, or empty.
+    seconds: float | None = None  #: The median call's, where there is a chip.
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """All candidates of an implementation, the best first, the dropped last.
+    """All candidates of an implementation, the best first, the dropped last."""
 
-    Attributes:
-        job: What for.
-        implementation: The kernel.
-        bounded: Whether scores are bounded.
-        ranked_by: `schedule` or `time`.
-        candidates: In this order.
-    """
-
-    job: Workload
-    implementation: KernelName
-    bounded: bool
-    ranked_by: str
-    candidates: list[Candidate]
+    job: Workload  #: What for.
+    implementation: KernelName  #: The kernel.
+    bounded: bool  #: Whether scores are bounded.
+    ranked_by: str  #: `schedule` or `time`.
+    candidates: list[Candidate]  #: In this order.
 
 
 def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashTile]:
@@ -109,10 +95,6 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
         implementation: The kernel.
         bounded: Whether scores are bounded.
         among: The tiles to try; `candidates` by default.
-
-    Raises:
-        TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
-        BadValueError: `splash_int8` for a chip or a head size for which it is none.
     """
     count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
@@ -127,11 +109,7 @@ def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequen
 
 
 def _of_int8(job: Workload) -> Workload:
-    """Returns the job with scores in eight bits.
-
-    Raises:
-        BadValueError: The chip multiplies them no faster, or the heads do not fill a register.
-    """
+    """Returns the job with scores in eight bits."""
     place, (_, size) = "--implementation splash_int8", transposed.grouping(job.work.heads, job.work.head_size)
     if job.chip.name not in EXPONENT:
         raise BadValueError(place, f"{job.chip.name} multiplies int8 no faster", f"It is for {', '.join(EXPONENT)}")
@@ -159,12 +137,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
 
 
 def tried(job: Workload, implementation: KernelName, bounded: bool, tile: Tile | SplashTile) -> Candidate:
-    """Returns a candidate with its figures, or with the reason why it is none.
-
-    Raises:
-        TopologyError: No libtpu, no such slice, or a program that its compiler refuses for another reason than VMEM.
-        BadValueError: `splash_int8` for a chip or a head size for which it is none.
-    """
+    """Returns a candidate with its figures, or with the reason why it is none."""
     if implementation == "splash_int8":
         job = _of_int8(job)
     arguments = _arguments(_reduced(job, tile), implementation, bounded, tile)
@@ -273,12 +246,7 @@ def lines(result: Result) -> list[str]:
 
 
 def check_writable(file: Path) -> None:
-    """Refuses a file that a table cannot be written to, before an hour is spent on one.
-
-    Raises:
-        ConfigError: The file is there, and is no such table.
-        OutputError: It cannot be written.
-    """
+    """Refuses a file that a table cannot be written to, before an hour is spent on one."""
     folder.check_writable("--write", file)
     if file.is_file():
         tiles.read_table(file)
@@ -288,9 +256,7 @@ def write(file: Path, results: Iterable[Result]) -> None:
     """Puts the best tile of each result into a table; rows of other keys stay.
 
     Raises:
-        TopologyError: A result of which every tile was dropped.
         ConfigError: The file is there, and is no such table.
-        OutputError: It cannot be written.
     """
     best = [_best_row(result) for result in results]
     try:

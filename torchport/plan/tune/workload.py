@@ -20,17 +20,11 @@ from torchport.task import Request, Task, accept
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What a kernel is to compute on a machine.
+    """What a kernel is to compute on a machine."""
 
-    Attributes:
-        machine: A TPU slice.
-        work: One device's attention, a sample of it.
-        note: Where the numbers come from.
-    """
-
-    machine: Machine
-    work: Work
-    note: str = ""
+    machine: Machine  #: A TPU slice.
+    work: Work  #: One device's attention, a sample of it.
+    note: str = ""  #: Where the numbers come from.
 
     @property
     def chip(self) -> Chip:
@@ -39,18 +33,7 @@ class Workload:
 
 
 def sized(machine: Machine, tokens: int, heads: int, head_size: int, note: str = "") -> Workload:
-    """Returns the job of as many queries as keys.
-
-    Args:
-        machine: A TPU slice.
-        tokens: S = T.
-        heads: Of one device.
-        head_size: D.
-        note: Where the numbers come from.
-
-    Raises:
-        BadValueError: The machine is no TPU.
-    """
+    """Returns the job of as many queries as keys."""
     remedy = f"It must be a TPU slice ({', '.join(TPU_CHIPS)}, such as v6e:2x4)"
     machine.require_tpu(f"--topology {machine.name}", remedy)
     group, _ = transposed.grouping(heads, head_size)
@@ -69,12 +52,7 @@ def of_flags(
     overrides: tuple[str, ...] = (),
     paths: tuple[str, ...] = (),
 ) -> Workload:
-    """Returns the job of the command line: of a model and a config, or of sizes alone; beside a model, sizes override.
-
-    Raises:
-        BadValueError: Neither a model with a config, nor all three sizes alone.
-        ConfigError, MeshError: The model or the config; see `task.accept`.
-    """
+    """Returns the job of the flags: of a model and a config, or of sizes alone; beside a model, sizes override."""
     machine = parse_machine(topology, f"--topology {topology}")
     if model is not None and config is not None:
         request = Request(model, config, paths=paths, upstream_path=upstream_path, overrides=overrides)
@@ -106,9 +84,6 @@ def of_model(
         tokens: S = T; by default the tokens of the pictures, to which those of the text come on top.
         heads: Of one device; by default the model's, over the axes that split them.
         head_size: D; by default the model's.
-
-    Raises:
-        BadValueError: The model's configuration does not say how many heads, features or tokens there are.
     """
     overrides = (*request.overrides, f"machine={machine.name}")
     task = accept(dataclasses.replace(request, stage="denoise", overrides=overrides))

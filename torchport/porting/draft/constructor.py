@@ -20,21 +20,13 @@ _PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor.
+    """One argument of a constructor."""
 
-    Attributes:
-        name: Its name.
-        default: Its default, if that is a literal.
-        required: Whether it has none.
-        annotation: As written; empty without one.
-        plain: Whether YAML can say it, as far as its annotation tells.
-    """
-
-    name: str
-    default: Any
-    required: bool
-    annotation: str
-    plain: bool
+    name: str  #: Its name.
+    default: Any  #: Its default, if that is a literal.
+    required: bool  #: Whether it has none.
+    annotation: str  #: As written; empty without one.
+    plain: bool  #: Whether YAML can say it, as far as its annotation tells.
 
 
 def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:

@@ -24,24 +24,19 @@ WHY = "say here what fails, or is slow, without it"
 
 @dataclasses.dataclass(frozen=True)
 class PatchDraftRequest:
-    """What patch is wanted.
+    """What patch is wanted."""
 
-    Attributes:
-        target: `module:attribute.path`.
-        kind: One of `KINDS`.
-        file: The name of its files in `patches/<package>/`, without their endings; by default its module's.
-        line: Of a rewrite, the line of the statement in upstream's file.
-        importers: Of a stub, the modules that import the package.
-        why: What fails without it.
-        in_full: Whether its id and its test have the file's name, too: two modules have functions of this name.
-    """
+    target: str  #: `module:attribute.path`.
+    kind: str  #: One of `KINDS`.
+    #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
 
-    target: str
-    kind: str
     file: str | None = None
+    #: Of a rewrite, the line of the statement in upstream's file.
     line: int | None = None
-    importers: Sequence[str] = ()
-    why: str = WHY
+    importers: Sequence[str] = ()  #: Of a stub, the modules that import the package.
+    why: str = WHY  #: What fails without it.
+    #: Whether its id and its test have the file's name, too: two modules have functions of this name.
+
     in_full: bool = False
 
     @property
@@ -72,21 +67,14 @@ class PatchDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A patch that can be written.
+    """A patch that can be written."""
 
-    Attributes:
-        fields: The entry's; those that every entry has may be missing.
-        python: Its function or class; empty for a stub.
-        test: The text of its test.
-        trial: What the test is of.
-        left: What is left to fill in, a sentence each.
-    """
-
+    #: The entry's; those that every entry has may be missing.
     fields: Mapping[str, Any]
-    python: str
-    test: str
-    trial: Trial
-    left: Sequence[str]
+    python: str  #: Its function or class; empty for a stub.
+    test: str  #: The text of its test.
+    trial: Trial  #: What the test is of.
+    left: Sequence[str]  #: What is left to fill in, a sentence each.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,18 +82,12 @@ class Trial:
     """What a test is of: upstream's result with the patch and without it must agree.
 
     It fails until the patch and its own arguments are filled in, and has a file of its own.
-
-    Attributes:
-        id: The entry's id.
-        names: The file of entries, as a card lists it.
-        name: The name of the function that is filled in.
-        file: The test's file, by its path in the pack.
     """
 
-    id: str
-    names: str
-    name: str
-    file: str
+    id: str  #: The entry's id.
+    names: str  #: The file of entries, as a card lists it.
+    name: str  #: The name of the function that is filled in.
+    file: str  #: The test's file, by its path in the pack.
 
     def text(self, title: str, imports: str, body: str) -> str:
         """Returns the file of a test."""
@@ -113,12 +95,7 @@ class Trial:
 
 
 def draft(wish: PatchDraftRequest) -> Draft:
-    """Returns a patch for a wish; upstream must be on the search path. Nothing of it is imported.
-
-    Raises:
-        BadValueError: A flag is missing, or does not go with the kind.
-        PatchError: The target cannot be patched in this way.
-    """
+    """Returns a patch for a wish; upstream must be on the search path. Nothing of it is imported."""
     _check(wish)
     makers: dict[str, Callable[[PatchDraftRequest], Draft]] = {
         "replace": _changed,

@@ -19,39 +19,24 @@ from torchport.source.bindings import DEFINITIONS
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text for one file of a pack.
+    """Text for one file of a pack."""
 
-    Attributes:
-        file: The file, by its path in the pack.
-        text: What is written; where the file is there, what is added at its end.
-        head: What stands above it in a new file.
-        mode: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
-    """
-
-    file: str
-    text: str
-    head: str = ""
+    file: str  #: The file, by its path in the pack.
+    text: str  #: What is written; where the file is there, what is added at its end.
+    head: str = ""  #: What stands above it in a new file.
+    #: `append` adds to a file that is there, `new` refuses one, `whole` writes it anew.
     mode: str = "append"
 
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """The folder of a pack.
+    """The folder of a pack."""
 
-    Attributes:
-        root: The folder.
-        place: What named it, for errors: `--out DIR`.
-    """
-
-    root: Path
-    place: str
+    root: Path  #: The folder.
+    place: str  #: What named it, for errors: `--out DIR`.
 
     def text(self, file: str) -> str:
-        """Returns a file's text; of one that is not there, an empty one.
-
-        Raises:
-            OutputError: It cannot be read.
-        """
+        """Returns a file's text; of one that is not there, an empty one."""
         path = self.root / file
         try:
             return folder.text(path) if os.path.lexists(path) else ""
@@ -64,7 +49,6 @@ class Home:
 
         Raises:
             TakenNameError: A file or a name in it is there already.
-            OutputError: The folder cannot be written.
         """
         texts = [self._text(piece) for piece in pieces]
         lines = []
@@ -115,9 +99,6 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
         out: What the flag names.
         upstreams: Folders of upstream: the checkout, the package that the target is in.
         flag: The flag.
-
-    Raises:
-        OutputError: It lies in site-packages or in an upstream, is a file, or cannot be written.
     """
     place, root = f"{flag} {out}", folder.expand_home(str(out)).absolute()
     # Links are followed: one that leads into an upstream is not seen in its own path.

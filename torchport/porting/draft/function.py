@@ -83,13 +83,7 @@ def put(name: str, given: Sequence[str], gives: str, where: str) -> str:
 
 
 def lowering(name: str, given: str, operator: str) -> str:
-    """Returns the function of an `op`.
-
-    Args:
-        name: Its name.
-        given: Its parameters, as Python.
-        operator: What it lowers.
-    """
+    """Returns the function of an `op`."""
     doc = f'"""Fill in: computes {operator} of the engine\'s tensors, with torchport.engine.call_jax."""'
     return f'def {name}({given}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
 

@@ -46,17 +46,12 @@ _MODEL_WIDTH = re.compile(r"(?:hidden_size|dim|d_model|embed_dim|model_dim|inner
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraftRequest:
-    """What card is wanted.
+    """What card is wanted."""
 
-    Attributes:
-        name: The model's.
-        entries: The classes, as `[component=]package.module:Class`; the first one is the network.
-        checkpoint: The published weights.
-    """
-
-    name: str
+    name: str  #: The model's.
+    #: The classes, as `[component=]package.module:Class`; the first one is the network.
     entries: Sequence[str]
-    checkpoint: str = UNKNOWN_CHECKPOINT
+    checkpoint: str = UNKNOWN_CHECKPOINT  #: The published weights.
 
     @property
     def place(self) -> str:
@@ -66,30 +61,17 @@ class ModelDraftRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A component of the card.
+    """A component of the card."""
 
-    Attributes:
-        name: Its name.
-        target: Its class.
-        tiny: Its small arguments.
-        lacking: Arguments that have no default and no value yet.
-        objects: Those of them that YAML cannot say.
-    """
-
-    name: str
-    target: Target
-    tiny: dict[str, Any]
-    lacking: list[str]
-    objects: list[str]
+    name: str  #: Its name.
+    target: Target  #: Its class.
+    tiny: dict[str, Any]  #: Its small arguments.
+    lacking: list[str]  #: Arguments that have no default and no value yet.
+    objects: list[str]  #: Those of them that YAML cannot say.
 
 
 def parts(wish: ModelDraftRequest) -> list[Part]:
-    """Returns the components; upstream must be on the search path. Nothing of it is imported.
-
-    Raises:
-        BadValueError: A name that no card can have, or twice the same.
-        TargetError: There is no such class.
-    """
+    """Returns the components; upstream must be on the search path. Nothing of it is imported."""
     if not re.fullmatch(r"[A-Za-z_]\w*", wish.name, re.ASCII):
         fact = f"'{wish.name}' is no name for a folder of patches"
         raise BadValueError(wish.place, fact, "Write letters, digits and underscores")
@@ -112,11 +94,7 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
 
 
 def _check_network(target: Target, place: str) -> None:
-    """Refuses a class that is no network, as far as its source and that of its bases says.
-
-    Raises:
-        BadValueError: No class above it is unknown, and none is a `torch.nn.Module`.
-    """
+    """Refuses a class that is no network, as far as its source and that of its bases says."""
     assert isinstance(target.node, ast.ClassDef)
     if constructor.derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
@@ -124,11 +102,7 @@ def _check_network(target: Target, place: str) -> None:
 
 
 def _check_checkpoint(wish: ModelDraftRequest) -> None:
-    """Refuses a checkpoint that no run could name.
-
-    Raises:
-        CheckpointMissingError: It is neither a folder that is there nor the name of a repository.
-    """
+    """Refuses a checkpoint that no run could name."""
     if wish.checkpoint != UNKNOWN_CHECKPOINT:
         from torchport.load import checkpoint  # with torch, which nothing else here needs
 
@@ -136,11 +110,7 @@ def _check_checkpoint(wish: ModelDraftRequest) -> None:
 
 
 def _check_free(wish: ModelDraftRequest) -> None:
-    """Refuses the name of a model that torchport, or a pack of the environment, has.
-
-    Raises:
-        TakenNameError: One has it.
-    """
+    """Refuses the name of a model that torchport, or a pack of the environment, has."""
     pack = find_pack(())
     if wish.name in pack.models():
         fact = f"There is a model '{wish.name}' already, in {as_named(pack.home(wish.name).root)}"

@@ -21,23 +21,14 @@ from torchport.porting.draft.target import folder_of
 
 @dataclasses.dataclass(frozen=True)
 class DraftedPatch:
-    """A patch that was written.
+    """A patch that was written."""
 
-    Attributes:
-        id: Its id.
-        names: Its file of entries, as a card lists it.
-        function: Its function, as `model.py:forward_12`; empty for a stub.
-        test: The file of its test.
-        lines: What happened to each file.
-        left: What is left to fill in, a sentence each.
-    """
-
-    id: str
-    names: str
-    function: str
-    test: str
-    lines: Sequence[str]
-    left: Sequence[str]
+    id: str  #: Its id.
+    names: str  #: Its file of entries, as a card lists it.
+    function: str  #: Its function, as `model.py:forward_12`; empty for a stub.
+    test: str  #: The file of its test.
+    lines: Sequence[str]  #: What happened to each file.
+    left: Sequence[str]  #: What is left to fill in, a sentence each.
 
 
 def write(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
@@ -45,7 +36,6 @@ def write(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
 
     Raises:
         TakenNameError: The entry, its function or its test is there already.
-        BadValueError: A flag is missing, or does not go with the kind.
         PatchError: The target cannot be patched in this way, or drifted from the lock.
     """
     one = draft(wish)
@@ -73,13 +63,7 @@ def entries(home: Home, package: str) -> list[Entry]:
 
 
 def _checked(wish: PatchDraftRequest, one: Draft, home: Home, file: str, text: str) -> Entry:
-    """Returns the entry, if it can stand in its file beside the others.
-
-    Raises:
-        TakenNameError: Its id is there.
-        ConflictError: Another entry of the file changes its target.
-        WrongTypeError: The file is no list in lines.
-    """
+    """Returns the entry, if it can stand in its file beside the others."""
     entry = proposal.entry_of(one.fields, wish.package)
     path = home.root / file
     before = home.text(file)

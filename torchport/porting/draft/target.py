@@ -26,19 +26,12 @@ _PLAIN = {"staticmethod", "classmethod", "property", "cached_property", "abstrac
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A function or class of upstream, as its source has it.
+    """A function or class of upstream, as its source has it."""
 
-    Attributes:
-        name: `module:attribute.path`.
-        source: Its module.
-        node: Its definition.
-        kind: What it is.
-    """
-
-    name: str
-    source: SourceFile
-    node: Function | ast.ClassDef
-    kind: Kind
+    name: str  #: `module:attribute.path`.
+    source: SourceFile  #: Its module.
+    node: Function | ast.ClassDef  #: Its definition.
+    kind: Kind  #: What it is.
 
     @property
     def module(self) -> str:
@@ -73,11 +66,7 @@ class Target:
 
 
 def check_name(target: str, place: str) -> None:
-    """Refuses a text that is no target.
-
-    Raises:
-        BadValueError: It is not `module:attribute.path`.
-    """
+    """Refuses a text that is no target."""
     if not _TARGET.fullmatch(target):
         if not target.isascii() and all(map(str.isidentifier, re.split("[.:]", target))):
             fact = f"'{target}' has letters beyond ASCII, and a target of a patch has none"
@@ -101,11 +90,6 @@ def find(target: str, place: str) -> Target:
     Args:
         target: `module:attribute.path`.
         place: What names it, for errors.
-
-    Raises:
-        BadValueError: It is no target.
-        TargetError: There is no such module or name, it is inherited, or it is neither a function nor a class.
-        AliasError: Its module imports it from another one.
     """
     check_name(target, place)
     module, _, path = target.partition(":")
@@ -218,17 +202,13 @@ def _yields(node: Function) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The parameters of a function, as Python.
+    """The parameters of a function, as Python."""
 
-    Attributes:
-        text: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
-        names: Their names, with stars.
-        unknown: Those whose default is no literal, as `mode=DEFAULT`.
-    """
+    #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
 
     text: str
-    names: list[str]
-    unknown: list[str]
+    names: list[str]  #: Their names, with stars.
+    unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.
 
 
 class _Default:

@@ -22,16 +22,11 @@ _DEPTH = 12
 
 @dataclasses.dataclass(eq=False)
 class CodeUnit:
-    """One function of a codebase, or what one of its modules does at import.
+    """One function of a codebase, or what one of its modules does at import."""
 
-    Attributes:
-        module: Its module.
-        body: What it does.
-        imports: What the imports inside it bind, in full.
-    """
-
-    module: Module
-    body: Body
+    module: Module  #: Its module.
+    body: Body  #: What it does.
+    #: What the imports inside it bind, in full.
     imports: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -81,18 +76,12 @@ class CodeUnit:
 
 @dataclasses.dataclass(eq=False)
 class Class:
-    """One class of a codebase.
+    """One class of a codebase."""
 
-    Attributes:
-        module: Its module.
-        name: Its qualified name.
-        node: Its statement.
-        bases: What its bases are, in full.
-    """
-
-    module: Module
-    name: str
-    node: ast.ClassDef
+    module: Module  #: Its module.
+    name: str  #: Its qualified name.
+    node: ast.ClassDef  #: Its statement.
+    #: What its bases are, in full.
     bases: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -103,24 +92,19 @@ class Class:
 
 @dataclasses.dataclass(eq=False)
 class Module:
-    """One module of a codebase.
+    """One module of a codebase."""
 
-    Attributes:
-        name: Its name, as others import it.
-        source: Its file.
-        units: Its functions by qualified name, and `<module>`.
-        classes: Its classes by qualified name.
-        bound: What its own imports and assignments of names bind, in full.
-        stars: The modules that it imports everything of.
-        tables: What stands in the lists and dictionaries that its names are bound to.
-    """
-
-    name: str
-    source: Source
+    name: str  #: Its name, as others import it.
+    source: Source  #: Its file.
+    #: Its functions by qualified name, and `<module>`.
     units: dict[str, CodeUnit] = dataclasses.field(default_factory=dict)
+    #: Its classes by qualified name.
     classes: dict[str, Class] = dataclasses.field(default_factory=dict)
+    #: What its own imports and assignments of names bind, in full.
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The modules that it imports everything of.
     stars: list[str] = dataclasses.field(default_factory=list)
+    #: What stands in the lists and dictionaries that its names are bound to.
     tables: dict[str, list[ast.expr]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -18,24 +18,16 @@ _BUILDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One finding of a function.
+    """One finding of a function."""
 
-    Attributes:
-        unit: The function.
-        kind: The rule's name.
-        node: Where.
-        guards: The conditions that it stands under.
-        uses: The name in full of what is called or imported.
-        if_none: A parameter that must be None for it to be one.
-        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
-    """
+    unit: CodeUnit  #: The function.
+    kind: str  #: The rule's name.
+    node: ast.AST  #: Where.
+    guards: Guards  #: The conditions that it stands under.
+    uses: str = ""  #: The name in full of what is called or imported.
+    if_none: str = ""  #: A parameter that must be None for it to be one.
+    #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
 
-    unit: CodeUnit
-    kind: str
-    node: ast.AST
-    guards: Guards
-    uses: str = ""
-    if_none: str = ""
     sure: bool = True
 
     @property

@@ -28,20 +28,18 @@ _GROUPS = ("process-group", "parallel-state", "cuda-import")
 
 @dataclasses.dataclass
 class Patches:
-    """The patches that may concern a codebase.
+    """The patches that may concern a codebase."""
 
-    Attributes:
-        by_unit: Those that put another function in a function's place.
-        by_lines: Those that rewrite lines of a function: first line, last line, and the id.
-        by_name: Those of names outside of the codebase, such as `torch.cuda.set_device`.
-        stubs: The absent packages that are stubbed, with the modules that may import the stub.
-        given: What the families beside them pass to networks, by name, each with the file that does.
-    """
-
+    #: Those that put another function in a function's place.
     by_unit: dict[CodeUnit, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: Those that rewrite lines of a function: first line, last line, and the id.
     by_lines: dict[CodeUnit, list[tuple[int, int, str]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: Those of names outside of the codebase, such as `torch.cuda.set_device`.
     by_name: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: The absent packages that are stubbed, with the modules that may import the stub.
     stubs: dict[str, list[tuple[str, frozenset[str]]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    #: What the families beside them pass to networks, by name, each with the file that does.
+
     given: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def closed(self) -> Closed:
@@ -57,11 +55,7 @@ class Patches:
 
 
 def read(codebase: Codebase, folders: Sequence[Path]) -> Patches:
-    """Returns the patches of a codebase's packages, and those of torch.
-
-    Raises:
-        ConfigError: A file of patches has a mistake.
-    """
+    """Returns the patches of a codebase's packages, and those of torch."""
     result = Patches()
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     tops = {name.partition(".")[0] for name in codebase.modules}

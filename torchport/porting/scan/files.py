@@ -17,34 +17,21 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """A file that was read.
+    """A file that was read."""
 
-    Attributes:
-        path: Its path below the folder, with forward slashes.
-        tree: Its syntax tree.
-        lines: The number of its lines.
-    """
-
-    path: str
-    tree: ast.Module
-    lines: int
+    path: str  #: Its path below the folder, with forward slashes.
+    tree: ast.Module  #: Its syntax tree.
+    lines: int  #: The number of its lines.
 
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """A file or folder that was not read.
+    """A file or folder that was not read."""
 
-    Attributes:
-        path: Its path below the folder.
-        line: The line of a mistake in it; 0 for none.
-        rule: The id that `torchport explain` knows.
-        why: What is wrong with it, without a full stop.
-    """
-
-    path: str
-    line: int
-    rule: str
-    why: str
+    path: str  #: Its path below the folder.
+    line: int  #: The line of a mistake in it; 0 for none.
+    rule: str  #: The id that `torchport explain` knows.
+    why: str  #: What is wrong with it, without a full stop.
 
 
 def read(root: Path) -> tuple[list[Source], list[Unread]]:

@@ -16,28 +16,23 @@ Verdict = Literal["covered", "rewrite", "unknown"]
 
 @dataclasses.dataclass(frozen=True)
 class ScanFinding:
-    """One thing in the source that will not port.
+    """One thing in the source that will not port."""
 
-    Attributes:
-        rule: The id that `torchport explain` knows, such as PS401.
-        file: Its file, as it can be opened from the current folder.
-        line: Its line.
-        target: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
-        text: The expression, shortened.
-        uses: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
-        reach: Whether the entry leads there.
-        covered_by: The ids of the shipped patches that take care of it.
-        sure: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
-    """
+    rule: str  #: The id that `torchport explain` knows, such as PS401.
+    file: str  #: Its file, as it can be opened from the current folder.
+    line: int  #: Its line.
+    #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
 
-    rule: str
-    file: str
-    line: int
     target: str
-    text: str
+    text: str  #: The expression, shortened.
+    #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
+
     uses: str = ""
-    reach: Reach = "unknown"
+    reach: Reach = "unknown"  #: Whether the entry leads there.
+    #: The ids of the shipped patches that take care of it.
     covered_by: tuple[str, ...] = ()
+    #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
+
     sure: bool = True
 
     @property
@@ -65,36 +60,26 @@ class ScanFinding:
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """A package that the path imports and this environment has not.
+    """A package that the path imports and this environment has not."""
 
-    Attributes:
-        package: Its name.
-        file: The first file that imports it.
-        line: Its line.
-    """
-
-    package: str
-    file: str
-    line: int
+    package: str  #: Its name.
+    file: str  #: The first file that imports it.
+    line: int  #: Its line.
 
 
 @dataclasses.dataclass(frozen=True)
 class ScanReport:
-    """What a scan found.
+    """What a scan found."""
 
-    Attributes:
-        findings: By file and line; files that could not be read are among them.
-        files: The number of files that were read.
-        lines: The number of their lines.
-        entries: The entries, as `pkg.mod:Class`; none if none was named.
-        absent: The packages that are imported without condition, are not installed here, and that no stub stands for.
-            Packages of kernels are findings.
-    """
-
+    #: By file and line; files that could not be read are among them.
     findings: tuple[ScanFinding, ...]
-    files: int
-    lines: int
+    files: int  #: The number of files that were read.
+    lines: int  #: The number of their lines.
+    #: The entries, as `pkg.mod:Class`; none if none was named.
     entries: tuple[str, ...] = ()
+    #: The packages that are imported without condition, are not installed here, and that no stub stands for. Packages
+
+    #: of kernels are findings.
     absent: tuple[Absent, ...] = ()
 
     def count(self) -> str:

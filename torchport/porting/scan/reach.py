@@ -36,16 +36,13 @@ _ALONE = {
 
 @dataclasses.dataclass(frozen=True)
 class Closed:
-    """What patches close.
+    """What patches close."""
 
-    Attributes:
-        units: Functions whose own code no longer runs.
-        lines: Lines of a function that no longer run, first and last.
-        given: Parameters of networks' `forward` that are always given, and then are not None.
-    """
-
+    #: Functions whose own code no longer runs.
     units: frozenset[CodeUnit] = frozenset()
+    #: Lines of a function that no longer run, first and last.
     lines: Mapping[CodeUnit, tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=dict)
+    #: Parameters of networks' `forward` that are always given, and then are not None.
     given: frozenset[str] = frozenset()
 
     def has(self, unit: CodeUnit, line: int) -> bool:
@@ -299,20 +296,13 @@ class _Values:
 
     A parameter has one if every call that the entry leads to gives it the same. An attribute has one if the whole
     codebase assigns it no other.
-
-    Attributes:
-        names: Parameters that are never assigned, with their values.
-        attributes: Attributes of `self`, by name.
-        full: Who is meant by a chain of names.
-        first: The name of `self`.
-        trains: Whether the code is read as training.
     """
 
-    names: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-    full: Callable[[ast.AST], str]
-    first: str = ""
-    trains: bool = False
+    names: Mapping[str, Any]  #: Parameters that are never assigned, with their values.
+    attributes: Mapping[str, Any]  #: Attributes of `self`, by name.
+    full: Callable[[ast.AST], str]  #: Who is meant by a chain of names.
+    first: str = ""  #: The name of `self`.
+    trains: bool = False  #: Whether the code is read as training.
 
     def of(self, node: ast.AST) -> Any:
         """Returns an expression's value, or _UNKNOWN."""

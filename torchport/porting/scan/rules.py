@@ -16,32 +16,20 @@ Draft = Literal["replace", "rewrite", "stub", "wrap", "op", ""]
 
 @dataclasses.dataclass(frozen=True)
 class ScanRule:
-    """One kind of finding.
+    """One kind of finding."""
 
-    Attributes:
-        id: The id, such as PS401.
-        kind: Its name, such as `branch`.
-        title: What is found, in one sentence.
-        why: Why it does not port.
-        do: What to do about it.
-        effort: How long that takes.
-        draft: The kind of patch to begin with.
-        stops: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
-        wrong: An example that is found.
-        right: The same, ported.
-        in_code: Whether it is in code that was read; else it is about a file that could not be.
-    """
-
-    id: str
-    kind: str
-    title: str
-    why: str
-    do: str
-    effort: Effort
-    draft: Draft
+    id: str  #: The id, such as PS401.
+    kind: str  #: Its name, such as `branch`.
+    title: str  #: What is found, in one sentence.
+    why: str  #: Why it does not port.
+    do: str  #: What to do about it.
+    effort: Effort  #: How long that takes.
+    draft: Draft  #: The kind of patch to begin with.
+    #: Whether it stops a port for certain; else it may be harmless, and a trace shows it.
     stops: bool
-    wrong: str
-    right: str
+    wrong: str  #: An example that is found.
+    right: str  #: The same, ported.
+    #: Whether it is in code that was read; else it is about a file that could not be.
     in_code: bool = True
 
 

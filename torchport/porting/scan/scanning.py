@@ -40,11 +40,6 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
         path: Its folder, or one file.
         entries: What is run of it, as `pkg.mod:Class` or `pkg.mod:function`.
         folders: The folders of patches, from the top.
-
-    Raises:
-        BadValueError: There is no such folder or file, no Python in it, or an entry's file could not be read.
-        UnknownNameError: The codebase has no such entry.
-        ConfigError: A file of patches has a mistake.
     """
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
@@ -330,11 +325,7 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
 
 
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
-    """Refuses an entry whose file could not be read.
-
-    Raises:
-        BadValueError: Nothing of the file is known.
-    """
+    """Refuses an entry whose file could not be read."""
     names = "/".join(entry.partition(":")[0].split("."))
     for one in unread:
         if f"/{one.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):

@@ -47,39 +47,25 @@ class Act(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Event:
-    """One thing that a function does.
+    """One thing that a function does."""
 
-    Attributes:
-        act: What it is.
-        node: Where.
-        guards: The conditions that it stands under.
-        loop: Whether it stands in a loop.
-        value: A second node: of an assignment its value, of a loop what it runs over.
-        loops_over: Whether `value` is run over and not assigned.
-    """
-
-    act: Act
-    node: ast.AST
-    guards: Guards
-    loop: bool
+    act: Act  #: What it is.
+    node: ast.AST  #: Where.
+    guards: Guards  #: The conditions that it stands under.
+    loop: bool  #: Whether it stands in a loop.
+    #: A second node: of an assignment its value, of a loop what it runs over.
     value: ast.expr | None = None
-    loops_over: bool = False
+    loops_over: bool = False  #: Whether `value` is run over and not assigned.
 
 
 @dataclasses.dataclass(eq=False)
 class Body:
-    """A function, a class's decorators, or what a module does at import.
+    """A function, a class's decorators, or what a module does at import."""
 
-    Attributes:
-        name: The qualified name, or `<module>`.
-        node: The statement.
-        owner: The class that it is a method of, by name; empty for none.
-        events: What it does, in order.
-    """
-
-    name: str
-    node: Function | ast.ClassDef | ast.Module
-    owner: str = ""
+    name: str  #: The qualified name, or `<module>`.
+    node: Function | ast.ClassDef | ast.Module  #: The statement.
+    owner: str = ""  #: The class that it is a method of, by name; empty for none.
+    #: What it does, in order.
     events: list[Event] = dataclasses.field(default_factory=list)
 
 

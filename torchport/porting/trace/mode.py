@@ -28,12 +28,7 @@ def is_networks(value: Any) -> bool:
 
 
 class GoingOn(TorchFunctionMode):
-    """Carries functions out, and where one cannot be, notes why and returns a plausible value.
-
-    Args:
-        notes: Takes what is noted.
-        counts: Whether constants are noted.
-    """
+    """Carries functions out, and where one cannot be, notes why and returns a plausible value."""
 
     def __init__(self, notes: Notes, counts: bool) -> None:
         super().__init__()
@@ -72,11 +67,7 @@ class GoingOn(TorchFunctionMode):
                     self.notes.note_constant(tensor, self.made.get(tensor, used), used)
 
     def _assumed(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Notes an exception and returns what is assumed in place of the result.
-
-        Raises:
-            BaseException: The exception itself, where nothing plausible can be said.
-        """
+        """Notes an exception and returns what is assumed in place of the result."""
         name = getattr(function, "__name__", "")
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if isinstance(error, HostTensorError) or engine.is_host_tensor(error):

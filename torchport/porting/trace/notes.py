@@ -17,59 +17,35 @@ OWN = "torchport.porting.trace"
 
 @dataclasses.dataclass
 class Stopper:
-    """One place that stops a trace.
+    """One place that stops a trace."""
 
-    Attributes:
-        id: Of the error that a run would end with.
-        stage: The first stage that meets it.
-        place: `file:line`.
-        fact: What is wrong there.
-        remedy: What to do.
-        frames: The foreign frames that lead there, as lines, upstream's own last.
-        folded: How many frames are left out: JAX's, torch's, torchport's.
-        entry: A patch to paste, as YAML; empty where there is none.
-        assumed: What the trace went on with.
-        times: How often it was met.
-    """
-
-    id: str
-    stage: str
-    place: str
-    fact: str
-    remedy: str
+    id: str  #: Of the error that a run would end with.
+    stage: str  #: The first stage that meets it.
+    place: str  #: `file:line`.
+    fact: str  #: What is wrong there.
+    remedy: str  #: What to do.
+    #: The foreign frames that lead there, as lines, upstream's own last.
     frames: list[str]
-    folded: int
-    entry: str
-    assumed: str
-    times: int = 1
+    folded: int  #: How many frames are left out: JAX's, torch's, torchport's.
+    entry: str  #: A patch to paste, as YAML; empty where there is none.
+    assumed: str  #: What the trace went on with.
+    times: int = 1  #: How often it was met.
 
 
 @dataclasses.dataclass
 class Constant:
-    """A tensor of the host that becomes a constant of the program.
+    """A tensor of the host that becomes a constant of the program."""
 
-    Attributes:
-        stage: The first stage that has it.
-        made: `file:line` of the code that made it.
-        used: `file:line` of the code in which it meets the network.
-        dtype: Its dtype.
-        shape: Its shape.
-        bytes: Its size.
-    """
-
-    stage: str
-    made: str
-    used: str
-    dtype: str
-    shape: list[int]
-    bytes: int
+    stage: str  #: The first stage that has it.
+    made: str  #: `file:line` of the code that made it.
+    used: str  #: `file:line` of the code in which it meets the network.
+    dtype: str  #: Its dtype.
+    shape: list[int]  #: Its shape.
+    bytes: int  #: Its size.
 
 
 class Notes:
     """Collects stoppers and constants, each place once.
-
-    Args:
-        owners: Say whose code is whose.
 
     Attributes:
         stage: The stage at hand.

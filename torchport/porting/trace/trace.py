@@ -30,35 +30,23 @@ Calls = Mapping[str, Sequence[recorder.NetworkCall]]
 
 @dataclasses.dataclass
 class TraceReport:
-    """What a trace found.
+    """What a trace found."""
 
-    Attributes:
-        stoppers: Each place that stops it, in the order in which they were met.
-        constants: The constants of its programs.
-        programs: The programs of each stage, and what makes a second one.
-        stages: Those that were traced.
-        skipped: The others, with the reason.
-    """
-
+    #: Each place that stops it, in the order in which they were met.
     stoppers: list[Stopper]
-    constants: list[Constant]
-    programs: list[Program]
-    stages: list[str]
-    skipped: dict[str, str]
+    constants: list[Constant]  #: The constants of its programs.
+    programs: list[Program]  #: The programs of each stage, and what makes a second one.
+    stages: list[str]  #: Those that were traced.
+    skipped: dict[str, str]  #: The others, with the reason.
 
 
 @dataclasses.dataclass
 class Program:
-    """A program of a stage's network.
+    """A program of a stage's network."""
 
-    Attributes:
-        stage: The stage.
-        times: How often the stage calls it in this job; 0 for one of another job.
-        because: What makes it another program than the stage's first; empty of that.
-    """
-
-    stage: str
-    times: int
+    stage: str  #: The stage.
+    times: int  #: How often the stage calls it in this job; 0 for one of another job.
+    #: What makes it another program than the stage's first; empty of that.
     because: str
 
 
@@ -69,9 +57,6 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
         request: The job; it needs no prompt, and no weights are read.
         patched: Whether the card's patches are in force. Without them, the shapes of the inputs are still those that
             the patched stages make.
-
-    Raises:
-        TorchportError: The job itself is refused, or a patch cannot be applied.
     """
     accept(request, dry=True)  # refusals come before a process is started
     calls = None if patched else child.call("torchport.porting.trace.trace:called", request, ended=_ended)

@@ -21,45 +21,39 @@ class SourceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An instruction of a computation.
+    """An instruction of a computation."""
 
-    Attributes:
-        name: Without its `%`; unique in its computation.
-        opcode: As HLO names it, `fusion` or `all-reduce-start`.
-        shapes: The arrays that it makes, dtype and shape; several where it makes a tuple.
-        bytes: Of all of them, on one device.
-        operands: The names of instructions of the same computation.
-        calls: The computations that it runs or applies; a loop's condition, then its body.
-        cycles: What the compiler estimates for one execution, or None where it does not. Of a convolution with many
-            passes it may be negative.
-        source: The innermost line of Python that is not internal. A fusion without one has that of its root.
-        op_name: JAX's name of what it was made from.
-        target: Of a custom call, such as tpu_custom_call.
-        groups: Of a collective: the devices that exchange, by their positions in the program's own order of devices;
-            of a permutation [source, target] pairs.
-        chain: Of a collective that several fusions carry on: which, the same in each of them.
-        literal: What stands in the parentheses of a constant or a parameter.
-        index: Of a get-tuple-element; the direction of a comparison.
-        trips: Of a loop, where the compiler wrote how many times it runs.
-        flops: Of a convolution, or of those in a fusion: bfloat16 operations on one device, those of all passes (see
-            `convolution`). A matrix product is a convolution, too.
-    """
-
-    name: str
-    opcode: str
+    name: str  #: Without its `%`; unique in its computation.
+    opcode: str  #: As HLO names it, `fusion` or `all-reduce-start`.
+    #: The arrays that it makes, dtype and shape; several where it makes a tuple.
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    bytes: int = 0
+    bytes: int = 0  #: Of all of them, on one device.
+    #: The names of instructions of the same computation.
     operands: tuple[str, ...] = ()
+    #: The computations that it runs or applies; a loop's condition, then its body.
     calls: tuple[str, ...] = ()
+    #: What the compiler estimates for one execution, or None where it does not. Of a convolution with many passes it
+
+    #: may be negative.
     cycles: int | None = None
+    #: The innermost line of Python that is not internal. A fusion without one has that of its root.
+
     source: SourceLine | None = None
-    op_name: str = ""
-    target: str = ""
+    op_name: str = ""  #: JAX's name of what it was made from.
+    target: str = ""  #: Of a custom call, such as tpu_custom_call.
+    #: Of a collective: the devices that exchange, by their positions in the program's own order of devices; of a
+
+    #: permutation [source, target] pairs.
     groups: tuple[tuple[int, ...], ...] = ()
+    #: Of a collective that several fusions carry on: which, the same in each of them.
     chain: str = ""
-    literal: str = ""
-    index: str = ""
+    literal: str = ""  #: What stands in the parentheses of a constant or a parameter.
+    index: str = ""  #: Of a get-tuple-element; the direction of a comparison.
+    #: Of a loop, where the compiler wrote how many times it runs.
     trips: int | None = None
+    #: Of a convolution, or of those in a fusion: bfloat16 operations on one device, those of all passes (see
+
+    #: `convolution`). A matrix product is a convolution, too.
     flops: int = 0
 
     @property

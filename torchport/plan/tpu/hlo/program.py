@@ -39,19 +39,15 @@ _COMPUTED: dict[str, Callable[..., int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class InstructionRuns:
-    """An instruction, and how many times it is executed.
+    """An instruction, and how many times it is executed."""
 
-    Attributes:
-        instruction: Which.
-        times: By one run of what was walked.
-        beside: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another
-            that waits for it.
-        least: Cycles that the arithmetic of its convolutions takes at peak, each time.
-    """
+    instruction: Instruction  #: Which.
+    times: int  #: By one run of what was walked.
+    #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits
 
-    instruction: Instruction
-    times: int
+    #: for it.
     beside: bool = False
+    #: Cycles that the arithmetic of its convolutions takes at peak, each time.
     least: int = 0
 
     @property
@@ -67,22 +63,14 @@ class InstructionRuns:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveExecution:
-    """A collective, and how many times it is executed; one that starts and ends in two instructions is one.
+    """A collective, and how many times it is executed; one that starts and ends in two instructions is one."""
 
-    Attributes:
-        kind: One of `KINDS`.
-        bytes: Of its output on one device, each time.
-        times: How many times it is executed.
-        groups: As an instruction has them.
-        source: The line that asks for it.
-        overlapped: Whether the core can do other work between its start and its end.
-    """
-
-    kind: str
-    bytes: int
-    times: int
-    groups: tuple[tuple[int, ...], ...]
-    source: SourceLine | None
+    kind: str  #: One of `KINDS`.
+    bytes: int  #: Of its output on one device, each time.
+    times: int  #: How many times it is executed.
+    groups: tuple[tuple[int, ...], ...]  #: As an instruction has them.
+    source: SourceLine | None  #: The line that asks for it.
+    #: Whether the core can do other work between its start and its end.
     overlapped: bool
 
     @property
@@ -106,20 +94,15 @@ class HloProgram:
     """A scheduled program, the same on every device.
 
     Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
-
-    Attributes:
-        file: Where it was read.
-        devices: How many it runs on.
-        entry: The computation that it begins with.
-        computations: By name.
-        flops_per_cycle: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By
-            default so many that every estimate counts as it is.
     """
 
-    file: Path
-    devices: int
-    entry: str
-    computations: dict[str, Computation]
+    file: Path  #: Where it was read.
+    devices: int  #: How many it runs on.
+    entry: str  #: The computation that it begins with.
+    computations: dict[str, Computation]  #: By name.
+    #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
+
+    #: every estimate counts as it is.
     flops_per_cycle: float = math.inf
 
     def walk(self, of: str | None = None) -> Iterator[InstructionRuns]:
@@ -127,10 +110,6 @@ class HloProgram:
 
         A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
         cycles is taken to run, every time.
-
-        Raises:
-            TopologyError: It cannot be told how many times a loop runs.
-            UnknownNameError: No computation is named so.
         """
         if of is not None and of not in self.computations:
             raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
@@ -355,17 +334,12 @@ class _LoopTrips(dict[str, int]):
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock:
-    """What one more block adds to a program.
+    """What one more block adds to a program."""
 
-    Attributes:
-        cycles: Estimated cycles, as `Program.cycles` counts them.
-        collectives: How many, by kind, bytes of output on one device and size of the group.
-        kernels: How many calls of each Pallas kernel.
-    """
-
-    cycles: float
+    cycles: float  #: Estimated cycles, as `Program.cycles` counts them.
+    #: How many, by kind, bytes of output on one device and size of the group.
     collectives: dict[tuple[str, int, int], float]
-    kernels: dict[str, float]
+    kernels: dict[str, float]  #: How many calls of each Pallas kernel.
 
 
 def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
@@ -374,11 +348,6 @@ def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
     This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
     says which block an instruction is of. The first and the last block differ from those between them (what the last
     one computes for nobody is removed), so both programs should have two blocks or more.
-
-    Args:
-        fewer: The program with fewer blocks.
-        more: The same with more of them.
-        blocks: How many more; at least 1.
     """
     sent, calls = _collective_counts(more), Counter(more.kernels())
     sent.subtract(_collective_counts(fewer))

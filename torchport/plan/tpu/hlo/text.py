@@ -56,9 +56,6 @@ def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: floa
         file: An `*after_codegen.txt`, or a folder that has one of them.
         internal: Patterns that are searched in the names of files; no line of these is an instruction's source.
         flops_per_cycle: bfloat16 operations that a device does at most in one cycle, as the program has them.
-
-    Raises:
-        TopologyError: No such file, several in the folder, or text of another form.
     """
     files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
     if len(files) != 1 or not files[0].is_file():
