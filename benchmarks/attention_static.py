@@ -21,8 +21,7 @@ import sys
 
 from torchport.config.machine import parse_machine
 from torchport.kernels.attention import tiles
-from torchport.plan.tune.tune import tried
-from torchport.plan.tune.workload import sized
+from torchport.plan.tune import sized_workload, tried
 
 MACHINES = {"v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 JOBS = {128: (31 * 45 * 80 + 1256, 4), 64: (39_826, 12)}
@@ -52,7 +51,7 @@ def measure(name: str, chip: str, head_size: int) -> dict[str, object]:
     implementation, bounded = KERNELS[name]
     tokens, heads = JOBS[head_size]
     tile = tiles.best(chip, implementation, head_size, bounded)
-    job = sized(parse_machine(MACHINES[chip], "benchmark"), tokens, heads, head_size)
+    job = sized_workload(parse_machine(MACHINES[chip], "benchmark"), tokens, heads, head_size)
     found = tried(job, implementation, bounded, tile)
     if found.dropped or found.figures is None:
         raise SystemExit(f"{name} {chip} {head_size}: the shipped tile {tile} is no result ({found.dropped})")

@@ -25,11 +25,11 @@ from torchport.config import Document, Frozen, read_document, validated
 from torchport.config.card import Axis
 from torchport.errors import BadValueError, TorchportError
 from torchport.kernels.attention import tiles
-from torchport.plan import calibration
-from torchport.plan.calibration import Calibration
+from torchport.plan import step_time
 from torchport.plan.figures import KernelAttention, Parts
 from torchport.plan.plan import plan
-from torchport.processes import workers
+from torchport.plan.step_time import Calibration
+from torchport.processes import child
 from torchport.progress import size_text
 from torchport.save.manifest import versions
 from torchport.task import Request
@@ -40,7 +40,7 @@ APART = 1.15
 DECIDING = ("torchport", "jax", "libtpu", "torchax", "diffusers")
 """Packages that modelled seconds depend on."""
 HEADER = """\
-# Written by `python benchmarks/calibrate.py --write`, read by torchport/plan/calibration.py.
+# Written by `python benchmarks/calibrate.py --write`, read by torchport/plan/step_time.py.
 # factor: a plan's step takes attention + (other + communication) / factor; least squares of log(model / measured).
 # spread_percent: the root mean square of these logarithms, as percent.
 """
@@ -162,7 +162,7 @@ class StepModel:
 
     def model_s(self, by: Calibration | None) -> float:
         """Returns the step's time with a factor."""
-        return calibration.calibrated(self.parts, by)
+        return step_time.calibrated(self.parts, by)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +213,8 @@ def calibrate(file: Path, count: int | None = None) -> Outcome:
     first: dict[tuple[Any, ...], int] = {}
     for number, program in programs.items():
         first.setdefault(program, number)
-    jobs, each = count or workers.default(), list(first.values())
-    results = workers.each(work, each, jobs, "calibrate", lambda it: published.steps[it].name)
+    jobs, each = count or child.default_workers(), list(first.values())
+    results = child.in_parallel(work, each, jobs, "calibrate", lambda it: published.steps[it].name)
     outcomes = dict(zip(first, results, strict=True))
     models: list[StepModel] = []
     failed: list[tuple[PublishedStep, TorchportError]] = []
@@ -392,14 +392,14 @@ def main() -> None:
     """Prints the table, and writes the factor if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, metavar="N", help="compilations at once [by processors and memory]")
-    parser.add_argument("--write", action="store_true", help=f"write the factor into {calibration.TABLE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the factor into {step_time.CALIBRATION.name}")
     arguments = parser.parse_args()
     outcome = calibrate(STEPS, arguments.jobs)
     print("\n".join(lines(outcome)))
     if arguments.write:
         if outcome.failed or outcome.calibration is None:  # a factor of a part would not be the one that is said
             sys.exit("No factor is written: mend the steps that are not modelled, or leave them out with a reason.")
-        write(calibration.TABLE, outcome.calibration)
+        write(step_time.CALIBRATION, outcome.calibration)
 
 
 if __name__ == "__main__":

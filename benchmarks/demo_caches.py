@@ -19,7 +19,7 @@ from scenes.scene import Frames
 
 from torchport.config.card import Job
 from torchport.config.document import Document, validated
-from torchport.verify import similarity
+from torchport.verify import yardstick
 
 CURVE = "curve: [1.0, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95]"
 CACHES = [
@@ -41,8 +41,8 @@ CACHES = [
 def likeness(a: Frames, b: Frames) -> tuple[float, float]:
     """Returns PSNR and SSIM of two videos: PSNR of all pixels, SSIM the mean of the frames."""
     first, second = (torch.from_numpy(video).permute(0, 3, 1, 2) for video in (a, b))
-    ssims = [similarity.ssim(x, y) or 0.0 for x, y in zip(first, second, strict=True)]
-    return similarity.psnr(similarity.mean_square(first, second)), statistics.mean(ssims)
+    ssims = [yardstick.ssim(x, y) or 0.0 for x, y in zip(first, second, strict=True)]
+    return yardstick.psnr(yardstick.mean_square(first, second)), statistics.mean(ssims)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 from fakes import plans as fakes
 
 from torchport.errors import TopologyError, UnknownKeyError, WrongTypeError
-from torchport.plan import calibration
+from torchport.plan import step_time
 from torchport.plan.figures import JobPlan
 from torchport.task import accept
 
@@ -221,17 +221,17 @@ def test_a_step_that_cannot_be_modelled_is_a_line_and_no_factor_is_written(
     plans |= {"a": (3.0, 1.0, 0.0), "b": stopped, "c": ()}
     published(step("good", 4.0, way("a")), step("bad", 4.0, way("b")), step("large", 4.0, way("c")))
     monkeypatch.setattr(calibrate, "STEPS", tmp_path / "published.yaml")
-    monkeypatch.setattr(calibration, "TABLE", tmp_path / "calibration.yaml")
+    monkeypatch.setattr(step_time, "CALIBRATION", tmp_path / "calibration.yaml")
     monkeypatch.setattr("sys.argv", ["calibrate.py", "--jobs", "1", "--write"])
     with pytest.raises(SystemExit, match="No factor is written"):
         calibrate.main()
     text = capsys.readouterr().out
     assert "not modelled: bad, plan v6e:2x4: The compiler refuses it. Plan another size." in text
     assert "not modelled: large, published.yaml:8: Its program takes 32.0 GiB on a device." in text
-    assert not calibration.TABLE.exists()
+    assert not step_time.CALIBRATION.exists()
     published(step("good", 4.0, way("a")))
     calibrate.main()
-    assert calibration.read(calibration.TABLE).factor == 1.0
+    assert step_time.read_calibration(step_time.CALIBRATION).factor == 1.0
 
 
 def test_a_calibration_reads_as_text(calibrate, published, plans):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from fakes.patch_world import World
 
-from torchport.commands import check, formats, patches
+from torchport.commands import check, findings, patches
 from torchport.commands.check import CheckProcess
 from torchport.commands.findings import Finding, Report, exit_code
 from torchport.errors import UnknownNameError, UnsupportedError
@@ -39,7 +39,7 @@ def test_a_locked_pack_is_clean(world):
     assert patches.lock(world.patches, ["up/p"]) == ["up.m:f: new", "up.m:g: new"]
     assert _check(world) == []
     assert exit_code([]) == 0
-    assert formats.text(Report()) == "clean"
+    assert findings.as_text(Report()) == "clean"
 
 
 def test_a_module_that_is_not_imported_without_its_stub_is_tried_with_it(world):

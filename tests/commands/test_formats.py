@@ -9,38 +9,40 @@ from xml.etree import ElementTree
 import pytest
 from fakes import sarif
 
-from torchport.commands import formats
+from torchport.commands import findings
 from torchport.commands.findings import Case, Finding, Report
 from torchport.errors import kinds
 
 
 def test_findings_are_written_in_five_formats():
     found = Report([Finding("TP207", "patches/up/p.yaml:3", "It drifted 10%.", "up.one", "drift")])
-    assert formats.text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 finding"
-    assert formats.github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
-    assert json.loads(formats.as_json(found))[0]["patch"] == "up.one"
-    (result,) = json.loads(formats.sarif(found))["runs"][0]["results"]
+    assert findings.as_text(found) == "patches/up/p.yaml:3: TP207 It drifted 10%.\n1 finding"
+    assert findings.as_github(found) == "::error file=patches/up/p.yaml,line=3,title=TP207::It drifted 10%25."
+    assert json.loads(findings.as_json(found))[0]["patch"] == "up.one"
+    (result,) = json.loads(findings.as_sarif(found))["runs"][0]["results"]
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 3}
-    assert set(formats.FORMATS) == {"text", "json", "sarif", "github", "junit"}
+    assert set(findings.FORMATS) == {"text", "json", "sarif", "github", "junit"}
 
 
 def test_what_github_would_take_for_a_command_of_its_own_is_escaped():
     text = "100%\r\n::warning::a\x85b\u2028c\u2029d\x1b[31m, e: f"
-    (line,) = formats.github(Report([Finding("TP101", "patches/up/a,b:c%.yaml:3", text, "", "schema")])).splitlines()
+    (line,) = findings.as_github(
+        Report([Finding("TP101", "patches/up/a,b:c%.yaml:3", text, "", "schema")])
+    ).splitlines()
     assert line == (
         "::error file=patches/up/a%2Cb%3Ac%25.yaml,line=3,title=TP101::"
         "100%25%0D%0A::warning::a\\x85b\\u2028c\\u2029d\\x1b[31m, e: f"
     )
-    (line,) = formats.github(Report([Finding("TP200", "a\nb", "c", "", "apply")])).splitlines()
+    (line,) = findings.as_github(Report([Finding("TP200", "a\nb", "c", "", "apply")])).splitlines()
     assert line == "::error title=TP200::c"
 
 
 def test_findings_are_one_line_each_without_control_characters():
     text = "Unknown key '\x1b[2J'.\nAnd\r\u2028more."
     found = Report([Finding("TP103", "a\x1b.yaml:1", text, "", "schema")])
-    lines = formats.text(found).splitlines()
+    lines = findings.as_text(found).splitlines()
     assert lines == ["a\\x1b.yaml:1: TP103 Unknown key '\\x1b[2J'. And\\r\\u2028more.", "1 finding"]
-    for form in formats.FORMATS.values():
+    for form in findings.FORMATS.values():
         assert all(letter.isprintable() or letter == "\n" for letter in form(found))
 
 
@@ -60,7 +62,7 @@ REPORT = Report([DRIFT, ABSENT, WHOLE], CASES)
 
 
 def _sarif(report):
-    (run,) = json.loads(formats.sarif(report))["runs"]
+    (run,) = json.loads(findings.as_sarif(report))["runs"]
     return run
 
 
@@ -115,7 +117,7 @@ def test_a_fingerprint_outlives_a_move_and_tells_findings_apart():
 def test_sarif_is_what_its_schema_accepts():
     odd = Finding("TP200", "a b\x1b/ü:x", "text\x00\n", "", "undo")
     for report in (Report(), REPORT, Report([odd])):
-        sarif.check(json.loads(formats.sarif(report)))
+        sarif.check(json.loads(findings.as_sarif(report)))
     with pytest.raises(Exception, match="'tool' is a required property"):
         sarif.check({"version": "2.1.0", "runs": [{}]})
 
@@ -131,7 +133,7 @@ CHILDREN = {"testsuites": {"testsuite"}, "testsuite": {"testcase"}, "testcase": 
 
 
 def test_junit_has_a_case_for_each_patch_and_step_those_that_pass_included():
-    root = ElementTree.fromstring(formats.junit(REPORT))
+    root = ElementTree.fromstring(findings.as_junit(REPORT))
     for element in root.iter():
         assert set(element.attrib) == ATTRIBUTES[element.tag]
         assert {child.tag for child in element} <= CHILDREN.get(element.tag, set())
@@ -150,24 +152,24 @@ def test_junit_has_a_case_for_each_patch_and_step_those_that_pass_included():
     assert [case.get("name") for case in second] == ["q.yaml schema"]
     assert first[3][0].text == "up/m.py:12: TP201 Importing up.m fails."
     assert [(case.find("failure").get("type")) for case in second] == ["TP101"]
-    assert formats.junit(Report()) == '<testsuites tests="0" failures="0" errors="0" />'
+    assert findings.as_junit(Report()) == '<testsuites tests="0" failures="0" errors="0" />'
 
 
 def test_several_findings_of_one_step_are_one_case_of_junit_and_odd_letters_are_written_out():
     odd = dataclasses.replace(DRIFT, text="a\x00b\ud800 <&> \ufffe")
-    (suite,) = ElementTree.fromstring(formats.junit(Report([DRIFT, odd])))
+    (suite,) = ElementTree.fromstring(findings.as_junit(Report([DRIFT, odd])))
     (case,) = suite
     assert [failure.get("message") for failure in case] == [DRIFT.text, "a\\x00b\\ud800 <&> \\ufffe"]
     assert suite.get("failures") == "1"
 
 
 def test_a_report_is_written_in_the_format_of_each_ending(tmp_path):
-    files = [tmp_path / f"check{ending}" for ending in formats.ENDINGS]
+    files = [tmp_path / f"check{ending}" for ending in findings.ENDINGS]
     for file in files:
-        formats.check_file(file, formats.FORMATS)
-        formats.write(REPORT, file, formats.FORMATS)
+        findings.check_report_file(file, findings.FORMATS)
+        findings.write_report(REPORT, file, findings.FORMATS)
     for file in files:
-        assert file.read_text() == formats.FORMATS[formats.ENDINGS[file.suffix]](REPORT) + "\n"
+        assert file.read_text() == findings.FORMATS[findings.ENDINGS[file.suffix]](REPORT) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from torchport.commands import shard
 from torchport.compile.in_force import in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
-from torchport.plan import aot, sweep
-from torchport.plan.tune import workload
+from torchport.plan import aot, sweep, tune
 from torchport.porting.trace import trace
 from torchport.run.path import run
 from torchport.task import Request, accept
@@ -60,7 +59,7 @@ IN_FORWARD = {
 }
 IN_IMPORT = {
     "sweep": lambda request: sweep.sweep(request, "v6e:2x4"),
-    "tune": lambda request: workload.of_model(request, parse_machine("v6e:2x4", "--topology")),
+    "tune": lambda request: tune.workload_of_model(request, parse_machine("v6e:2x4", "--topology")),
     "shard": shard.rule_rows,
 }
 """These call no network: they build it, and read its configuration."""

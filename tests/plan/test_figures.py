@@ -1,20 +1,20 @@
 """A plan's figures, and the page that documents them."""
 
+import plan_table
 import pytest
 from fakes import plans
 
 from torchport.errors import BadValueError
-from torchport.plan import schema
 from torchport.plan.figures import JobPlan, KernelAttention, StepTime
 
 
 def test_the_page_has_the_schema_that_the_figures_have(root):
     page = (root / "docs" / "plan.md").read_text(encoding="utf-8")
-    assert page == schema.with_table(page), "Run `python -m torchport.plan.schema docs/plan.md`"
+    assert page == plan_table.with_table(page), "Run `python tools/plan_table.py docs/plan.md`"
 
 
 def test_every_figure_that_json_has_is_in_the_schema_with_its_meaning():
-    rows = dict(line.split(" | ", 1) for line in schema.table().splitlines()[2:])
+    rows = dict(line.split(" | ", 1) for line in plan_table.table().splitlines()[2:])
     for path in (".per_block.collectives[].bytes", ".step.model_s", ".programs[].inputs", ".attention.ms", "mesh"):
         assert f"| `{path}`" in rows
     assert rows["| `.programs[].inputs`"].startswith("object of lists of integers | ")

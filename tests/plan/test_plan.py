@@ -15,7 +15,7 @@ from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.kernels.attention import dispatch, tiles
-from torchport.plan import aot, calibration, plan, report, step_time
+from torchport.plan import aot, plan, report, step_time
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.plan.tpu import absent, hlo
 from torchport.processes import child
@@ -93,7 +93,7 @@ def test_the_model_of_a_step_is_its_attention_and_the_other_parts_over_the_facto
     step = stage.step
     assert step.uncalibrated_s == pytest.approx(step.attention_s + step.other_s + step.communication_s)
     rest = step.other_s + step.communication_s
-    assert step.model_s == pytest.approx(step.attention_s + rest / calibration.shipped().factor)
+    assert step.model_s == pytest.approx(step.attention_s + rest / step_time.shipped_calibration().factor)
     assert step.model_s > step.attention_s > 0 and step.model_s > step.floor_s > 0
     call = stage.attention
     assert call.implementation == "splash_transposed" and call.bounded

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from torchport.errors import TopologyError
-from torchport.processes import workers
+from torchport.processes import child
 
 
 def test_results_come_in_the_order_of_the_items_and_a_refusal_is_one():
@@ -19,7 +19,7 @@ def test_results_come_in_the_order_of_the_items_and_a_refusal_is_one():
         second.set()
         return 10 * item
 
-    found = workers.each(work, [0, 1, 2], 2, "test", str)
+    found = child.in_parallel(work, [0, 1, 2], 2, "test", str)
     assert found[:2] == [0, 10] and str(found[2]) == "here: It is refused. Mend it."
 
 
@@ -35,7 +35,7 @@ def test_no_more_run_at_once_than_were_asked_for():
         with lock:
             running -= 1
 
-    workers.each(work, range(8), 3, "test", str)
+    child.in_parallel(work, range(8), 3, "test", str)
     assert most <= 3
 
 
@@ -53,7 +53,7 @@ def test_each_end_is_a_line_where_there_is_no_bar(caplog, monkeypatch):
         return item.upper()
 
     with caplog.at_level("INFO", logger="torchport"):
-        workers.each(work, ["a", "b"], 2, "sweep", name)
+        child.in_parallel(work, ["a", "b"], 2, "sweep", name)
     assert [record.message for record in caplog.records] == [
         "sweep ...",
         "sweep: A: done (1 of 2)",
@@ -63,12 +63,12 @@ def test_each_end_is_a_line_where_there_is_no_bar(caplog, monkeypatch):
 
 def test_what_is_no_refusal_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
-        workers.each(lambda item: 1 // item, [0], 1, "test", str)
+        child.in_parallel(lambda item: 1 // item, [0], 1, "test", str)
 
 
 def test_there_is_room_for_one_at_least(monkeypatch):
-    monkeypatch.setattr(workers, "COMPILATION", 2**60)
-    assert workers.default() == 1
+    monkeypatch.setattr(child, "COMPILATION", 2**60)
+    assert child.default_workers() == 1
 
 
 def test_after_an_interrupt_nothing_more_is_begun(monkeypatch):
@@ -82,8 +82,8 @@ def test_after_an_interrupt_nothing_more_is_begun(monkeypatch):
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(workers, "track", interrupted)
+    monkeypatch.setattr(child, "track", interrupted)
     threading.Timer(0.2, go.set).start()
     with pytest.raises(KeyboardInterrupt):
-        workers.each(work, range(20), 2, "test", str)
+        child.in_parallel(work, range(20), 2, "test", str)
     assert len(begun) <= 2

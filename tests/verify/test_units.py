@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchport.stages.recorder import unit_paths
-from torchport.verify import causes, yardstick
+from torchport.verify import verification, yardstick
 from torchport.verify.borders import Border, Copies, WatchedCall
 from torchport.verify.recording import RecordedCall
 from torchport.verify.report import Unit, Verdict
@@ -107,11 +107,11 @@ def test_what_is_left_without_a_patch_is_judged_by_what_the_output_shows(tokens,
     border = Border("inlet", 0, "out")
     unit = Unit(0, 0, "net", "inlet", 0, "block", "net.inlet", ROUNDING, 5.0, effect=70.0)
     measured = MeasuredUnit(unit, border, "inlet", forced=("", "inlet", "middle", "outlet"))
-    added = causes._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), measured)
-    assert causes._is_cured(unit.rounding, added) is is_cured
+    added = verification._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), measured)
+    assert verification._is_cured(unit.rounding, added) is is_cured
     unmeasured = dataclasses.replace(measured, unit=dataclasses.replace(unit, effect=None))
-    assert not causes._is_cured(
-        unit.rounding, causes._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), unmeasured)
+    assert not verification._is_cured(
+        unit.rounding, verification._error_at_border(HostPort(inlet=(0.5, tokens)), recorded(), unmeasured)
     )
 
 

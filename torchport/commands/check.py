@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from torchport import patch, progress
-from torchport.commands import formats, options, static_check, terminal
+from torchport.commands import findings, options, static_check, terminal
 from torchport.commands.findings import Finding, Report, exit_code, of_entry, of_error
 from torchport.config.card import STAGES, Card
 from torchport.config.checkout import existing
@@ -59,7 +59,6 @@ class CheckProcess:
 
     names: tuple[str, ...]  #: `upstream` or `upstream/file`, all of one upstream.
     #: The ids of patches of others, without which a stage could not import that upstream.
-
     beside: tuple[str, ...] = ()
     #: The folders whose patches are tried; None for all.
     chosen: tuple[Path, ...] | None = None
@@ -86,7 +85,7 @@ class CheckFlags:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(list(formats.FORMATS)),
+    type=click.Choice(list(findings.FORMATS)),
     default="text",
     show_default=True,
     help="The format of the findings.",
@@ -105,11 +104,11 @@ def command(**given: Any) -> None:
     terminal.log_to_stderr()
     flags = CheckFlags(**given)
     for file in flags.files:
-        formats.check_file(file, formats.FORMATS)
+        findings.check_report_file(file, findings.FORMATS)
     report = report_of(flags)
     for file in flags.files:
-        formats.write(report, file, formats.FORMATS)
-    terminal.say(formats.FORMATS[flags.form](report))
+        findings.write_report(report, file, findings.FORMATS)
+    terminal.say(findings.FORMATS[flags.form](report))
     sys.exit(exit_code(report.findings))
 
 

@@ -37,17 +37,17 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.porting.draft import folder, patch
+    from torchport.porting.draft import draft, folder
     from torchport.porting.draft.draft import PatchDraftRequest
 
     wish = PatchDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        draft = patch.write(wish, folder.home(out, patch.upstreams(wish, checkout)))
+        drafted = draft.write_draft(wish, folder.home(out, draft.upstreams(wish, checkout)))
     listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
-    left = [f"fill in     {step}." for step in (*draft.left, listed)]
+    left = [f"fill in     {step}." for step in (*drafted.left, listed)]
     last = f"then        {folder.check_command(out, upstream_path, wish.package)}"
-    terminal.say("\n".join([*draft.lines, *left, last]))
+    terminal.say("\n".join([*drafted.lines, *left, last]))
 
 
 @command.command("model")

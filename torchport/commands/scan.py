@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from torchport.commands import findings, formats, options, terminal
+from torchport.commands import findings, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
 from torchport.porting.scan.finding import ScanFinding, ScanReport
@@ -65,10 +65,10 @@ def command(**given: Any) -> None:
     form = flags.form()
     writers = formats_of(flags.everything)
     if flags.file is not None:
-        formats.check_file(flags.file, writers)
+        findings.check_report_file(flags.file, writers)
     report = scan(flags.codebase, flags.entries, find_pack(flags.paths).folders)
     if flags.file is not None:
-        formats.write(report, flags.file, writers)
+        findings.write_report(report, flags.file, writers)
     if flags.emit is not None:
         from torchport.porting.emit import emit
 
@@ -130,7 +130,7 @@ def _row(one: ScanFinding) -> dict[str, Any]:
 
 def sarif(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings as SARIF 2.1.0: covered ones as notes, unknown ones as warnings, the others as errors."""
-    return formats.sarif(findings.Report([_as_finding(one) for one in shown(report, everything)]))
+    return findings.as_sarif(findings.Report([_as_finding(one) for one in shown(report, everything)]))
 
 
 def _as_finding(one: ScanFinding) -> findings.Finding:

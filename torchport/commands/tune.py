@@ -45,10 +45,10 @@ def command(implementation: Any, scores: str, as_json: bool, file: Path | None, 
     Head size, heads and tokens are those of --model and --config; --topology replaces the config's machine.
     """
     terminal.log_to_stderr()
-    from torchport.plan.tune import tune
-    from torchport.plan.tune.workload import of_flags
+    from torchport.plan import tune
+    from torchport.plan.tune import workload_of_flags
 
-    job = of_flags(**given)
+    job = workload_of_flags(**given)
     if file is not None:
         tune.check_writable(file)
     results = tune.tune_all(job, implementation, scores)

@@ -184,9 +184,9 @@ def _write_json(file: Path, verification: Verification) -> None:
 
 
 def _write_sarif(file: Path, verification: Verification) -> None:
-    from torchport.commands import formats
+    from torchport.commands import findings
 
-    formats.write(findings_of(verification), file, formats.FORMATS)
+    findings.write_report(findings_of(verification), file, findings.FORMATS)
 
 
 WRITERS = {".html": _write_html, ".json": _write_json, ".sarif": _write_sarif}

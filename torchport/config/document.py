@@ -45,7 +45,6 @@ class Document:
     file: str  #: What errors call the file.
     data: Any  #: Mappings, lists, strings, numbers, booleans and None.
     #: Line (from 1) of each key or list item, by its path from the root; `()` is the root's.
-
     lines: Mapping[Location, int]
     #: The flags of the command line that set a value, by the path of the value.
     flags: Mapping[Location, str] = dataclasses.field(default_factory=dict)

@@ -67,22 +67,18 @@ class Chip:
     vmem: int  #: Bytes of vector memory of one core.
     clock: float  #: Hz; bundles that one core issues in a second.
     #: bfloat16 flop (a multiply and an add are two) of one core's matrix units in one bundle.
-
     bundle_flops: int
     #: Peak bfloat16 flop/s as published; `cores * bundle_flops * clock` within 0.3 %.
     flops: float
     bandwidth: float  #: Bytes/s between HBM and the device, as published.
     link: float  #: Bytes/s of one link to another chip, in one direction.
     #: JAX devices that a chip holds. Source: cloud.google.com/tpu/docs (a page for each chip): memory, flops, bandwidth
-
     #: (v6e's page, as revised, rounds to 800e9 and 1600e9 for v5e and v6e). `jax/_src/pallas/mosaic/tpu_info.py` of JAX
 
     #: 0.10.2: vmem, cores; its memory, flops and bandwidth agree within 1 %, except for v5p's bandwidth, where it has
-
     #: 2460e9. bundle_flops: the compiler's schedules (libtpu 0.0.51), where one of 4 units (v5e, v5p) is busy for 16
 
     #: bundles with 16 rows times 128 x 128, one of 2 (v6e, tpu7x) for 8 bundles with 16 rows times 256 x 256. clock:
-
     #: that file's flops over `cores * bundle_flops`, rounded. link: the chips' pages, 400, 1200, 800 and 1200 GB/s a
 
     #: chip, both directions, over 4, 6, 4 and 6 ports.

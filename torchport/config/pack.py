@@ -36,7 +36,6 @@ class Pack:
 
     root: Path  #: The folder.
     #: What listings call it: its path, `package NAME`, or `torchport` for the shipped one.
-
     name: str = "--path"
     under: Pack | None = None  #: The pack that lies under this one.
     chosen: bool = False  #: Whether `--path` or `TORCHPORT_PATH` names it.

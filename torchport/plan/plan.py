@@ -1,7 +1,7 @@
 """`torchport plan`: does this job trace, shard and fit on that slice, and how fast should it be; no TPU is needed.
 
 What the compiler says is exact: bytes per device, collectives, its own estimate of cycles for all but the kernels. The
-rest is a model, printed as one: see `step_time`. All but attention is divided by the one factor of `calibration`.
+rest is a model, printed as one: see `step_time`. All but attention is divided by the one factor of `calibration.yaml`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError
 from torchport.files import atomic
-from torchport.plan import aot, calibration
+from torchport.plan import aot, step_time
 from torchport.plan.figures import (
     Communication,
     JobPlan,
@@ -94,7 +94,10 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
         mesh=dict(task.job.mesh),
         fits=all(stage.fits for stage in planned.values()),
         versions=versions(),
-        assumptions=[calibration.said(calibration.shipped(), versions()), *_assumptions(task, bounded)],
+        assumptions=[
+            step_time.calibration_words(step_time.shipped_calibration(), versions()),
+            *_assumptions(task, bounded),
+        ],
         lossy=lossy(task),
         stages={stage.name: planned.get(stage.name) or _left_out(stage) for stage in task.family.STAGES},
         verification=verification_cost(task, planned),

@@ -9,12 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, get_args
 
+import pydantic
+
+from torchport.config import Frozen, read_document, validated
 from torchport.config.machine import Chip, Machine
 from torchport.kernels.attention import dispatch, tiles, transposed
-from torchport.plan import aot, calibration
+from torchport.plan import aot
 from torchport.plan.figures import (
     Attention,
     BlockTime,
@@ -108,11 +112,11 @@ class ProgramTime:
     def step(self) -> StepTime:
         """Returns the model of the time of one run, and the floor from arithmetic alone."""
         parts = self.parts()
-        by = calibration.shipped() if self.denoises else None  # it was fitted to steps that denoise
+        by = shipped_calibration() if self.denoises else None  # it was fitted to steps that denoise
         return StepTime(
             **parts.model_dump(),
-            uncalibrated_s=calibration.calibrated(parts, None),
-            model_s=calibration.calibrated(parts, by),
+            uncalibrated_s=calibrated(parts, None),
+            model_s=calibrated(parts, by),
             floor_s=floor_seconds(self.flops, self.machine),
             flops=self.flops,
         )
@@ -258,3 +262,56 @@ def _attention(task: Task, call: dispatch.Traced) -> Attention:
         row_tokens=row.tokens,
         ms=1e3 * flops / (chip.flops * share / 100),
     )
+
+
+CALIBRATION = Path(__file__).with_name("calibration.yaml")
+"""The one factor between modelled and measured step times, which `benchmarks/calibrate.py` fits.
+
+What is estimated is divided by it: everything but attention by the compiler, communication by bytes over links. 1.6
+says that these estimates, beside attention as it is, are 1.6 times what measured steps leave room for. Attention is not
+divided: its time is the kernel's own instruction schedule, which has no stalls in it and so bounds a step from below.
+There is one factor for all models, machines, kernels and meshes: with one for each, the model would only repeat what
+was measured.
+"""
+
+
+class Calibration(Frozen):
+    """`calibration.yaml`."""
+
+    factor: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+    """By which everything but attention is divided."""
+    spread_percent: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+    """By how much a step's model is off what was measured: the root mean square of the logarithms, as percent."""
+    steps: pydantic.PositiveInt
+    """How many measured step times it was fitted to."""
+    versions: dict[str, str]
+    """Of what the modelled seconds depend on."""
+    date: str
+    """When it was fitted."""
+
+
+def read_calibration(file: Path) -> Calibration:
+    """Returns a calibration."""
+    return validated(Calibration, read_document(file, file.name))
+
+
+@functools.cache
+def shipped_calibration() -> Calibration | None:
+    """Returns the package's own calibration, if it has one."""
+    return read_calibration(CALIBRATION) if CALIBRATION.is_file() else None
+
+
+def calibrated(parts: Parts[float], by: Calibration | None) -> float:
+    """Returns a model's seconds: attention as it is, all else divided by the factor, if there is one."""
+    rest = parts.other_s + parts.communication_s
+    return parts.attention_s + (rest if by is None else rest / by.factor)
+
+
+def calibration_words(by: Calibration | None, versions: Mapping[str, str]) -> str:
+    """Returns what a plan says of the factor among its assumptions."""
+    if by is None:
+        return "uncalibrated"
+    factor = f"factor {by.factor:.3g} for all but attention"
+    text = f"calibrated with {by.steps} published steps, {factor}, spread ±{by.spread_percent:.0f} %"
+    other = [f"{name} {version}" for name, version in by.versions.items() if versions.get(name) != version]
+    return f"{text} (with {', '.join(other)})" if other else text

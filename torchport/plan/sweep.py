@@ -17,7 +17,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.plan import of_task, on_slice, require_tpu
-from torchport.processes import workers
+from torchport.processes import child
 from torchport.progress import table
 from torchport.save.manifest import versions
 from torchport.shard import AXES
@@ -117,7 +117,7 @@ def sweep(
     def name(item: tuple[SweptMesh, Task]) -> str:
         return f"{item[0].strategy}, {item[0].mesh_text}"
 
-    results = zip(valid, workers.each(work, valid, count or workers.default(), "sweep", name), strict=True)
+    results = zip(valid, child.in_parallel(work, valid, count or child.default_workers(), "sweep", name), strict=True)
     outcomes = [(choice, outcome) for (choice, _), outcome in results]
     planned = [(choice, outcome) for choice, outcome in outcomes if not isinstance(outcome, TorchportError)]
     failed = [(choice, outcome) for choice, outcome in outcomes if isinstance(outcome, TorchportError)]

@@ -13,7 +13,7 @@ from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
 from torchport.files.folder import as_named, has_file
 from torchport.patch import Entry, read, upstreams
-from torchport.porting.draft import folder, patch
+from torchport.porting.draft import draft, folder
 from torchport.porting.draft.draft import PatchDraftRequest
 from torchport.porting.draft.folder import Home
 from torchport.porting.draft.target import folder_of
@@ -38,7 +38,7 @@ class Outcome:
     """What became of the findings that no patch covers."""
 
     #: The patches that were drafted.
-    written: list[patch.DraftedPatch] = dataclasses.field(default_factory=list)
+    written: list[draft.DraftedPatch] = dataclasses.field(default_factory=list)
     #: The ids of patches that the folder has already.
     there: list[str] = dataclasses.field(default_factory=list)
     #: Findings that no draft is for, each with the reason.
@@ -168,9 +168,9 @@ class _Names:
 def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
     """Writes one patch, or notes why it is not written."""
     try:
-        outcome.written.append(patch.write(drawn.wish, home))
+        outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:
-        ids = [one.id for one in patch.entries(home, drawn.wish.package) if _is_for(one, drawn.wish, error)]
+        ids = [one.id for one in draft.drafted_entries(home, drawn.wish.package) if _is_for(one, drawn.wish, error)]
         new = {one.id for one in outcome.written}
         if ids and not set(ids) <= new:
             outcome.there += [one for one in ids if one not in outcome.there]

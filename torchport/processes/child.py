@@ -6,6 +6,7 @@ through files in a folder that only this user can read: upstream may print what 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -19,10 +20,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchport.errors import TorchportError
 from torchport.processes import path
+from torchport.progress import note, track
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
 _RAISED = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)")
@@ -147,3 +149,47 @@ def answer(name: str) -> None:
     # A file that has its name is whole: the process may be killed while it writes.
     (folder / "unfinished").write_bytes(pickle.dumps(result))
     (folder / "unfinished").rename(folder / kind)
+
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+COMPILATION = 6 * 2**30
+"""Bytes of host memory that we reserve for one compilation of a large network."""
+
+
+def default_workers() -> int:
+    """Returns how many compilations this machine has room for: two processors and `COMPILATION` each, one at least."""
+    import psutil
+
+    return max(1, min((os.cpu_count() or 1) // 2, psutil.virtual_memory().available // COMPILATION))
+
+
+def in_parallel(
+    work: Callable[[ItemT], ResultT], items: Sequence[ItemT], count: int, what: str, name: Callable[[ItemT], str]
+) -> list[ResultT | TorchportError]:
+    """Returns the result of the work for each item, in their order; if it refuses an item, the refusal.
+
+    Args:
+        work: Called in a thread.
+        items: What it is called with.
+        count: How many at once.
+        what: What is being done, for the progress bar.
+        name: Returns an item's name, for the line that says it is done where there is no bar.
+    """
+    results: dict[int, ResultT | TorchportError] = {}
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        waiting = {pool.submit(work, item): number for number, item in enumerate(items)}
+        try:
+            for done in track(concurrent.futures.as_completed(waiting), what, "plan", total=len(items)):
+                number = waiting[done]
+                try:
+                    results[number] = done.result()
+                except TorchportError as error:
+                    results[number] = error
+                end = "refused" if isinstance(results[number], TorchportError) else "done"
+                note(f"{what}: {name(items[number])}: {end} ({len(results)} of {len(items)})")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # or what has not begun would still be begun
+            raise
+    return [results[number] for number in range(len(items))]

@@ -26,7 +26,6 @@ class Revision:
     #: The commit's hash, 40 or 64 hexadecimal digits. None if it has none.
     commit: str | None
     #: Whether a file of the package differs from the commit, or is gone. Files that git does not know do not count.
-
     dirty: bool = False
     reason: str = ""  #: Why it has no commit.
 

@@ -20,12 +20,12 @@ from torchport.config import checkout
 from torchport.config.card import DENOISING
 from torchport.config.step_cache import described
 from torchport.errors import BadValueError, OutputError
+from torchport.files import atomic
 from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log
 from torchport.run.journey import LOSSY_INT8, Journey, log_patches
-from torchport.run.output import output_folder
 from torchport.save.manifest import versions
 from torchport.stages import family
 from torchport.task import Request, Task, accept, execution
@@ -289,3 +289,21 @@ def _checkpoint(task: Task) -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(
         folder, f"tiny:{folder.name}", checkpoint.digests(folder, task.card, task.settings.variant)
     )
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Makes the output folder and locks it for this run; removes it again if an error leaves it empty."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()] if hosts.first() else []
+    hosts.from_first(lambda: atomic.make_folder(folder))
+    lock = contextlib.ExitStack()
+    try:
+        with lock:
+            hosts.from_first(lambda: lock.enter_context(atomic.locked(folder)))
+            yield
+    except BaseException:
+        # A folder that cannot be removed stays: the first error matters more.
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+        raise

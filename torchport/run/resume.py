@@ -18,7 +18,7 @@ from torchport.load import checkpoint
 from torchport.processes import hosts
 from torchport.processes.stopping import Stopping
 from torchport.progress import log, track
-from torchport.save import step_files
+from torchport.save import artefact
 from torchport.save.manifest import Manifest, versions
 from torchport.stages import family
 from torchport.stages.outputs import not_finite
@@ -63,7 +63,7 @@ class Unfinished:
             remedy = "Give them this name in `steps.finished` (docs/families.md), or leave 'keep_steps' out"
             place = self.task.job_document.place(["keep_steps"])
             raise BadValueError(place, f"{fact} {', '.join(map(repr, sorted(state)))}", remedy)
-        name, tensors = step_files.name(self.stage, number), {"latents": latents}
+        name, tensors = artefact.step_name(self.stage, number), {"latents": latents}
         hosts.from_first(lambda: save.write(self.task.folder, name, tensors, {**facts, "done": number}).sha256)
 
     def read(

@@ -24,7 +24,7 @@ from torchport.processes.stopping import Stopping
 from torchport.progress import log, table
 from torchport.run import path, resume
 from torchport.run.journey import Journey
-from torchport.run.output import output_folder
+from torchport.run.path import output_folder
 from torchport.save.manifest import versions
 from torchport.stages import family
 from torchport.task import Request, Task, accept
@@ -42,7 +42,6 @@ class Video:
     name: str  #: Of its folder in `--out`.
     task: Task  #: What makes it.
     #: "waiting", "done", "reused" (it was finished before, or by another process), "failed", or "elsewhere" (another
-
     #: process has its folder).
     state: str = "waiting"
     seconds: float = 0.0  #: Spent on it in this process.

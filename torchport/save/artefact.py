@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from torchport.config.card import StageName
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, NotFiniteError
 from torchport.files import atomic
+from torchport.load.foreign import reading
 from torchport.progress import log
-from torchport.save import hand_written
 from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
@@ -164,9 +165,9 @@ def read(
     """
     file = file_of(folder, name)
     if not file.is_file():
-        old = folder / hand_written.FILES.get(name, "")
+        old = folder / HAND_WRITTEN.get(name, "")
         if old.is_file():
-            return hand_written.read(old, identity, embeddings), None
+            return read_hand_written(old, identity, embeddings), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:
@@ -316,3 +317,112 @@ def check_lineage(folder: Path, name: str, manifest: Manifest) -> None:
                 f"Run --stage {name} again",
                 stage=stage,
             )
+
+
+HAND_WRITTEN = {"encode": "stage1_embeddings.safetensors", "denoise": "stage2_latents.safetensors"}
+"""Their names, by stage."""
+
+_EMBEDDINGS = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+EMBEDDINGS = (*_EMBEDDINGS, *(f"negative_{name}" for name in _EMBEDDINGS))
+"""What they hold of prompts, where a card does not name it."""
+_IMAGES = ("image_latents", "image_embeds")
+_SIZES = {"height": "height", "width": "width", "video_length": "frames", "num_frames": "frames", "frames": "frames"}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool")
+}
+
+
+def read_hand_written(
+    file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None
+) -> dict[str, torch.Tensor]:
+    """Returns a stage file of a hand-written port, in the dtypes that its metadata names.
+
+    Those files have no checksum and no patch ledger. This checks the names and kinds of their tensors, and the sizes
+    that they name. If they name none, it checks the sizes of `generation_config.json` beside them.
+
+    Args:
+        file: `stage1_embeddings.safetensors` or `stage2_latents.safetensors`.
+        identity: What it must have been made for.
+        embeddings: The card's names for embeddings, where it has any: latents are then returned as `latents_BCTHW`,
+            since the model may have other ones.
+    """
+    from safetensors import safe_open
+
+    log.warning("%s has no manifest: it is taken as it is, only sizes can be checked", file)
+    beside = file.parent / "generation_config.json"
+    with reading(ArtefactBrokenError, str(file), "It cannot be read", "Copy or make it again"):
+        with safe_open(str(file), framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a dict
+        for name, dtype in json.loads(metadata.get("dtype_info", "{}")).items():
+            if name in tensors:
+                tensors[name] = _cast(name, tensors[name], str(dtype).removeprefix("torch."))
+        config = dict(json.loads(beside.read_text(encoding="utf-8"))) if beside.is_file() else {}
+        # What the file itself says counts: the configuration may be an earlier stage's.
+        sizes: dict[str, tuple[str, int, Path]] = {}
+        for place, values in ((beside, config), (file, metadata)):
+            sizes |= {_SIZES[field]: (field, int(values[field]), place) for field in _SIZES if field in values}
+    _check_hand_written(file, tensors, bool(identity.get("guidance")), EMBEDDINGS if embeddings is None else embeddings)
+    for key, (field, size, place) in sizes.items():
+        if identity.get(key, size) != size:
+            raise ArtefactForeignError(
+                str(place),
+                f"'{field}' is {size}, and this run's {key} is {identity[key]}",
+                f"Run with --set {key}={size}",
+                key=key,
+            )
+    return tensors if embeddings is None or "latents" not in tensors else {"latents_BCTHW": tensors["latents"]}
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns a tensor in the dtype that the metadata names; only masks may change between float and integer."""
+    torch_dtype = _DTYPES[dtype]
+    if tensor.is_complex() or ("mask" not in name and tensor.is_floating_point() != torch_dtype.is_floating_point):
+        raise TypeError(f"'{name}' is {str(tensor.dtype)[6:]}, and 'dtype_info' says {dtype}")
+    return tensor.to(torch_dtype)
+
+
+def _check_hand_written(
+    file: Path, tensors: Mapping[str, torch.Tensor], guided: bool, of_prompts: Collection[str]
+) -> None:
+    """Refuses a hand-written port's file whose tensors are not those of its stage."""
+    embeddings = file.name == HAND_WRITTEN["encode"]
+    names = list(of_prompts) if embeddings else ["latents"]
+    required = [name for name in names if guided or not name.startswith("negative_")]
+    for name in sorted({*tensors, *required}):
+        tensor, fact = tensors.get(name), ""
+        if tensor is None:
+            fact = f"It lacks '{name}'"
+        elif name not in names and not (embeddings and name in _IMAGES):
+            fact = f"It holds '{name}'"
+        elif "mask" not in name and tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            fact = f"'{name}' is {str(tensor.dtype)[6:]}"
+        elif name == "latents" and tensor.ndim != 5:
+            fact = f"'{name}' has shape {list(tensor.shape)}"
+        elif not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            fact = f"'{name}' has {bad} of {tensor.numel()} values that are NaN or infinite"
+        if fact:
+            holds = f"tensors {', '.join(required)}" if embeddings else "latents [B, C, T, H, W]"
+            raise ArtefactForeignError(
+                str(file), fact, f"It must hold floating-point {holds}: make it again", name=name
+            )
+
+
+def step_name(stage: StageName, number: int) -> str:
+    """Returns the name of the artefact that holds the latents after a step; steps count from 1."""
+    return f"{stage}.step-{number:04}"
+
+
+def step_numbers(folder: Path, stage: StageName) -> list[int]:
+    """Returns the steps of a stage whose latents a folder holds, in order."""
+    files = folder.glob(f"{stage}.step-*.safetensors")
+    matches = (re.fullmatch(rf"{stage}\.step-(\d{{4}})\.safetensors", file.name) for file in files)
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def remove_steps_after(folder: Path, stage: StageName, number: int) -> None:
+    """Removes the latents after all steps of a stage behind this one: an earlier run's, or to be taken again."""
+    atomic.remove(
+        *(file_of(folder, step_name(stage, later)) for later in step_numbers(folder, stage) if later > number)
+    )

@@ -23,7 +23,6 @@ class Spot:
     """Where a device is."""
 
     #: Devices of one island have links to each other; between islands there is the network. A slice of TPUs is one
-
     #: island, on one host or several. Of CPUs and GPUs each process is one.
     island: int
     #: The chip's coordinates, (x, y, z); empty where chips have none.

@@ -18,7 +18,6 @@ class Binding:
     """Where a dotted path leads in a syntax tree."""
 
     #: The statement that binds the path's last name, or its first name that is bound by an import; None if the source
-
     #: does not say (a star import, an inherited name, a name made at run time).
     node: ast.stmt | None
     depth: int  #: How many names of the path lead to it.

@@ -22,7 +22,6 @@ class Execution:
     """How to execute a request."""
 
     #: Whether networks are compiled. Otherwise they run op by op, and an error about NaN names the module.
-
     jit: bool = True
     xla_flags: str | None = None  #: A named set of flags for the compiler.
     #: How many denoising steps are traced, in each stage that takes them.

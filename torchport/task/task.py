@@ -42,7 +42,6 @@ class Request:
     negative_prompt: str | None = None  #: What to avoid; by default nothing.
     seed: int | None = None  #: Of the noise; by default 42.
     #: A folder, `repo@revision`, `tiny` or `tiny:random`; by default the config's, else the card's.
-
     checkpoint: str | None = None
     #: The output folder; by default a new one under `outputs/`.
     out: Path | None = None
@@ -53,7 +52,6 @@ class Request:
     backend: Backend = "torchax"
     overrides: tuple[str, ...] = ()  #: `path.to.field=value`, into the config.
     #: Folders with `patches/` or `configs/`, the highest first; the shipped one lies under them.
-
     paths: tuple[str, ...] = ()
     #: The latents to start from, [1, C, T, H, W]; by default drawn from the seed.
     noise: torch.Tensor | None = None

@@ -13,10 +13,10 @@ from torchport import save
 from torchport.config.card import DENOISING, STAGES, StageName
 from torchport.errors import ArtefactForeignError, ArtefactMissingError
 from torchport.progress import track
-from torchport.save import step_files
+from torchport.save import artefact
 from torchport.save.manifest import Manifest
 from torchport.stages.frames import pixels
-from torchport.verify import similarity
+from torchport.verify import yardstick
 
 MADE_BY = "the command that made it"
 """What makes an artefact again, in refusals."""
@@ -77,7 +77,7 @@ class FinishedRun:
     def latents_after(self, number: int) -> torch.Tensor:
         """Returns the latents after a step."""
         stage = self.steps[number]
-        name = step_files.name(stage, number)
+        name = artefact.step_name(stage, number)
         tensors, manifest = save.read(self.folder, name, {}, {}, MADE_BY)
         assert manifest is not None  # hand-written ports have no such files
         theirs, ours = origin(manifest), origin(self.manifests[stage])
@@ -108,7 +108,7 @@ def read(folder: Path) -> FinishedRun:
     for stage, manifest in manifests.items():
         save.check_lineage(folder, stage, manifest)
     denoising = [stage for stage in DENOISING if stage in manifests]
-    steps = {number: stage for stage in denoising for number in step_files.numbers(folder, stage)}
+    steps = {number: stage for stage in denoising for number in artefact.step_numbers(folder, stage)}
     video = _tensor(folder, "decode", "frames")
     levels = video if video.dtype == torch.uint8 else pixels(video)[0]
     return FinishedRun(folder, manifests, levels[0], _tensor(folder, "denoise", "latents"), dict(sorted(steps.items())))
@@ -304,7 +304,7 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
         b,
         differences(a.manifests, b.manifests),
         compare_frames(a.frames, b.frames, str(b.folder)),
-        similarity.is_same(a.frames, b.frames),
+        yardstick.is_same(a.frames, b.frames),
         [*steps, compare_latents(None, a.latents, b.latents)],
         unkept,
     )
@@ -330,23 +330,23 @@ def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
 
 def compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
     """Returns how alike latents are; see `Latents`."""
-    return Latents(step, similarity.cosine(a, b), similarity.difference(a, b), similarity.is_same(a, b))
+    return Latents(step, yardstick.cosine(a, b), yardstick.difference(a, b), yardstick.is_same(a, b))
 
 
 def compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
     """Returns how alike two videos of bytes are. The progress bar says `what` the second one is."""
     squares, ssims, greatest = [], [], 0
     for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {what}", "frame"):
-        squares.append(similarity.mean_square(a, b))
-        ssims.append(similarity.ssim(a, b))
+        squares.append(yardstick.mean_square(a, b))
+        ssims.append(yardstick.ssim(a, b))
         greatest = max(greatest, int((a.int() - b.int()).abs().max()))
     worst = max(range(len(squares)), key=squares.__getitem__)
-    whole = similarity.psnr(sum(squares) / len(squares))
+    whole = yardstick.psnr(sum(squares) / len(squares))
     known = [value for value in ssims if value is not None]
     least = min(range(len(known)), key=known.__getitem__, default=None)
     return Frames(
         psnr=whole,
-        worst_psnr=similarity.psnr(squares[worst]),
+        worst_psnr=yardstick.psnr(squares[worst]),
         worst_psnr_frame=worst + 1,
         ssim=sum(known) / len(known) if known else None,
         worst_ssim=None if least is None else known[least],

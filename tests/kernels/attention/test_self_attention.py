@@ -18,7 +18,7 @@ from tests.attention_reference import BOUNDS
 from torchport import shard
 from torchport.errors import AttentionError
 from torchport.kernels.attention import dispatch, for_torch, self_attention
-from torchport.kernels.attention.norm import Norm
+from torchport.kernels.attention.rotary import Norm
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
 HEADS, SIZE = 4, 128

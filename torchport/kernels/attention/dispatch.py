@@ -71,7 +71,6 @@ class Pass:
     build: str  #: `module:function` for `bundles.compile_kernel`.
     arguments: Mapping[str, Any]  #: What that is called with.
     #: How often each of the kernel's loops runs when it is entered, that over its steps first.
-
     loops: tuple[int, ...]
     bytes: int  #: Read from HBM and written there.
 
@@ -85,7 +84,6 @@ class Context:
     #: Upper bounds of |q . k| by name, which calls refer to.
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     #: Called with every call of attention, or of a kernel beside it, while it is traced; for plans.
-
     note: Callable[[Traced | Pass], None] | None = None
     #: Run TPU kernels as plain JAX, on any platform: for tests.
     interpret: bool = False

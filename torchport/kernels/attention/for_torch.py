@@ -77,7 +77,6 @@ class Stream:
     k: torch.Tensor  #: Keys, likewise.
     v: torch.Tensor  #: Values, likewise.
     #: The queries' norm, a LayerNorm or an RMSNorm over D, or over H * D; None where they are normalised already, or
-
     #: never.
     norm_q: Any = None
     norm_k: Any = None  #: The keys'.
@@ -152,7 +151,7 @@ def _by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes `self_attention` by the kernel."""
     from torchport.kernels.attention import self_attention as form
-    from torchport.kernels.attention.norm import Norm
+    from torchport.kernels.attention.rotary import Norm
 
     def kinds(stream: Stream) -> list[dict[str, Any] | None]:
         return [None if norm is None else norm_kind(norm) for norm in (stream.norm_q, stream.norm_k)]

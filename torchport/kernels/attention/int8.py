@@ -27,8 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from torchport.kernels.attention.tiles import LANES
-from torchport.kernels.attention.transposed_kernel import PLAIN, ROWS, Softmax
-from torchport.kernels.attention.transposed_memory import Cell, Plan, Refs
+from torchport.kernels.attention.transposed_kernel import PLAIN, ROWS, Cell, Plan, Refs, Softmax
 
 Exponent = Literal["float32", "bfloat16"]
 EXPONENT: dict[str, Exponent] = {"v5e": "float32", "v5p": "float32", "v6e": "bfloat16"}

@@ -20,8 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from torchport.kernels.attention.bound import LOG2E
 from torchport.kernels.attention.int8 import Exponent, Int8Softmax, quantised
 from torchport.kernels.attention.tiles import LANES, TAIL, Tile, up
-from torchport.kernels.attention.transposed_kernel import attend, kernel
-from torchport.kernels.attention.transposed_memory import Plan, Refs, scratch
+from torchport.kernels.attention.transposed_kernel import Plan, Refs, attend, kernel, scratch
 
 
 def attention(

@@ -27,7 +27,6 @@ class Canvas:
     columns: tuple[str, ...] = ()  #: The axes over which columns are.
     tail: int = 0  #: Frames of padding after the last.
     #: Whether the first latent frame becomes one frame; otherwise as many as each of the others.
-
     single: bool = True
 
     def lead_of(self, frames: int) -> int:

@@ -59,12 +59,10 @@ class Conv:
     led: bool = False  #: Whether some of its frames, from the first on, may count as 0.
     dtype: str = "float32"  #: Of input, output and residual.
     #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-
     still: bool | None = None
     #: How many rows and columns of the output each of the input's becomes first.
     zoom: int = 1
     #: How many rows and columns of the output have one scale and shift, which the input goes through first, and then
-
     #: SiLU; 0: there are none.
     scaled: int = 0
 

@@ -1,7 +1,7 @@
 """Mean and variance of a video's channels in groups, for each frame, where its parts are on several devices.
 
 Sums are float32, and of differences to a value of the video: so nothing is lost where the mean is much larger than the
-variance. The video is read once, and no copy of it is made.
+variance. The video is read once, as fast as memory gives it, and no copy of it is made: on TPU by a Pallas kernel.
 
 Shapes: B batch, C channels, G groups of them, T frames, H rows, W columns.
 """
@@ -11,15 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from torchport.kernels.attention import dispatch as attention
-from torchport.kernels.convolution import canvas, dispatch, sums
+from torchport.kernels.convolution import canvas, dispatch
 from torchport.kernels.convolution.canvas import Canvas
+from torchport.kernels.convolution.kernel import VMEM
 
 
 def of_frames(groups: int, x_BCTHW: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +57,7 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what `sums.summed` does, through XLA."""
+    """Returns what `summed` does, through XLA."""
     wide = x.astype(jnp.float32)
     apart = wide - wide[0, 0]
     if is_padded:
@@ -64,13 +68,13 @@ def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
     height, width, frames, channels = x.shape
-    call = sums.Sums(height, width, frames, channels, is_padded, x.dtype.name)
+    call = Sums(height, width, frames, channels, is_padded, x.dtype.name)
     context = attention.current()
     if context.note is not None:
-        build, sizes = f"{sums.__name__}:alone", dataclasses.asdict(call)
-        context.note(attention.Pass(call.name, build, sizes, sums.trips(call), sums.moved(call)))
+        build, sizes = f"{__name__}:sums_alone", dataclasses.asdict(call)
+        context.note(attention.Pass(call.name, build, sizes, sums_trips(call), sums_moved(call)))
     valid = jnp.stack([jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)])
-    return sums.summed(call, x, valid, interpret=context.interpret)
+    return summed(call, x, valid, interpret=context.interpret)
 
 
 def _joined(
@@ -94,3 +98,106 @@ def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> 
     count = lax.axis_size(axes) if axes else 1
     number = lax.axis_index(axes) if axes else jnp.int32(0)
     return jnp.clip(valid_of(size * count) - number * size, 0, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What is known of a call before it is traced."""
+
+    height: int  #: H.
+    width: int  #: W.
+    frames: int  #: T, a multiple of 8.
+    channels: int  #: C.
+    padded: bool = False  #: Whether some rows or columns may be padding.
+    dtype: str = "float32"  #: Of the video.
+
+    @property
+    def together(self) -> int:
+        """Columns that are added at once, a divisor of W: of 32 to 64 registers, or all where there is none."""
+        size = self.frames * self.channels
+        fits = [n for n in range(1, self.width) if self.width % n == 0 and 32 * 1024 <= n * size <= 64 * 1024]
+        return max(fits, default=self.width)
+
+    @property
+    def name(self) -> str:
+        """Names the kernel in a program."""
+        sizes = f"{self.height}x{self.width}x{self.frames}_{self.channels}"
+        return f"sums_{sizes}{'_v' if self.padded else ''}_{jnp.dtype(self.dtype).itemsize}"
+
+
+def summed(
+    sums: Sums, x: jax.Array, valid: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the values at the first position, and sums of differences to them and of their squares.
+
+    Args:
+        sums: Its sizes.
+        x: [H, W, T, C].
+        valid: How many rows and columns are no padding, int32 [2].
+        interpret: Run it as plain JAX.
+
+    Returns:
+        Three of [T, C], float32.
+    """
+    whole = pl.BlockSpec((sums.frames, sums.channels), lambda row, valid: (0, 0))
+    shape = jax.ShapeDtypeStruct((sums.frames, sums.channels), jnp.float32)
+    near, total, squares = pl.pallas_call(
+        functools.partial(_sums_kernel, sums),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(sums.height,),
+            in_specs=[
+                pl.BlockSpec((1, sums.width, sums.frames, sums.channels), lambda row, valid: (row, 0, 0, 0)),
+            ],
+            out_specs=[whole] * 3,
+        ),
+        out_shape=[shape] * 3,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+        interpret=interpret,
+        name=sums.name,
+    )(valid, x)
+    return near, total, squares
+
+
+def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
+    """Adds one row."""
+    row, some = pl.program_id(0), sums.together
+
+    def begin() -> None:
+        near[...] = x[0, 0].astype(jnp.float32)
+        total[...] = jnp.zeros_like(total)
+        squares[...] = jnp.zeros_like(squares)
+
+    pl.when(row == 0)(begin)
+    origin = near[...]
+
+    def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        apart = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
+        if sums.padded:
+            column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
+            apart = jnp.where(jnp.logical_and(row < valid[0], column < valid[1]), apart, 0.0)
+        return so_far[0] + jnp.sum(apart, axis=0), so_far[1] + jnp.sum(apart * apart, axis=0)
+
+    zeros = jnp.zeros((sums.frames, sums.channels), jnp.float32)
+    count = sums.width // some
+    of_row = jax.lax.fori_loop(0, count, add, (zeros, zeros)) if count > 1 else add(0, (zeros, zeros))
+    total[...] += of_row[0]
+    squares[...] += of_row[1]
+
+
+def sums_alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Returns a kernel and its operands' shapes, for `torchport.plan.tpu.bundles.compile_kernel`."""
+    sums = Sums(**sizes)
+    x = jax.ShapeDtypeStruct((sums.height, sums.width, sums.frames, sums.channels), sums.dtype)
+    return functools.partial(summed, sums), [x, jax.ShapeDtypeStruct((2,), jnp.int32)]
+
+
+def sums_trips(sums: Sums) -> tuple[int, ...]:
+    """Returns how often the kernel's loops run: see `torchport.plan.tpu.cost.Trips`."""
+    return (sums.height, sums.width // sums.together)
+
+
+def sums_moved(sums: Sums) -> int:
+    """Returns the bytes that a call reads from HBM and writes there."""
+    read = sums.height * sums.width * jnp.dtype(sums.dtype).itemsize
+    return (read + 3 * 4) * sums.frames * sums.channels

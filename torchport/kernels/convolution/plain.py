@@ -27,7 +27,6 @@ class ConvolutionRequest:
     #: Whether there are chunks of time before and after this one.
     chunked: bool = False
     #: Whether what is before the first frame is that frame; otherwise it is 0. None: as `edges` says.
-
     still: bool | None = None
     zoom: int = 1  #: How many rows and columns each of x becomes first.
 
@@ -41,7 +40,6 @@ class Operands:
     gains: jax.Array | None = None
     residual: jax.Array | None = None  #: [H, W, T, D], added to the output.
     #: float32 [H, W + 2, T, C], what the input goes through first, and then SiLU; with a row more at each end where the
-
     #: input has them. Each of its rows and columns may be for several of the input's. The first column and the last are
 
     #: those of the sides. It is 0 outside the video, and so is the shift.
@@ -50,10 +48,8 @@ class Operands:
     #: [2, H, W, D] float32, what the chunk before adds to the first two frames.
     carry: jax.Array | None = None
     #: Whether there is no chunk before all the same, where that is known only when it runs.
-
     first: jax.Array | None = None
     #: How many frames of the input count as 0, the norm's output too: int32 []. There may be fewer frames.
-
     lead: jax.Array | None = None
 
 

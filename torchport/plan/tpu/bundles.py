@@ -17,20 +17,26 @@ it fills. Source: files that libtpu 0.0.51 wrote for v5e, v5p, v6e and tpu7x; th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import re
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy
 import numpy.typing
 
 from torchport.config.machine import Machine
 from torchport.errors import TopologyError, UnknownNameError, VmemError, nearest
+from torchport.kernels.attention import splash, transposed
+from torchport.kernels.attention.int8 import EXPONENT
+from torchport.kernels.attention.tiles import Tile
 from torchport.plan.tpu.absent import describe, environment
 from torchport.processes import child
 from torchport.progress import size_text
@@ -74,7 +80,6 @@ class KernelBundles:
     #: How many of each kind a bundle has, in the order of the columns of `counts`.
     slots: dict[str, int]
     #: How many are taken, int64 [bundle, slot]. A product counts in each of the 8 or 16 bundles for which it holds its
-
     #: matrix unit; products that overlap in one unit's queue count once.
     counts: numpy.typing.NDArray[numpy.int64]
     root: Region  #: The whole kernel, with its loops and predicated regions in it.
@@ -318,8 +323,6 @@ def _ended(place: str, end: child.Ended) -> TopologyError:
 
 def compiled(build: str, arguments: dict[str, Any], machine: Machine, place: str) -> tuple[float, tuple[str, ...]]:
     """Returns seconds and the names of the Pallas kernels; the child's side of `compile_kernel`."""
-    import jax
-
     devices = describe(machine).devices
     module, _, function = build.partition(":")
     call, operands = getattr(importlib.import_module(module), function)(**arguments)
@@ -351,3 +354,46 @@ def refused(text: str, machine: Machine, place: str) -> TopologyError | VmemErro
     vmem = machine.chip.vmem if machine.chip else 0
     more = f", or raise vmem_limit_bytes: a core has {size_text(vmem)}" if limit < vmem else ""
     return VmemError(place, fact, f"Take a smaller tile{more}", asked=asked, limit=limit)
+
+
+def attention_call(
+    implementation: str,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_size: int,
+    bounded: bool,
+    tile: dict[str, int],
+    vmem_bytes: int,
+    padding: Literal["feature", "segments"] = "feature",
+    chip: str = "v6e",
+) -> tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]:
+    """Returns a function of q, k, v and lengths, and their shapes [1, H, S, D], [1, H, T, D], [1, H, T, D], [1].
+
+    Args:
+        implementation: `splash_transposed`, `splash_int8` or `splash`.
+        chip: Which decides how `splash_int8` takes exponentials.
+        queries: S.
+        keys: T.
+        heads: H, of one device.
+        head_size: D.
+        bounded: Whether the caller knows a bound of the scores.
+        tile: The fields of a `tiles.Tile`, or of a `tiles.SplashTile`.
+        vmem_bytes: What the compiler may use of VMEM; JAX's own kernel takes no such limit.
+        padding: How JAX's own kernel hides padded keys.
+    """
+    how: dict[str, Any] = {"scale": head_size**-0.5}
+    if implementation == "splash":
+        how |= {"causal": False, "window": None, "padding": padding, **tile}
+        attention: Callable[..., jax.Array] = splash.attention
+    else:
+        how |= {"bounded": bounded, "tile": Tile(**tile), "vmem_bytes": vmem_bytes}
+        how |= {"int8": EXPONENT[chip] if implementation == "splash_int8" else None}
+        attention = transposed.attention
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        return functools.partial(attention, **how)(q, k, v, lengths_B=lengths)
+
+    shapes = [(1, heads, tokens, head_size) for tokens in (queries, keys, keys)]
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return run, [*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes), lengths]

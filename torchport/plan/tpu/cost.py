@@ -67,7 +67,6 @@ class Trips:
     """How often the parts of a kernel run on one core."""
 
     #: Passes of each loop through its body, each time it is entered, in the order in which the loops begin.
-
     loops: tuple[int, ...]
     #: Steps of which only one runs a region without matrix work beside the one that has it.
     once_in: int = 1
@@ -173,14 +172,11 @@ class Figures:
     """What the instruction schedule says of a kernel with a tile; `percent` of the bfloat16 peak."""
 
     #: Of a whole call: useful flop over what the matrix units could do in all bundles that it runs.
-
     peak_percent: float
     steady_percent: float  #: Of the steady step alone, with no ragged tile in it.
     #: Part of the steady step in which the matrix units are busy, 0 to 1, padding included.
-
     matrix_unit_share: float
     #: Part of the steady step that fetching its keys and values takes at the published bandwidth, 0 to 1.
-
     dma_share: float
     spills: int  #: Vector registers that a steady step saves to VMEM.
     steady_bundles: int  #: Of a steady step.

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchport import patch
+from torchport.config import parse_document
 from torchport.config.checkout import below_src
 from torchport.config.pack import find_pack
-from torchport.errors import BadValueError, TargetError
-from torchport.patch.source import proposal
-from torchport.porting.draft import function
-from torchport.porting.draft.target import Target, check_name, find, parameters
+from torchport.errors import BadValueError, TakenNameError, TargetError, WrongTypeError
+from torchport.files.folder import as_named
+from torchport.patch import patch_set
+from torchport.patch.declared.entry import Entry
+from torchport.patch.declared.reading import LOCK, read_file
+from torchport.patch.source import checks, drift, proposal
+from torchport.porting.draft.folder import Home, Piece
+from torchport.porting.draft.target import Target, check_name, find, folder_of, parameters
 from torchport.source import parsing
 from torchport.source.modules import is_there, read_source
+from torchport.source.parameters import Function
 
 KINDS = ("replace", "wrap", "rewrite", "op", "stub", "value")
 WHY = "say here what fails, or is slow, without it"
@@ -29,14 +37,12 @@ class PatchDraftRequest:
     target: str  #: `module:attribute.path`.
     kind: str  #: One of `KINDS`.
     #: The name of its files in `patches/<package>/`, without their endings; by default its module's.
-
     file: str | None = None
     #: Of a rewrite, the line of the statement in upstream's file.
     line: int | None = None
     importers: Sequence[str] = ()  #: Of a stub, the modules that import the package.
     why: str = WHY  #: What fails without it.
     #: Whether its id and its test have the file's name, too: two modules have functions of this name.
-
     in_full: bool = False
 
     @property
@@ -164,10 +170,10 @@ def _change(wish: PatchDraftRequest, target: Target) -> Draft:
         fact = f"{wish.target} is a {target.kind}, and no value"
         raise TargetError(wish.place, fact, "Write --kind replace, or wrap", target=wish.target)
     _check_callable(wish, target)
-    name, path = function.name_of(target.path), ".".join(target.path)
+    name, path = name_of(target.path), ".".join(target.path)
     name = target.path[-1] if target.kind == "class" else name
-    make = function.replacement if wish.kind == "replace" else function.wrapper
-    short = function.name_of(target.path)
+    make = replacement if wish.kind == "replace" else wrapper
+    short = name_of(target.path)
     one = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
     more = _differences(target, wish.kind)
@@ -220,7 +226,7 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
     change = one.fields["rewrite"]
     name = change["put"].partition(":")[2]
     test = dataclasses.replace(_trial(wish, one.fields["id"], f"{wish.files}_{name}"), names=wish.names)
-    text = function.put(name, one.parameters, one.gives, f"{what}, line {line}")
+    text = rewriting(name, one.parameters, one.gives, f"{what}, line {line}")
     fields = {**_common(wish, what), **one.fields}
     left = _left(name, f"patches/{wish.names}.py", test.file)
     return Draft(fields, text, _agreement_test(test, target), test, left)
@@ -236,7 +242,7 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
     one = _trial(wish, _key(wish, name), name)
     fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
-    text = function.lowering(name, given, wish.target)
+    text = lowering(name, given, wish.target)
     left = _left(name, f"patches/{wish.names}.py", one.file)
     return Draft(fields, text, _lowering_test(one, wish.target.replace(":", ".")), one, left)
 
@@ -439,3 +445,176 @@ def _stub_test(trial: Trial, module: str, package: str) -> str:
     """Returns the test of a `stub`."""
     body = _STUB.format(module_name=module.replace(".", "_"), module=module, package=package)
     return trial.text(f"{module} is imported where {package} is not installed.", _OF_STUB, body)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftedPatch:
+    """A patch that was written."""
+
+    id: str  #: Its id.
+    names: str  #: Its file of entries, as a card lists it.
+    function: str  #: Its function, as `model.py:forward_12`; empty for a stub.
+    test: str  #: The file of its test.
+    lines: Sequence[str]  #: What happened to each file.
+    left: Sequence[str]  #: What is left to fill in, a sentence each.
+
+
+def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
+    """Drafts a patch and writes it into a pack's folder, all of it or nothing.
+
+    Raises:
+        TakenNameError: The entry, its function or its test is there already.
+        PatchError: The target cannot be patched in this way, or drifted from the lock.
+    """
+    one = draft(wish)
+    file = f"patches/{wish.names}.yaml"
+    text = proposal.written(one.fields, wish.package) + "\n"
+    entry = _checked(wish, one, home, file, text)
+    pieces = [Piece(file, text)]
+    reference = (entry.reference or "") if one.python else ""
+    if one.python:
+        python = f"patches/{wish.package}/{reference.partition(':')[0]}"
+        pieces.append(Piece(python, one.python, head(wish.names)))
+    pieces.append(Piece(one.trial.file, one.test, mode="new"))
+    lock = drift.with_row(entry, drafted_entries(home, wish.package))
+    pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
+    lines = home.write(pieces)
+    locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
+    return DraftedPatch(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
+
+
+def drafted_entries(home: Home, package: str) -> list[Entry]:
+    """Returns the entries that the pack has of a package."""
+    folder = home.root / "patches" / package
+    files = [file for file in sorted(folder.glob("*.yaml")) if file.name != LOCK] if folder.is_dir() else []
+    return [entry for file in files for entry in read_file(file)]
+
+
+def _checked(wish: PatchDraftRequest, one: Draft, home: Home, file: str, text: str) -> Entry:
+    """Returns the entry, if it can stand in its file beside the others."""
+    entry = proposal.entry_of(one.fields, wish.package)
+    path = home.root / file
+    before = home.text(file)
+    known = drafted_entries(home, wish.package)
+    for other in known:
+        if other.id == entry.id:
+            fact = f"The patch '{entry.id}' is there already"
+            raise TakenNameError(other.place, fact, "Change that entry, or delete it first", patch=entry.id)
+    entry._place = wish.place
+    patch_set.check_claims([], [*read_file(path), entry] if before else [entry])
+    document = parse_document(f"{before.rstrip()}\n\n{text}" if before else text, as_named(path))
+    if not isinstance(document.data, list):
+        fact = "It is no list whose items stand on lines of their own"
+        raise WrongTypeError(as_named(path), fact, "Choose another file with --file")
+    entry._place = f"{as_named(path)}:{(before.rstrip().count(chr(10)) + 3) if before else 1}"
+    entry._folder = path.parent
+    if entry.edits:
+        checks.check_source(entry, checks.UNKNOWN)
+    return entry
+
+
+def upstreams(wish: PatchDraftRequest, checkout: Path | None) -> list[Path]:
+    """Returns the folders of upstream that a draft must not be written into."""
+    modules = [wish.target.partition(":")[0], *wish.importers]
+    found = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
+    return [*([checkout] if checkout else []), *(one for one in found if one is not None)]
+
+
+FUTURE = "from __future__ import annotations\n"
+ORIGINAL = "original"
+
+
+def head(names: str) -> str:
+    """Returns what a new file of functions begins with.
+
+    Args:
+        names: The file of entries, as a card lists it.
+    """
+    return f'"""Functions of the patches in {names}.yaml."""\n\n{FUTURE}\n\n'
+
+
+def name_of(path: Sequence[str]) -> str:
+    """Returns the name of a function that stands for an attribute path."""
+    snake = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part.strip("_")).lower() for part in path]
+    name = re.sub(r"\W", "_", "_".join(part for part in snake if part)) or "patched"
+    return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
+
+
+def replacement(target: Target, name: str) -> str:
+    """Returns a function, or a class, that takes the target's place."""
+    if isinstance(target.node, ast.ClassDef):
+        return _class(target, target.node, name)
+    return _function(target, target.node, name, None)
+
+
+def wrapper(target: Target, name: str) -> str:
+    """Returns a function that receives the target as its first argument.
+
+    Around a generator function it is a plain one, which returns what the original returns.
+    """
+    assert not isinstance(target.node, ast.ClassDef)
+    taken = {one.strip("*") for one in parameters(target.node).names}
+    return _function(target, target.node, name, ORIGINAL if ORIGINAL not in taken else f"{ORIGINAL}_function")
+
+
+def _function(target: Target, node: Function, name: str, original: str | None) -> str:
+    given = parameters(node, original)
+    what = ".".join(target.path)
+    lines = [f'"""Fill in: does what {what} does ({target.place}).']
+    if original is not None:
+        passed = ", ".join(parameters(node).names)
+        call = "await " if target.is_async else ""
+        lines = [f'"""Fill in: takes the place of {what} ({target.place}), which is `{call}{original}({passed})`.']
+    if given.unknown:
+        lines += ["", f"    Upstream's defaults that are `...` here: {'; '.join(given.unknown)}."]
+    if target.decorators:
+        outside = ", ".join(f"@{one}" for one in target.decorators)
+        lines += ["", f"    It takes the place of the function with its decorators: {outside}."]
+    doc = "\n".join(lines) + ('"""' if len(lines) == 1 else '\n    """')
+    word = "async def" if target.is_async else "def"
+    body = f'    raise NotImplementedError("fill in {name}")\n'
+    if target.is_generator and original is None:  # one statement, which makes it a generator function
+        body = f'    yield from (_ for _ in ()).throw(NotImplementedError("fill in {name}"))\n'
+    return f"{word} {name}({given.text}):\n    {doc}\n{body}"
+
+
+def rewriting(name: str, given: Sequence[str], gives: str, where: str) -> str:
+    """Returns the function of a rewrite.
+
+    Args:
+        name: Its name.
+        given: Its parameters: names that are bound in upstream's function.
+        gives: What it returns, in words.
+        where: What it takes the place of, in words.
+    """
+    returns = f" Returns {gives}." if gives else ""
+    doc = f'"""Fill in: does what is done at {where}.{returns}"""'
+    return f'def {name}({", ".join(given)}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
+
+
+def lowering(name: str, given: str, operator: str) -> str:
+    """Returns the function of an `op`."""
+    doc = f'"""Fill in: computes {operator} of the engine\'s tensors, with torchport.engine.call_jax."""'
+    return f'def {name}({given}):\n    {doc}\n    raise NotImplementedError("fill in {name}")\n'
+
+
+def _class(target: Target, node: ast.ClassDef, name: str) -> str:
+    """Returns a class with the public methods of the target's own body."""
+    bases = ", ".join(map(ast.unparse, node.bases))
+    is_module = any(ast.unparse(base) in ("nn.Module", "torch.nn.Module", "Module") for base in node.bases)
+    above = f", which derives from {bases}" if bases else ""
+    text = [f"class {name}({'torch.nn.Module' if is_module else ''}):".replace("()", "")]
+    text.append(f'    """Fill in: does what {".".join(target.path)} does ({target.place}){above}."""')
+    for method in node.body:
+        if isinstance(method, Function) and (method.name == "__init__" or not method.name.startswith("_")):
+            text += ["", *_method(method)]
+    lines = "\n".join(text) + "\n"
+    return f"import torch\n\n\n{lines}" if is_module else lines
+
+
+def _method(method: Function) -> list[str]:
+    kinds = [ast.unparse(one).rpartition(".")[2].replace("cached_", "") for one in method.decorator_list]
+    lines = [f"    @{one}" for one in kinds if one in ("staticmethod", "classmethod", "property")]
+    word = "async def" if isinstance(method, ast.AsyncFunctionDef) else "def"
+    lines.append(f"    {word} {method.name}({parameters(method).text}):")
+    return [*lines, f'        raise NotImplementedError("fill in {method.name}")']

@@ -6,7 +6,7 @@ import ast
 import configparser
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TakenNameError, TargetError
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
-from torchport.porting.draft import constructor
+from torchport.porting.draft.draft import name_of
 from torchport.porting.draft.folder import Home, Piece
-from torchport.porting.draft.function import name_of
-from torchport.porting.draft.target import Target, find, folder_of
+from torchport.porting.draft.target import Target, find, folder_of, is_literal
 from torchport.source import parsing
+from torchport.source.modules import SourceFile
+from torchport.source.names import Classes, definition
+from torchport.source.names import Home as SourceHome
+from torchport.source.parameters import STARRED, Function, parameters
 
 UNKNOWN_CHECKPOINT = "owner/repository@revision"
 UNKNOWN_URL = "https://example.com/repository"
@@ -96,7 +99,7 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
 def _check_network(target: Target, place: str) -> None:
     """Refuses a class that is no network, as far as its source and that of its bases says."""
     assert isinstance(target.node, ast.ClassDef)
-    if constructor.derives_from_nothing(target.source, target.node):
+    if derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
         raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
 
@@ -122,7 +125,7 @@ def _part(name: str, target: Target, place: str) -> Part:
         fact = f"{target.name} ({target.place}) is a {target.kind}"
         raise TargetError(place, fact, "Name a class, and a function that builds it under 'build'", target=target.name)
     with parsing.nesting(target.source.shown, target.node.lineno):
-        arguments = constructor.configuration(target.source, target.node)
+        arguments = configuration(target.source, target.node)
     if arguments is None:
         return Part(name, target, {}, [], [])
     plain = [one for one in arguments if one.plain]
@@ -131,7 +134,7 @@ def _part(name: str, target: Target, place: str) -> Part:
     return Part(name, target, small, lacking, objects)
 
 
-def tiny_arguments(arguments: Sequence[constructor.Argument]) -> tuple[dict[str, Any], list[str]]:
+def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[str]]:
     """Returns small values by argument, and the names of the arguments that have none and need one.
 
     The rules go by names, as diffusers, transformers and most repositories have them: depth, heads, widths, channels.
@@ -377,8 +380,107 @@ def family(wish: ModelDraftRequest, every: Sequence[Part]) -> str:
     """Returns the Python of the stages."""
     target = every[0].target
     assert isinstance(target.node, ast.ClassDef)
-    inputs = [one.name for one in constructor.forward(target.source, target.node)]
+    inputs = [one.name for one in forward(target.source, target.node)]
     others = [one.name for one in every[1:]]
     listed = f", parts=({', '.join(map(repr, others))},)".replace("'", '"') if others else ""
     text = ", ".join(f"{name}=..." for name in inputs[:8]) or "..."
     return _FAMILY.format(name=wish.name, network=every[0].name, inputs=text, others=listed)
+
+
+DEEPEST = 8
+"""Bases that are followed, one above the other."""
+_PLAIN = {"int", "float", "bool", "str", "list", "tuple", "dict", "List", "Tuple", "Dict", "Optional", "Union"}
+_PLAIN |= {"Literal", "Sequence", "Any", "None", "typing"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a constructor."""
+
+    name: str  #: Its name.
+    default: Any  #: Its default, if that is a literal.
+    required: bool  #: Whether it has none.
+    annotation: str  #: As written; empty without one.
+    plain: bool  #: Whether YAML can say it, as far as its annotation tells.
+
+
+def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
+    """Returns the arguments of a class. None where its source, and that of its bases, does not show them."""
+    for _, one in _lineage(source, node):
+        init = next((each for each in one.body if isinstance(each, Function) and each.name == "__init__"), None)
+        if init is not None:
+            return list(_of_function(init))
+        fields = [each for each in one.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+        is_strict = any(word in ast.unparse(each) for each in one.decorator_list for word in ("dataclass", "strict"))
+        if fields and is_strict:
+            return [_argument(str(ast.unparse(each.target)), each.annotation, each.value) for each in fields]
+    return None
+
+
+def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
+    """Returns what a card's configuration of a class holds.
+
+    These are its arguments; of a class of transformers those of its one argument, the object that its `config.json` is.
+    """
+    given = arguments(source, node)
+    required = [one for one in given or () if one.required]
+    if source.module.partition(".")[0] != "transformers" or len(required) != 1:
+        return given
+    annotated = _classes(Classes(None).names(source.module, tuple(required[0].annotation.split("."))))
+    return next((arguments(*place) for place in annotated), given)
+
+
+def _of_function(init: Function) -> Iterator[Argument]:
+    for one in parameters(init)[1:]:
+        if one.kind not in STARRED:
+            yield _argument(one.name, one.argument.annotation, one.default)
+
+
+def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
+    value = ast.literal_eval(default) if default is not None and is_literal(default) else None
+    words = {one.id for one in ast.walk(annotation) if isinstance(one, ast.Name)} if annotation is not None else set()
+    written = ast.unparse(annotation) if annotation is not None else ""
+    return Argument(name, value, default is None, written, words <= _PLAIN)
+
+
+Place = tuple[SourceFile, ast.ClassDef]
+"""A class, with its module."""
+
+
+def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
+    """Yields a class and those above it, as far as source shows them."""
+    pending: list[Place] = [(source, node)]
+    for _ in range(DEEPEST):
+        if not pending:
+            return
+        home, one = pending.pop(0)
+        yield home, one
+        pending += _classes(Classes(None).bases(home.module, one))
+
+
+def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
+    for place in map(definition, homes):
+        if place is not None and isinstance(place[1], ast.ClassDef):
+            yield place[0], place[1]
+
+
+def derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
+    """Returns whether every class above a class is known from source, and none of them is of torch."""
+    return all(
+        home.module.partition(".")[0] != "torch"
+        and len(list(_classes(Classes(None).bases(home.module, one)))) >= len(one.bases) - _derives_from_object(one)
+        for home, one in _lineage(source, node)
+    )
+
+
+def _derives_from_object(node: ast.ClassDef) -> bool:
+    return "object" in map(ast.unparse, node.bases)
+
+
+def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
+    """Returns the arguments of a class's `forward`; none where its source does not show it."""
+    for _, one in _lineage(source, node):
+        found = next((each for each in one.body if isinstance(each, Function) and each.name == "forward"), None)
+        if found is not None:
+            return list(_of_function(found))
+    return []

@@ -205,7 +205,6 @@ class Parameters:
     """The parameters of a function, as Python."""
 
     #: Without annotations. A default that is no literal is `...`: passed on by mistake, it is an error at once.
-
     text: str
     names: list[str]  #: Their names, with stars.
     unknown: list[str]  #: Those whose default is no literal, as `mode=DEFAULT`.

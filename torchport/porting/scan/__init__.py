@@ -2,10 +2,9 @@
 
     report = scan.scan(path, ["pkg.model:Network"], folders)
 
-From the first step to the last: `files` (what is read), `syntax` (a file as events), `codebase` (who is meant by a
-name), `detect` (the findings of a function), `constants` and `reach` (what an entry leads to), `coverage` (which
-patches take care of what), and `scanning`, where they meet. `rules` says what each finding means, and `finding` holds
-all that a draft of a patch needs.
+From the first step to the last: `syntax` (a file as events), `codebase` (the files, and who is meant by a name in
+them), `detect` (the findings of a function), `reach` (what an entry leads to), and `scanning`, where they meet what
+shipped patches take care of. `rules` says what each finding means, and `finding` holds all that a draft needs.
 """
 
 from __future__ import annotations

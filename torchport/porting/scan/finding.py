@@ -22,17 +22,14 @@ class ScanFinding:
     file: str  #: Its file, as it can be opened from the current folder.
     line: int  #: Its line.
     #: What a patch would change, as `pkg.mod:Qual.name`; `pkg.mod:<module>` for what runs at import.
-
     target: str
     text: str  #: The expression, shortened.
     #: The name in full of what is called or imported, as `torch.cuda.set_device`; empty for none.
-
     uses: str = ""
     reach: Reach = "unknown"  #: Whether the entry leads there.
     #: The ids of the shipped patches that take care of it.
     covered_by: tuple[str, ...] = ()
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
-
     sure: bool = True
 
     @property
@@ -78,7 +75,6 @@ class ScanReport:
     #: The entries, as `pkg.mod:Class`; none if none was named.
     entries: tuple[str, ...] = ()
     #: The packages that are imported without condition, are not installed here, and that no stub stands for. Packages
-
     #: of kernels are findings.
     absent: tuple[Absent, ...] = ()
 

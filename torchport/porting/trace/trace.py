@@ -16,9 +16,8 @@ from torchport.compile.eager import plainly
 from torchport.compile.failure import Owners, cure
 from torchport.compile.in_force import in_force, lowerings
 from torchport.errors import TopologyError, TorchportError
-from torchport.porting.trace.mode import GoingOn
+from torchport.porting.trace.assumptions import GoingOn, assumed, modules_go_on
 from torchport.porting.trace.notes import Constant, Notes, Raised, Stopper
-from torchport.porting.trace.surroundings import assumed, modules_go_on
 from torchport.processes import child
 from torchport.stages import outputs, recorder
 from torchport.stages.family import Stage

@@ -10,16 +10,16 @@ from torchport.config.machine import MIB, parse_machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.kernels.attention import tiles
 from torchport.kernels.attention.tiles import SplashTile, Tile
+from torchport.plan import tune
 from torchport.plan.tpu.cost import Figures, Work, least
-from torchport.plan.tune import tune
-from torchport.plan.tune.workload import of_flags, sized
+from torchport.plan.tune import sized_workload, workload_of_flags
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/tune/test_tune.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_tune.py`",
 )
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
-JOB = sized(V6E, tokens=2304, heads=1, head_size=128)
+JOB = sized_workload(V6E, tokens=2304, heads=1, head_size=128)
 FIGURES = Figures(60.0, 64.0, 0.97, 0.05, 12, 6000, 0, 9000)
 
 
@@ -67,7 +67,7 @@ def test_tiles_are_ranked_by_the_whole_calls_share_of_peak_and_the_dropped_come_
 
 
 def test_a_tile_that_declares_too_much_is_dropped_without_a_compilation(schedules):
-    job = sized(V6E, tokens=40_000, heads=1, head_size=128)
+    job = sized_workload(V6E, tokens=40_000, heads=1, head_size=128)
     [found] = tune.tune(job, "splash_transposed", False, [Tile(20_480, 2048)]).candidates
     asked_bytes = (
         Tile(20_480, 2048).fitted(40_000, 40_000).vmem_bytes(head_size=128, heads=1, itemsize=2, bounded=False)
@@ -90,18 +90,18 @@ def test_where_the_chip_is_time_decides(schedules, monkeypatch):
 
 def test_a_call_is_timed_on_the_devices_that_are_there(monkeypatch):
     from torchport.kernels.attention import transposed
-    from torchport.plan.tune import kernel_call
+    from torchport.plan import tune
 
     attention = transposed.attention
-    monkeypatch.setattr(kernel_call.transposed, "attention", lambda *a, **k: attention(*a, **k, interpret=True))
-    job = sized(V6E, tokens=256, heads=1, head_size=128)
+    monkeypatch.setattr(tune.transposed, "attention", lambda *a, **k: attention(*a, **k, interpret=True))
+    job = sized_workload(V6E, tokens=256, heads=1, head_size=128)
     assert 0 < tune._seconds(job, "splash_transposed", True, Tile(256, 256, 256)) < 60
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_only_tiles_whose_products_alone_fit_the_largest_body_are_tried(machine, head_size):
-    job = sized(parse_machine(machine, "a.yaml:1"), 100_000, 4, head_size)
+    job = sized_workload(parse_machine(machine, "a.yaml:1"), 100_000, 4, head_size)
     found = tune.candidates(job, "splash_transposed")
     assert 3 <= len(found) <= 12
     width = tiles.UNIT_WIDTH[job.chip.name]
@@ -151,18 +151,18 @@ def test_a_result_without_a_tile_is_not_written(schedules, tmp_path):
 
 
 def test_a_models_attention_is_read_from_its_configurations(root):
-    found = of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", paths=(str(root),))
+    found = workload_of_flags("v6e:2x4", model="hunyuan", config="configs/720p.yaml", paths=(str(root),))
     assert found.work == Work(111_600, 111_600, heads=4, head_size=128) and found.chip.name == "v6e"
     assert found.note == "of the pictures; those of the text come on top"
-    found = of_flags(
+    found = workload_of_flags(
         "v6e:2x4", model="hunyuan", config="configs/720p.yaml", paths=(str(root),), tokens=112_856, heads=2
     )
     assert found.work == Work(112_856, 112_856, heads=2, head_size=128) and found.note == ""
 
 
 def test_two_small_heads_share_a_tile():
-    assert sized(V6E, 39_826, 12, 64).work == Work(39_826, 39_826, 12, 64, group=2)
-    assert sized(V6E, 39_826, 3, 64).work.group == 1
+    assert sized_workload(V6E, 39_826, 12, 64).work == Work(39_826, 39_826, 12, 64, group=2)
+    assert sized_workload(V6E, 39_826, 3, 64).work.group == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_two_small_heads_share_a_tile():
     ],
 )
 def test_half_a_job_is_refused(how, has):
-    assert refusal(lambda: of_flags("v6e:2x4", **how), BadValueError) == (
+    assert refusal(lambda: workload_of_flags("v6e:2x4", **how), BadValueError) == (
         f"torchport tune: It has {has}. Give --model and --config, or --tokens, --heads and --head-size alone."
     )
 
@@ -188,11 +188,11 @@ def test_eight_bits_are_for_chips_and_heads_that_they_make_faster(schedules):
     schedules[(2048, 512, 256)] = FIGURES
     found = tune.tune(JOB, "splash_int8", True, [tile])
     assert [row.tile for row in found.candidates] == [tile] and not found.candidates[0].dropped
-    other = sized(parse_machine("tpu7x:2x2x1", "a.yaml:1"), tokens=2304, heads=1, head_size=128)
+    other = sized_workload(parse_machine("tpu7x:2x2x1", "a.yaml:1"), tokens=2304, heads=1, head_size=128)
     assert refusal(lambda: tune.tune(other, "splash_int8", True, [tile]), BadValueError) == (
         "--implementation splash_int8: tpu7x multiplies int8 no faster. It is for v5e, v5p, v6e."
     )
-    small = sized(V6E, tokens=2304, heads=2, head_size=64)
+    small = sized_workload(V6E, tokens=2304, heads=2, head_size=64)
     assert refusal(lambda: tune.tune(small, "splash_int8", True, [tile]), BadValueError) == (
         "--implementation splash_int8: Heads have 64 features. It is for heads that are padded to 128: "
         "65 to 128 features."

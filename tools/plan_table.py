@@ -1,6 +1,6 @@
-"""The documented schema of a plan's JSON: a table in Markdown, made from the figures.
+"""Writes the schema of a plan's JSON as a table in Markdown, made from the figures.
 
-`python -m torchport.plan.schema docs/plan.md` writes it into the page again, between the comments that mark its place.
+`python tools/plan_table.py docs/plan.md` writes it into the page again, between the comments that mark its place.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 import pytest
 
 from torchport.errors import UnknownKeyError, WrongTypeError
-from torchport.plan import calibration
-from torchport.plan.calibration import Calibration
+from torchport.plan import step_time
 from torchport.plan.figures import Parts
+from torchport.plan.step_time import Calibration
 
 FOUND = Calibration(factor=0.8, spread_percent=12.34, steps=7, versions={"libtpu": "0.0.51"}, date="2026-01-31")
 
@@ -16,9 +16,9 @@ def parts(attention, other):
 
 def test_all_but_attention_is_divided_by_the_factor():
     half = FOUND.model_copy(update={"factor": 0.5})
-    assert calibration.calibrated(parts(2.0, 2.0), half) == pytest.approx(6.0)
-    assert calibration.calibrated(parts(2.0, 0.0), half) == 2.0, "attention is left as it is"
-    assert calibration.calibrated(parts(2.0, 0.5), None) == 2.5
+    assert step_time.calibrated(parts(2.0, 2.0), half) == pytest.approx(6.0)
+    assert step_time.calibrated(parts(2.0, 0.0), half) == 2.0, "attention is left as it is"
+    assert step_time.calibrated(parts(2.0, 0.5), None) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def test_a_calibration_with_a_mistake_is_refused_with_its_line(tmp_path, text, k
     file = tmp_path / "calibration.yaml"
     file.write_text(text + 'spread_percent: 1\nversions: {}\ndate: "2026-01-31"\n')
     with pytest.raises(kind) as caught:
-        calibration.read(file)
+        step_time.read_calibration(file)
     assert str(caught.value).startswith(said)
 
 
 def test_a_plan_says_what_it_was_calibrated_with():
     said = "calibrated with 7 published steps, factor 0.8 for all but attention, spread ±12 %"
-    assert calibration.said(FOUND, {"libtpu": "0.0.51", "jax": "1"}) == said
-    assert calibration.said(FOUND, {"libtpu": "0.0.52"}) == f"{said} (with libtpu 0.0.51)"
-    assert calibration.said(None, {}) == "uncalibrated"
+    assert step_time.calibration_words(FOUND, {"libtpu": "0.0.51", "jax": "1"}) == said
+    assert step_time.calibration_words(FOUND, {"libtpu": "0.0.52"}) == f"{said} (with libtpu 0.0.51)"
+    assert step_time.calibration_words(None, {}) == "uncalibrated"
 
 
 def test_the_shipped_factor_can_be_read():
-    assert 0.3 < calibration.shipped().factor < 3
-    assert calibration.shipped().steps >= 4
+    assert 0.3 < step_time.shipped_calibration().factor < 3
+    assert step_time.shipped_calibration().steps >= 4

@@ -1,0 +1,769 @@
+"""A compiled TPU program as its compiler scheduled it: what it computes how many times, what it sends, where from.
+
+libtpu writes the program as text where `XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"` says so, in a file whose
+name ends in `after_codegen.txt`; JAX's `compiled.as_text()` has the same form, and fails on some programs. One
+instruction of it, cut short:
+
+    %fusion.7 = bf16[1024,512]{1,0:T(8,128)(2,1)} fusion(%copy.1, %param.2), kind=kOutput, calls=%fused_computation.3,
+        metadata={op_name="jit(f)/dot_general" stack_frame_id=21}, backend_config={... "estimated_cycles":"5392" ...}
+
+An estimate is the compiler's own, in cycles of one core's clock (`machine.Chip.clock`). Collectives, Pallas kernels
+and copies that run beside the core have none. Bytes are those of the values, without the padding of their tiles.
+Source: texts that libtpu 0.0.51 wrote for v6e; their form is documented nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy
+
+from torchport.errors import TopologyError, UnknownNameError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceLine:
+    """A line of Python: the file as the program names it, the line, and the function's qualified name."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        short = re.sub(r"^.*/(?:(?:site|dist)-packages/|(?=patches/))", "", self.file)
+        return f"{short.rstrip('>')}:{self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of a computation."""
+
+    name: str  #: Without its `%`; unique in its computation.
+    opcode: str  #: As HLO names it, `fusion` or `all-reduce-start`.
+    #: The arrays that it makes, dtype and shape; several where it makes a tuple.
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    bytes: int = 0  #: Of all of them, on one device.
+    #: The names of instructions of the same computation.
+    operands: tuple[str, ...] = ()
+    #: The computations that it runs or applies; a loop's condition, then its body.
+    calls: tuple[str, ...] = ()
+    #: What the compiler estimates for one execution, or None where it does not. Of a convolution with many passes it
+    #: may be negative.
+    cycles: int | None = None
+    #: The innermost line of Python that is not internal. A fusion without one has that of its root.
+    source: SourceLine | None = None
+    op_name: str = ""  #: JAX's name of what it was made from.
+    target: str = ""  #: Of a custom call, such as tpu_custom_call.
+    #: Of a collective: the devices that exchange, by their positions in the program's own order of devices; of a
+    #: permutation [source, target] pairs.
+    groups: tuple[tuple[int, ...], ...] = ()
+    #: Of a collective that several fusions carry on: which, the same in each of them.
+    chain: str = ""
+    literal: str = ""  #: What stands in the parentheses of a constant or a parameter.
+    index: str = ""  #: Of a get-tuple-element; the direction of a comparison.
+    #: Of a loop, where the compiler wrote how many times it runs.
+    trips: int | None = None
+    #: Of a convolution, or of those in a fusion: bfloat16 operations on one device, those of all passes (see
+    #: `convolution`). A matrix product is a convolution, too.
+    flops: int = 0
+
+    @property
+    def kernel(self) -> str | None:
+        """The name of the Pallas kernel that it calls, as `bundles.read` takes it; None if it calls none."""
+        return re.sub(r"\.\d+$", "", self.name) if self.target == "tpu_custom_call" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order in which they are issued; `root` names the one whose value it returns."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+
+KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all"}
+_BUFFERS = {"ConcatBitcast", "AllocateBuffer"}
+_LONGEST = 100_000
+"""A loop that runs more often than this is not counted: none of a model's does."""
+_COMPUTED: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"), int),
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class InstructionRuns:
+    """An instruction, and how many times it is executed."""
+
+    instruction: Instruction  #: Which.
+    times: int  #: By one run of what was walked.
+    #: Whether it runs beside the core (a DMA, the SparseCore) from one instruction that starts it to another that waits
+    #: for it.
+    beside: bool = False
+    #: Cycles that the arithmetic of its convolutions takes at peak, each time.
+    least: int = 0
+
+    @property
+    def estimated(self) -> int:
+        """The cycles that the compiler estimates for all of these times; 0 without an estimate."""
+        return (self.instruction.cycles or 0) * self.times
+
+    @property
+    def cycles(self) -> int:
+        """The cycles of all of these times: what the compiler estimates, and no less than the arithmetic takes."""
+        return max(self.estimated, self.least * self.times)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveExecution:
+    """A collective, and how many times it is executed; one that starts and ends in two instructions is one."""
+
+    kind: str  #: One of `KINDS`.
+    bytes: int  #: Of its output on one device, each time.
+    times: int  #: How many times it is executed.
+    groups: tuple[tuple[int, ...], ...]  #: As an instruction has them.
+    source: SourceLine | None  #: The line that asks for it.
+    #: Whether the core can do other work between its start and its end.
+    overlapped: bool
+
+    @property
+    def group_size(self) -> int:
+        """How many devices exchange with one another: those of the largest group; 2 for a permutation."""
+        return max(map(len, self.groups), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HloLoop:
+    """A loop: its body's computation, iterations of one execution, executions, estimated cycles of one iteration."""
+
+    body: str
+    trips: int
+    times: int
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HloProgram:
+    """A scheduled program, the same on every device.
+
+    Methods with an `of` answer for one run of the whole program, or for one execution of the computation so named.
+    """
+
+    file: Path  #: Where it was read.
+    devices: int  #: How many it runs on.
+    entry: str  #: The computation that it begins with.
+    computations: dict[str, Computation]  #: By name.
+    #: bfloat16 operations that a device does at most in one cycle of the estimates' clock. By default so many that
+    #: every estimate counts as it is.
+    flops_per_cycle: float = math.inf
+
+    def walk(self, of: str | None = None) -> Iterator[InstructionRuns]:
+        """Yields every instruction that runs, with how many times; a fusion is one instruction.
+
+        A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
+        cycles is taken to run, every time.
+        """
+        if of is not None and of not in self.computations:
+            raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
+        yield from self._walk(of or self.entry, 1, False)
+
+    def constants(self) -> int:
+        """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
+        every = [one for part in self.computations.values() for one in part.instructions.values()]
+        return sum(one.bytes for one in every if one.opcode == "constant")
+
+    def cycles(self, of: str | None = None) -> int:
+        """Returns the cycles (`InstructionRuns.cycles`) of the core alone: no Pallas kernels, no collectives."""
+        return sum(run.cycles for run in self._priced(of))
+
+    def kernels(self, of: str | None = None) -> dict[str, int]:
+        """Returns how many times each Pallas kernel is called, by its name."""
+        count: Counter[str] = Counter()
+        for run in self.walk(of):
+            for _, inner in self._inner(run.instruction):
+                if inner.kernel:
+                    count[inner.kernel] += run.times
+        return dict(count)
+
+    def largest(self, number: int, of: str | None = None) -> list[InstructionRuns]:
+        """Returns the instructions with the most estimated cycles over all their times, the largest first."""
+        return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
+
+    def underestimated(self, of: str | None = None) -> list[InstructionRuns]:
+        """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
+        raised = [run for run in self._priced(of) if run.cycles > run.estimated]
+        return sorted(raised, key=lambda run: run.estimated - run.cycles)
+
+    def unpriced(self, of: str | None = None) -> list[InstructionRuns]:
+        """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
+
+        Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
+        """
+        left = [run for run in self.walk(of) if not run.beside and self._unpriced(run.instruction)]
+        return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
+
+    def collectives(self, of: str | None = None) -> list[CollectiveExecution]:
+        """Returns the collectives, in the order in which they begin."""
+        sent = []
+        for run in self.walk(of):
+            for fusion, inner in self._inner(run.instruction):
+                kind, size = inner.opcode.removesuffix("-start"), inner.bytes
+                if kind not in KINDS or (inner.chain and fusion is not None and not self._begins(fusion)):
+                    continue
+                if fusion is not None and self._scatters(fusion):
+                    kind, size = "reduce-scatter", fusion.bytes
+                apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
+                source = inner.source or run.instruction.source
+                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
+        return sent
+
+    def loop_bodies(self, of: str | None = None) -> list[HloLoop]:
+        """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
+
+        Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
+        are those of one block.
+        """
+        loops = []
+        for run in self.walk(of):
+            if run.instruction.opcode == "while":
+                body = run.instruction.calls[1]
+                loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
+        return sorted(loops, key=lambda loop: -loop.cycles * loop.trips * loop.times)
+
+    def _walk(self, name: str, times: int, beside: bool) -> Iterator[InstructionRuns]:
+        for instruction in self.computations[name].instructions.values():
+            yield InstructionRuns(instruction, times, beside, self._least(instruction))
+            for called, more in self._called(instruction):
+                yield from self._walk(called, times * more, beside or instruction.opcode.endswith("-start"))
+
+    def _called(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Returns the computations that one execution runs, and how many times; a fusion's is part of it."""
+        if instruction.opcode == "while":
+            condition, body = instruction.calls
+            return [(condition, self._trips[body] + 1), (body, self._trips[body])]
+        if instruction.opcode == "conditional":
+            return [(max(instruction.calls, key=self.cycles), 1)]
+        # Only one that starts names what it wraps; an update or the end of it may name it again. What a reduction
+        # applies to each pair of elements is part of it. A custom call with a computation runs it on the SparseCore.
+        runs = instruction.opcode in ("call", "custom-call", "async-start")
+        return [(called, 1) for called in instruction.calls] if runs else []
+
+    def _inner(self, instruction: Instruction) -> Iterator[tuple[Instruction | None, Instruction]]:
+        """Yields an instruction, and with the fusion that it is in each one that a fusion holds."""
+        yield None, instruction
+        if instruction.opcode == "fusion":
+            for called in instruction.calls:
+                for inner in self.computations[called].instructions.values():
+                    yield from ((fusion or instruction, held) for fusion, held in self._inner(inner))
+
+    def _least(self, instruction: Instruction) -> int:
+        """Returns the cycles that the convolutions in an instruction take at peak."""
+        return math.ceil(instruction.flops / self.flops_per_cycle)
+
+    def _scatters(self, fusion: Instruction) -> bool:
+        """Whether a fusion sums over devices and keeps one part of the sum: libtpu's reduce-scatter."""
+        inside = self.computations[fusion.calls[0]]
+        root = inside.instructions[inside.root]
+        kept = inside.instructions[root.operands[0]] if root.operands else root
+        return root.opcode == "dynamic-slice" and kept.opcode == "all-reduce"
+
+    def _begins(self, fusion: Instruction) -> bool:
+        """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
+        return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
+
+    def _apart(self, instruction: Instruction) -> bool:
+        """Whether it is a Pallas kernel or a collective, or holds one."""
+        names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
+        return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
+
+    def _priced(self, of: str | None) -> Iterator[InstructionRuns]:
+        for run in self.walk(of):
+            kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
+            if run.cycles and not run.beside and not kernel:
+                yield run
+
+    def _unpriced(self, instruction: Instruction) -> bool:
+        free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
+        free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
+        known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
+        return not known and not free and not self._apart(instruction)
+
+    @functools.cached_property
+    def _trips(self) -> _LoopTrips:
+        return _LoopTrips(self.file, self.computations)
+
+
+class _LoopTrips(dict[str, int]):
+    """How many times each loop's body runs in one execution of the loop, by the body's name; counted when asked for.
+
+    Where the compiler did not write the number, the loop is run: its condition and its state are computed from the
+    program's integers, as far as these depend on constants alone.
+
+    Args:
+        file: Where the program was read, for the error.
+        computations: The program's, by name.
+    """
+
+    def __init__(self, file: Path, computations: Mapping[str, Computation]) -> None:
+        super().__init__()
+        self._file = file
+        self._computations = computations
+        self._loops = {
+            loop.calls[1]: (part, loop)
+            for part in computations.values()
+            for loop in part.instructions.values()
+            if loop.opcode == "while"
+        }
+
+    def __missing__(self, body: str) -> int:
+        part, loop = self._loops[body]
+        trips = loop.trips if loop.trips is not None else self._count(part, loop)
+        if trips is None:
+            fact = f"The program does not say how many times the loop %{loop.name} runs"
+            must = "It must count from one constant to another, as jax.lax.scan does"
+            raise TopologyError(str(self._file), fact, must)
+        self[body] = trips
+        return trips
+
+    def _count(self, part: Computation, loop: Instruction) -> int | None:
+        condition, body = (self._computations[called] for called in loop.calls)
+        known: dict[tuple[int, int], int | None] = {}
+
+        def state(index: int, trip: int) -> int | None:
+            if (index, trip) not in known:
+                before = functools.partial(state, trip=trip - 1)
+                later = self._element(body, body.root, index, before) if trip else None
+                known[index, trip] = later if trip else self._first(part, loop, index)
+            return known[index, trip]
+
+        for trip in range(_LONGEST):
+            goes_on = self._value(condition, condition.root, functools.partial(state, trip=trip))
+            if not goes_on:
+                return None if goes_on is None else trip
+        return None
+
+    def _first(self, part: Computation, loop: Instruction, index: int) -> int | None:
+        """Returns what a loop's state holds at first; in a loop around it only what that one does not change."""
+
+        def around(outer: int) -> int | None:
+            if part.name not in self._loops:
+                return None  # the program's own inputs are not known
+            root = part.instructions[part.root]
+            passed = part.instructions[root.operands[outer]] if root.opcode == "tuple" else root
+            same = passed.opcode == "get-tuple-element" and passed.index == str(outer)
+            return self._first(*self._loops[part.name], outer) if same else None
+
+        return self._element(part, loop.operands[0], index, around)
+
+    def _element(self, part: Computation, name: str, index: int, parameters: Callable[[int], int | None]) -> int | None:
+        """Returns an element of a tuple; `parameters` has those of the computation, or those of its one tuple."""
+        instruction = part.instructions[name]
+        if instruction.opcode == "parameter":
+            return parameters(index)
+        return self._value(part, instruction.operands[index], parameters) if instruction.opcode == "tuple" else None
+
+    def _value(self, part: Computation, name: str, parameters: Callable[[int], int | None]) -> int | None:
+        """Returns a scalar integer, or None where it depends on anything but such and constants."""
+        instruction = part.instructions[name]
+        if instruction.opcode == "get-tuple-element":
+            return self._element(part, instruction.operands[0], int(instruction.index), parameters)
+        if instruction.opcode == "parameter":
+            return parameters(int(instruction.literal))
+        if instruction.opcode == "constant":
+            literal = {"true": "1", "false": "0"}.get(instruction.literal, instruction.literal)
+            return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+        if instruction.opcode in ("fusion", "call"):
+            inside = self._computations[instruction.calls[0]]
+            return self._value(
+                inside, inside.root, lambda number: self._value(part, instruction.operands[number], parameters)
+            )
+        compute = _COMPUTED.get(instruction.index if instruction.opcode == "compare" else instruction.opcode)
+        if compute is None:
+            return None
+        values = [self._value(part, operand, parameters) for operand in instruction.operands]
+        return None if None in values else int(compute(*values))
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """What one more block adds to a program."""
+
+    cycles: float  #: Estimated cycles, as `Program.cycles` counts them.
+    #: How many, by kind, bytes of output on one device and size of the group.
+    collectives: dict[tuple[str, int, int], float]
+    kernels: dict[str, float]  #: How many calls of each Pallas kernel.
+
+
+def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
+    """Returns what a block adds: the difference of two programs that differ in their number of blocks alone.
+
+    This is for blocks that are not in a loop; `Program.loop_bodies` is for those that are. Nothing in such a program
+    says which block an instruction is of. The first and the last block differ from those between them (what the last
+    one computes for nobody is removed), so both programs should have two blocks or more.
+    """
+    sent, calls = _collective_counts(more), Counter(more.kernels())
+    sent.subtract(_collective_counts(fewer))
+    calls.subtract(fewer.kernels())
+    return PerBlock(
+        (more.cycles() - fewer.cycles()) / blocks,
+        {collective: count / blocks for collective, count in sent.items() if count},
+        {kernel: count / blocks for kernel, count in calls.items() if count},
+    )
+
+
+def _collective_counts(program: HloProgram) -> Counter[tuple[str, int, int]]:
+    count: Counter[tuple[str, int, int]] = Counter()
+    for one in program.collectives():
+        count[one.kind, one.bytes, one.group_size] += one.times
+    return count
+
+
+INTERNAL = (
+    r"/(site|dist)-packages/(jax|jaxlib|torch|torchax|functorch|torchport)/",
+    r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)",
+    rf"^{re.escape(str(Path(__file__).parents[2]))}/",
+    r"/patches/(torch|torchax)/",
+)
+"""Patterns of files whose lines say how something is computed and not what for: JAX, torch, torchax, torchport, and
+the patches of these."""
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_ROW = re.compile(r'(\d+) (?:"(?P<name>.*)"|\{(?P<numbers>.*)\})')
+_START = re.compile(r"(?P<entry>ENTRY )?%(?P<name>[\w.-]+) \(.*\{")
+_END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_BROKEN = re.compile(r"(\{kernel_metadata=\{)\n(.*)\n(\}\}.*)")
+_NAMED = re.compile(r"\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(?)")
+_OPCODE = re.compile(r" ([a-z][\w-]*)(?=\()")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sides>[\d,<=]*)\]")
+_CYCLES = re.compile(r'"estimated_cycles":"(-?\d+)"')
+_UNKNOWN = 2**63 - 1
+"""What stands for no estimate in a program of the SparseCore."""
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_CHAIN = re.compile(r'\bchain_id="([^"]*)"')
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTS = re.compile(r"\{(\{[\d,]+\}(,\{[\d,]+\})*)?\}")
+_CALLS = ("condition", "body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_Array = tuple[str, tuple[int, ...]]
+"""Dtype and shape, as an instruction has them."""
+_PARTS = {"default": 1, "high": 2, "highest": 3}
+"""bfloat16 numbers whose sum stands for a float32 operand, by its precision."""
+_LABELS = re.compile(r"([\w?]+)_([\w?]+)->([\w?]+)")
+_FORM = "It must be a scheduled program as libtpu 0.0.51 writes it: the whole of an *after_codegen.txt"
+
+
+def read(file: Path, internal: tuple[str, ...] = INTERNAL, flops_per_cycle: float = math.inf) -> HloProgram:
+    """Returns a scheduled program.
+
+    Args:
+        file: An `*after_codegen.txt`, or a folder that has one of them.
+        internal: Patterns that are searched in the names of files; no line of these is an instruction's source.
+        flops_per_cycle: bfloat16 operations that a device does at most in one cycle, as the program has them.
+    """
+    files = sorted(file.glob("*after_codegen.txt")) if file.is_dir() else [file]
+    if len(files) != 1 or not files[0].is_file():
+        names = ", ".join(path.name for path in files if path.is_file()) or "none"
+        raise TopologyError(str(file), f"Scheduled programs (*after_codegen.txt) there: {names}", "There must be one")
+    return dataclasses.replace(_HloReader(files[0], internal).read(), flops_per_cycle=flops_per_cycle)
+
+
+class _HloReader:
+    """Reads one file; every refusal names its line."""
+
+    def __init__(self, file: Path, internal: tuple[str, ...]) -> None:
+        self.file = file
+        self.internal = re.compile("|".join(internal) or "(?!)")
+        text = file.read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        # An attribute may be written on lines of its own: what breaks them comes after the instruction, blank lines.
+        self.lines = _BROKEN.sub(r"\1\2\3\n\n", text).split("\n")
+        self.at = 0
+        self.tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+        self.sources: dict[int, SourceLine | None] = {0: None}
+        self.computations: dict[str, Computation] = {}
+
+    def read(self) -> HloProgram:
+        header = self.lines[0] if self.lines else ""
+        if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
+            raise self.refusal("It does not begin with a scheduled HloModule")
+        counts = (re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions"))
+        self.devices = math.prod(int(count[1]) for count in counts if count)
+        entry = ""
+        for at, line in enumerate(self.lines):
+            self.at = at
+            if line in _TABLES:
+                self.read_table(line)
+            elif start := _START.fullmatch(line):
+                self.read_computation(start["name"])
+                entry = start["name"] if start["entry"] else entry
+        self.at = len(self.lines) - 1
+        if not entry:
+            raise self.refusal("There is no ENTRY computation")
+        return HloProgram(self.file, self.devices, entry, self.computations)
+
+    def refusal(self, fact: str) -> TopologyError:
+        return TopologyError(f"{self.file}:{self.at + 1}", fact, _FORM)
+
+    def read_table(self, name: str) -> None:
+        for line in self.lines[self.at + 1 :]:
+            row = _ROW.fullmatch(line)
+            if not row:
+                return
+            self.tables[name][int(row[1])] = row["name"] or row["numbers"] or ""
+
+    def read_computation(self, name: str) -> None:
+        root = ""
+        instructions: dict[str, Instruction] = {}
+        for at in range(self.at + 1, len(self.lines)):
+            self.at, line = at, self.lines[at]
+            if _END.fullmatch(line) and root:
+                self.computations[name] = Computation(name, instructions, root)
+                return
+            named = _NAMED.match(line)
+            if not line:
+                continue
+            if not named:
+                break
+            instruction = self.instruction(named["name"], line[named.start("shape") :], instructions)
+            instructions[instruction.name] = instruction
+            root = instruction.name if named["root"] else root
+        raise self.refusal(f"Computation %{name} is not closed, or has no ROOT")
+
+    def instruction(self, name: str, text: str, before: Mapping[str, Instruction]) -> Instruction:
+        shape_ends = self.close(text, 0) if text.startswith("(") else 0
+        opening = _OPCODE.search(text, shape_ends)
+        if not opening:
+            raise self.refusal(f"%{name} has no opcode")
+        ends = self.close(text, opening.end())
+        opcode, inside = opening[1], text[opening.end() + 1 : ends - 1]
+        attributes = dict(part.partition("=")[::2] for part in _split(text[ends:].removeprefix(",")))
+        metadata, config = attributes.get("metadata", ""), attributes.get("backend_config", "")
+        calls = self.calls(name, attributes)
+        shapes = _shapes(opcode, text[: opening.start()])
+        cycles, trips, op_name = _CYCLES.search(config), _TRIPS.search(config), _OP_NAME.search(metadata)
+        chain = _CHAIN.search(attributes.get("frontend_attributes", ""))
+        leaf = opcode in ("constant", "parameter")
+        operands = () if leaf else tuple(re.findall(r"%([\w.-]+)", inside))
+        missing = [operand for operand in operands if operand not in before]
+        if missing:
+            raise self.refusal(f"%{name} uses %{missing[0]}, which is not before it in its computation")
+        arrays = tuple((dtype, sides) for dtype, sides, _ in shapes)
+        return Instruction(
+            name,
+            opcode,
+            arrays,
+            sum(size for _, _, size in shapes),
+            operands=operands,
+            calls=calls,
+            cycles=int(cycles[1]) if cycles and int(cycles[1]) < _UNKNOWN else None,
+            source=self.source(metadata) or self.fused(opcode, calls),
+            op_name=op_name[1] if op_name else "",
+            target=attributes.get("custom_call_target", "").strip('"'),
+            groups=self.groups(attributes.get("replica_groups") or attributes.get("source_target_pairs") or ""),
+            chain=chain[1] if chain else "",
+            literal=inside if leaf else "",
+            index=attributes.get("index") or attributes.get("direction") or "",
+            trips=int(trips[1]) if trips else None,
+            flops=self.flops(name, opcode, [arrays, *(before[operand].shapes for operand in operands)], attributes)
+            + self.fused_flops(opcode, calls),
+        )
+
+    def flops(self, name: str, opcode: str, values: Sequence[tuple[_Array, ...]], attributes: Mapping[str, str]) -> int:
+        """Returns the bfloat16 operations of a convolution, from its value and those of its operands; else 0."""
+        if opcode != "convolution":
+            return 0
+        try:
+            [[output], [left], [right]] = values
+            return _convolution_flops(output, left, right, attributes)
+        except (ValueError, KeyError, IndexError):
+            raise self.refusal(f"%{name} is a convolution, and its window or its dims are not known") from None
+
+    def fused_flops(self, opcode: str, calls: tuple[str, ...]) -> int:
+        """Returns the bfloat16 operations of the convolutions in a fusion; else 0."""
+        inside = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
+        return sum(one.flops for one in inside)
+
+    def close(self, text: str, start: int) -> int:
+        """Returns where the bracket that opens at `start` has been closed."""
+        depth = 0
+        for token in _TOKEN.finditer(text, start):
+            depth += (token[0] in "([{") - (token[0] in ")]}")
+            if not depth:
+                return token.end()
+        raise self.refusal("A bracket is not closed")
+
+    def calls(self, name: str, attributes: dict[str, str]) -> tuple[str, ...]:
+        texts = [attributes.get(key, "") for key in (*_CALLS, "called_computations")]
+        names = tuple(called for text in texts for called in re.findall(r"%([\w.-]+)", text))
+        missing = [called for called in names if called not in self.computations]
+        if missing:
+            raise self.refusal(f"%{name} calls %{missing[0]}, which is not before it")
+        return names
+
+    def fused(self, opcode: str, calls: tuple[str, ...]) -> SourceLine | None:
+        """Returns the source of what a fusion computes last, for one that has none itself."""
+        if opcode != "fusion":
+            return None
+        inside = self.computations[calls[0]].instructions.values()
+        return next((one.source for one in reversed(inside) if one.source), None)
+
+    def source(self, metadata: str) -> SourceLine | None:
+        frame = _FRAME.search(metadata)
+        return self.frame(int(frame[1])) if frame else None
+
+    def frame(self, number: int) -> SourceLine | None:
+        """Returns the innermost source that is not internal, from a frame outwards."""
+        inner, source = [], None
+        while number not in self.sources:
+            self.sources[number] = None  # a circle of frames ends here
+            inner.append(number)
+            place, parent = self.row("StackFrames", number, ("file_location_id", "parent_frame_id"))
+            file, function, line = self.row("FileLocations", place, ("file_name_id", "function_name_id", "line"))
+            source = SourceLine(
+                self.tables["FileNames"].get(file, ""), line, self.tables["FunctionNames"].get(function, "")
+            )
+            if not self.internal.search(source.file):
+                break
+            # Frames are numbered from 1. Where the first, which has none around it, says 1, parents are one too high.
+            number = parent - self.row("StackFrames", 1, ("parent_frame_id",))[0]
+        else:
+            source = self.sources[number]
+        self.sources.update(dict.fromkeys(inner, source))
+        return source
+
+    def row(self, table: str, number: int, columns: tuple[str, ...]) -> list[int]:
+        numbers = dict(re.findall(r"\b(\w+)=(\d+)", self.tables[table].get(number, "")))
+        if not numbers.keys() >= set(columns):
+            raise self.refusal(f"The table {table} has no row {number} with {', '.join(columns)}")
+        return [int(numbers[column]) for column in columns]
+
+    def groups(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Returns the lists of devices that `{{0,1},{2,3}}`, `[2,2]<=[4]` or `[2,2]<=[2,2]T(1,0)` stand for."""
+        iota = _IOTA.fullmatch(text)
+        if iota:
+            shape, sides, order = (_numbers(part or "") for part in iota.groups())
+            devices = numpy.arange(math.prod(sides)).reshape(sides)
+            return tuple(map(tuple, devices.transpose(order or range(len(sides))).reshape(shape).tolist()))
+        if text == "{}":
+            return (tuple(range(self.devices)),)
+        if text.startswith("mesh["):
+            return self.along_axes(text)
+        if text and not _LISTS.fullmatch(text):
+            raise self.refusal(f"Groups of devices are written '{text[:60]}'")
+        return tuple(_numbers(part) for part in re.findall(r"\{([\d,]+)\}", text))
+
+    def along_axes(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Returns the groups of `mesh['a'=2,'b'=4] {'b'}`: the devices that differ in the axes in braces."""
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", text)}
+        named = re.fullmatch(r"mesh\[[^]]*\] \{([^}]*)\}", text)
+        along = re.findall(r"'(\w+)'", named[1]) if named else []
+        if not along or not set(along) <= set(axes) or math.prod(axes.values()) != self.devices:
+            raise self.refusal(f"Groups of devices are written '{text[:60]}'")
+        names = list(axes)
+        order = [names.index(name) for name in names if name not in along] + [names.index(name) for name in along]
+        devices = numpy.arange(self.devices).reshape(tuple(axes.values())).transpose(order)
+        return tuple(map(tuple, devices.reshape(-1, math.prod(axes[name] for name in along)).tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _split(text: str) -> list[str]:
+    """Returns the parts between commas that stand in no bracket and no quotes."""
+    parts, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if token[0] == "," and not depth:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+    return [*parts, text[start:].strip()]
+
+
+def _shapes(opcode: str, text: str) -> list[tuple[str, tuple[int, ...], int]]:
+    """Returns dtype, shape and bytes of each array of a value; of one that is awaited later, of what it will be."""
+    if opcode.endswith("-start") and opcode != "all-reduce-start" and text.startswith("("):
+        text = _split(text[1:-1])[1]  # (operands, result, semaphores)
+    shapes = []
+    for array in _ARRAY.finditer(text):
+        sides = _numbers(array["sides"].replace("<=", ""))
+        bits = 8 if array["dtype"] == "pred" else int(array["bits"])
+        shapes.append((array["dtype"], sides, math.ceil(math.prod(sides) * bits / 8)))
+    return shapes
+
+
+def _convolution_flops(output: _Array, left: _Array, right: _Array, attributes: Mapping[str, str]) -> int:
+    """Returns the bfloat16 operations of a convolution on one device, in all its passes; 0 of another dtype.
+
+    A multiply and an add are two. What is multiplied with padding is not counted: a product with a batch is written as
+    a convolution along that batch, and of each window of it all but one position is padding.
+
+    Args:
+        output: Dtype and shape of the result.
+        left: Of the input.
+        right: Of the kernel.
+        attributes: The instruction's, by name.
+
+    Raises:
+        ValueError: The labels of the dims are missing, or those of other shapes.
+    """
+    labels = _LABELS.fullmatch(attributes.get("dim_labels", ""))
+    if labels is None:
+        raise ValueError(attributes)
+    names = labels.groups()
+    sizes, inputs, kernel = (
+        dict[str, int](zip(dims, array[1], strict=True))
+        for dims, array in zip((names[2], names[0], names[1]), (output, left, right), strict=True)
+    )
+    window = dict(field.split("=") for field in attributes.get("window", "").strip("{}").split())
+    spatial = sorted(dim for dim in kernel if dim.isdigit())
+    products = sizes["b"] * sizes["f"] * kernel["i"]
+    for at, dim in enumerate(spatial):
+        products *= _positions(sizes[dim], inputs[dim], kernel[dim], window, at)
+    return 2 * products * _passes(left[0], right[0], attributes)
+
+
+def _passes(left: str, right: str, attributes: Mapping[str, str]) -> int:
+    """Returns how many bfloat16 products make one product of these dtypes; 0 where the unit takes them as they are.
+
+    Two float32 operands of n parts each take n * (n + 1) / 2: the products of the smallest parts are left out.
+    """
+    each = attributes.get("operand_precision", "").strip("{}").split(",")
+    parts = min(_PARTS.get(precision, 1) for precision in each)
+    wide = (left, right).count("f32")
+    if wide + (left, right).count("bf16") < 2:
+        return 0
+    return (1, parts, parts * (parts + 1) // 2)[wide]
+
+
+def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str], at: int) -> int:
+    """Returns along a dim how many pairs of a position of the output and one of the kernel meet an input."""
+
+    def field(name: str, default: str) -> str:
+        return window[name].split("x")[at] if name in window else default
+
+    stride, spread, apart = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(field("pad", "0_0").split("_")[0])
+    reached = numpy.arange(output)[:, None] * stride + numpy.arange(kernel) * apart - before
+    return int(((reached >= 0) & (reached <= (inputs - 1) * spread) & (reached % spread == 0)).sum())
