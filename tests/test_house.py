@@ -21,6 +21,24 @@ SLACK = 0.02
 """The share by which a count may lie below the one in pyproject.toml before that has to be lowered."""
 
 
+NO_NAMES = {
+    "one", "own", "every", "said", "told", "together", "apart", "begin", "of", "put", "now", "held", "like",
+}  # fmt: skip
+"""Pronouns and participles that name nothing: a noun says what is returned, a verb what is done."""
+LEFT = {
+    "commands": {"together"},
+    "compile": {"apart", "begin", "every", "held", "one", "own"},
+    "config": {"apart", "every", "like", "of"},
+    "errors": {"held", "together"},
+    "load": {"held", "one"},
+    "own_code": {"begin", "told"},
+    "patch": {"apart", "every", "held", "now", "one", "put", "said"},
+    "run": {"together"},
+    "stages": {"apart", "begin", "every", "like", "of", "one", "own"},
+}
+"""What is left of them, by folder: it may only shrink. In `config` and `commands` they are keys and flags of users."""
+
+
 @pytest.fixture(scope="module")
 def modules(root):
     """The text and the tree of every module, by its file."""
@@ -74,6 +92,39 @@ def test_no_model_is_named_where_it_is_no_example(modules):
 
 def test_a_module_is_named_after_a_noun(modules):
     assert [str(file) for file in modules if file.stem in NAMES] == []
+
+
+def bound_names(tree):
+    """The names of functions, classes, parameters, variables and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_a_name_is_a_noun_or_a_verb(root, modules):
+    found = {}
+    for file, (_, tree) in modules.items():
+        names = {name.strip("_").lower() for name in bound_names(tree)} & NO_NAMES
+        if names:
+            found.setdefault(file.relative_to(root / "torchport").with_suffix("").parts[0], set()).update(names)
+    assert {
+        folder: names - LEFT.get(folder, set()) for folder, names in found.items() if names - LEFT.get(folder, set())
+    } == {}
+    assert found == LEFT, "name what it is; and what is gone is taken off the list"
+
+
+def test_every_kind_of_name_is_looked_at():
+    text = "class Together:\n    held: int\n\n\ndef _put(like, *one, own=1):\n"
+    text += "    now = [of for of in one]\n    self.said = now"
+    assert {name.strip("_").lower() for name in bound_names(ast.parse(text))} == {
+        "together", "held", "put", "like", "one", "own", "now", "of", "said",
+    }  # fmt: skip
 
 
 def test_the_map_is_the_contracts(root):

@@ -153,10 +153,10 @@ _CLOSEST = 8
 
 def kinds() -> list[type[TorchportError]]:
     """Returns every kind of error that is raised, by id: all ids that a command can print."""
-    every: list[type[TorchportError]] = [TorchportError]
-    for kind in every:
-        every += kind.__subclasses__()
-    return sorted((kind for kind in every[1:] if "id" in kind.__dict__), key=lambda kind: kind.id)
+    found: list[type[TorchportError]] = [TorchportError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return sorted((kind for kind in found[1:] if "id" in kind.__dict__), key=lambda kind: kind.id)
 
 
 class ConfigError(TorchportError):

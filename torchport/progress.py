@@ -88,7 +88,7 @@ def table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 def size_text(size: int) -> str:
     """Returns a number of bytes as a person reads it: `16.7 GiB`, `512.0 MiB`, `12 B`."""
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= one:
-            return f"{size / one:.1f} {unit}"
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
     return f"{size} B"

@@ -9,7 +9,7 @@ import pytest
 from fakes.patch_world import World
 
 from torchport.commands import check, patches, static_check
-from torchport.commands.check import CheckFlags, CheckProcess, Together
+from torchport.commands.check import CheckFlags, CheckProcess, StagePatches
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
 from torchport.errors import TorchportError, UnknownNameError
@@ -320,8 +320,8 @@ def test_an_upstream_that_needs_plumbing_at_import_passes_beside_that_of_its_car
         return [finding.id for finding in check.check(world.patches, ["up"], world.site, stages=stages).findings]
 
     assert told([]) == ["TP201"]
-    assert told([Together(("up/p", "other/p"))]) == []
-    check.require_applied(world.patches, ["up"], world.site, [Together(("up/p", "other/p"))])
+    assert told([StagePatches(("up/p", "other/p"))]) == []
+    check.require_applied(world.patches, ["up"], world.site, [StagePatches(("up/p", "other/p"))])
 
 
 def test_an_upstream_is_tried_once_for_each_set_of_plumbing_beside_it(world, monkeypatch):
@@ -340,10 +340,10 @@ def test_an_upstream_is_tried_once_for_each_set_of_plumbing_beside_it(world, mon
 
     monkeypatch.setattr(check.child, "call", call)
     stages = [
-        Together(("torchax", "up/p", "other/a", "other/b", "nowhere/p")),
-        Together(("up/q", "other/a", "other/b", "other/c")),
-        Together(("up/p", "other/b", "gone"), original=("other/b",)),
-        Together(("other/a", "gone")),
+        StagePatches(("torchax", "up/p", "other/a", "other/b", "nowhere/p")),
+        StagePatches(("up/q", "other/a", "other/b", "other/c")),
+        StagePatches(("up/p", "other/b", "gone"), original=("other/b",)),
+        StagePatches(("other/a", "gone")),
     ]
     assert check.check(world.patches, ["up"], stages=stages).findings == []
     assert groups == [

@@ -136,7 +136,7 @@ def compiled_program(memory, **fields):
 
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
-    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
+    monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     found = plan.plan(request(*ULYSSES), "v5e:2x4")
     stage = found.stage("denoise")
     assert not found.fits and stage.per_device.peak_bytes == 20 * 2**30
@@ -165,7 +165,7 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     assert outputs is None
     overflow = result.memory
     assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
-    monkeypatch.setattr(aot, "apart", lambda *_: [compiled_program(overflow)])
+    monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [compiled_program(overflow)])
     found = plan.plan(request(*ULYSSES), "v6e:2x4")
     [finding] = found.stage("denoise").findings
     assert finding.what == "vmem" and finding.asked_bytes > finding.limit_bytes == 120 * 2**20
@@ -350,11 +350,11 @@ def stages_compiled(monkeypatch, task, *names):
     """The stages that are compiled where these are named, and the plan."""
     compiled = []
 
-    def apart(task, stage, *_):
+    def compiled_in_child(task, stage, *_):
         compiled.append(stage)
         return [compiled_program(unfit("hbm", 3, 2).memory)]
 
-    monkeypatch.setattr(aot, "apart", apart)
+    monkeypatch.setattr(aot, "compiled_in_child", compiled_in_child)
     found = plan.of_task(task, None, True, names)
     return compiled, found
 
@@ -432,12 +432,12 @@ def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes
         compiled_program(dataclasses.replace(sizes, temp=10), inputs={"z": [1, 32, 3, 9, 16]}, times=3, **shared),
     ]
 
-    def apart(task, stage, folder, *_):
+    def compiled_in_child(task, stage, folder, *_):
         folder.mkdir()
         (folder / "copy.txt").write_text((keep / one.dump).read_text())
         return results
 
-    monkeypatch.setattr(aot, "apart", apart)
+    monkeypatch.setattr(aot, "compiled_in_child", compiled_in_child)
     whole = plan.plan(request(*ULYSSES), "v6e:2x4", stages=("decode",))
     stage = whole.stage("decode")
     first, second = stage.programs
@@ -459,7 +459,7 @@ def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
     seconds = dict.fromkeys(KnownTime.model_fields, 1.0)
     fits = {"fits": True, "times": 3, "step": StepTime(**seconds, floor_s=0.5, flops=7)}
     programs = [known.model_copy(update={"times": 2}), known.model_copy(update=fits)]
-    stage = plan.together(programs, 1, dtypes={}, precision={})
+    stage = plan.combined(programs, 1, dtypes={}, precision={})
     assert not stage.fits and stage.step.model_s is None and stage.step.flops == 2 * 10**15 + 21
 
 
@@ -513,7 +513,7 @@ def test_a_task_travels_to_another_process_as_it_is():
 
 
 def test_a_plan_says_what_is_lossy_and_with_which_flags_it_was_compiled(monkeypatch):
-    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
+    monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     sets = (*ULYSSES, "attention=splash_int8", "cache={kind: deepcache}")
     asked = dataclasses.replace(request(*sets), execution=Execution(xla_flags="less-memory"))
     job = plan.plan(asked, "v6e:2x4", stages=("denoise",))
@@ -538,7 +538,7 @@ def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr(child, "call", call)
     asked = dataclasses.replace(request(*ULYSSES), execution=Execution(xla_flags="less-memory"))
     task = accept(plan.on_slice(asked, "v6e:2x4"), dry=True)
-    aot.apart(task, "denoise", tmp_path / "dump")
+    aot.compiled_in_child(task, "denoise", tmp_path / "dump")
     chosen = xla_flags.set_of("less-memory", task.machine)
     assert all(text in seen[chosen.variable] for text in chosen.texts) and "xla_dump_to" in seen["XLA_FLAGS"]
 
@@ -546,7 +546,7 @@ def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
 def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatch):
     checked = []
     monkeypatch.setattr(plan.shard, "check_axes", lambda strategy, networks, *_: checked.append(networks))
-    monkeypatch.setattr(aot, "apart", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
+    monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     plan.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
     assert checked[-1] == ["transformer", "vae"]
 

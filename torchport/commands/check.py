@@ -44,7 +44,7 @@ from torchport.source.modules import is_there, shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
+class StagePatches:
     """What a stage of a card puts in force together."""
 
     names: tuple[str, ...]  #: The patches, as the card names them, and torchax's.
@@ -124,8 +124,8 @@ def report_of(flags: CheckFlags) -> Report:
         names += _names_of(pack, cards)
     if models and not names:  # the card cannot be read
         return report
-    chosen = None if names else tuple(one.patches for one in pack.checked)
-    names = names or static_check.with_entries([one.patches for one in pack.checked])
+    chosen = None if names else tuple(lower.patches for lower in pack.checked)
+    names = names or static_check.with_entries([lower.patches for lower in pack.checked])
     if not names:  # a pack of cards alone; without names, all patches would be checked
         return report
     if flags.static:
@@ -134,26 +134,26 @@ def report_of(flags: CheckFlags) -> Report:
     called = None
     if flags.model is not None:
         called = functools.partial(not_called_by, pack, flags.model, flags.upstream_path)
-    report.extend(check(pack.folders, names, checkout, called, together(pack, cards), chosen))
+    report.extend(check(pack.folders, names, checkout, called, stage_patches(pack, cards), chosen))
     return report
 
 
 def _names_of(pack: Pack, cards: Iterable[Card]) -> list[str]:
     """Returns the patches that cards name and the pack has; what it has not is a finding of the card."""
     known = patch.upstreams(pack.folders)
-    names = dict.fromkeys(name for stage in together(pack, cards) for name in stage.names)
+    names = dict.fromkeys(name for stage in stage_patches(pack, cards) for name in stage.names)
     return [name for name in names if name.partition("/")[0] in known]
 
 
-def stages_of(pack: Pack) -> list[Together]:
+def stages_of(pack: Pack) -> list[StagePatches]:
     """Returns what the stages of a pack's cards put in force; what cannot be read is left to `torchport check`."""
-    return together(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
+    return stage_patches(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
 
 
-def together(pack: Pack, cards: Iterable[Card]) -> list[Together]:
+def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
     """Returns what the stages of some cards put in force."""
     return [
-        Together(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
+        StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
         for card in cards
         for _, names in card.patch_sets()
     ]
@@ -164,7 +164,7 @@ def check(
     names: Sequence[str] = (),
     upstream_path: Path | None = None,
     called: Callable[[], Report] | None = None,
-    stages: Sequence[Together] = (),
+    stages: Sequence[StagePatches] = (),
     chosen: tuple[Path, ...] | None = None,
 ) -> Report:
     """Returns all findings over the patches of the upstreams or files that are named; of all if none is.
@@ -194,7 +194,7 @@ def check(
 
 
 def _groups(
-    folders: patch.Folders, names: Iterable[str], stages: Sequence[Together], report: Report
+    folders: patch.Folders, names: Iterable[str], stages: Sequence[StagePatches], report: Report
 ) -> list[CheckProcess]:
     """Returns what each process tries: an upstream for each set of patches that stages put in force beside it."""
     by_upstream: dict[str, list[str]] = {}
@@ -211,7 +211,7 @@ def _groups(
     return groups
 
 
-def _aids(folders: patch.Folders, stage: Together, report: Report) -> frozenset[str]:
+def _aids(folders: patch.Folders, stage: StagePatches, report: Report) -> frozenset[str]:
     """Returns the ids of a stage's patches without which upstream may not even import: plumbing and stubs."""
     names, original = (
         [
@@ -243,7 +243,7 @@ def _late(folders: patch.Folders, groups: list[CheckProcess], upstream_path: Pat
 
 
 def require_applied(
-    folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None, stages: Sequence[Together] = ()
+    folders: patch.Folders, names: Sequence[str], upstream_path: Path | None = None, stages: Sequence[StagePatches] = ()
 ) -> None:
     """Refuses upstreams on which some patch cannot be applied; a drift of their sources is no reason.
 
@@ -307,7 +307,7 @@ def _walk(folders: patch.Folders, group: CheckProcess, mode: str, report: Report
     good = [entry for entry in mine if _is_sound(entry, entries, report)]
     aids = _applied_first(folders, group, good, report)
     if mode == "late":  # without its stub a module is not imported at all, neither before patches nor after
-        aids, good = [*aids, *(one for one in good if one.stub)], [one for one in good if not one.stub]
+        aids, good = [*aids, *(entry for entry in good if entry.stub)], [entry for entry in good if not entry.stub]
     while good:
         try:
             with patch.applied(aids, accept_drift=True):
@@ -333,10 +333,10 @@ def _applied_first(
     packages = {entry.module.partition(".")[0] for entry in entries}
     chosen = {entry.id for entry in entries}
     aside = Report()
-    every = static_check.read(folders, patch.upstreams(folders), aside)
-    aids = [e for e in every if e.id in group.beside or e.lifetime.while_importing in packages]
+    everything = static_check.read(folders, patch.upstreams(folders), aside)
+    aids = [e for e in everything if e.id in group.beside or e.lifetime.while_importing in packages]
     aids = [entry for entry in aids if entry.id not in chosen and (entry.stub or is_there(entry.package))]
-    aids = [entry for entry in aids if _is_sound(entry, every, aside)]
+    aids = [entry for entry in aids if _is_sound(entry, everything, aside)]
     report.findings += aside.findings
     return aids
 

@@ -98,9 +98,9 @@ def scan_section(id: str) -> str:
     blocks = [
         f"{side}:\n\n```{_language(text)}\n{text}\n```" for side, text in (("Wrong", rule.wrong), ("Right", rule.right))
     ]
-    said = f"Cure: {rule.do} Effort: {rule.effort}."
+    cure = f"Cure: {rule.do} Effort: {rule.effort}."
     return "\n\n".join(
-        [f"{id} {rule.kind}", rule.title, rule.why, *blocks, textwrap.fill(said, 120, break_on_hyphens=False)]
+        [f"{id} {rule.kind}", rule.title, rule.why, *blocks, textwrap.fill(cure, 120, break_on_hyphens=False)]
     )
 
 
@@ -114,7 +114,7 @@ def _group(kind: type[errors.TorchportError]) -> list[str]:
     """Returns a paragraph about the errors that a kind consists of, or about the group that it is part of."""
     inner = kind.__subclasses__()
     if inner:
-        listed = "\n".join(f"- {one.id} `{one.__name__}`: {_first_line(one)}" for one in inner)
+        listed = "\n".join(f"- {kind.id} `{kind.__name__}`: {_first_line(kind)}" for kind in inner)
         return [f"This is a group. Its errors:\n\n{listed}"]
     group = kind.__bases__[0]
     if group is errors.TorchportError:
@@ -153,5 +153,5 @@ def _nearest(key: str, known: list[str]) -> str:
     if not re.fullmatch(r"TP[0-9]{1,9}", key):
         return errors.nearest(key, [*known, *RULES])
     number = int(key[2:])
-    closest = min(known, key=lambda one: abs(int(one[2:]) - number))
+    closest = min(known, key=lambda name: abs(int(name[2:]) - number))
     return f"Did you mean '{closest}'? Known: {', '.join(known)}"

@@ -62,7 +62,7 @@ class Report:
 
     def add(self, error: TorchportError, step: str, patch: str = "", review: str = "") -> None:
         """Adds a refusal as a finding, once, and each other mistake that it was found with."""
-        findings = [of_error(one, step, patch, review) for one in (error, *error.others)]
+        findings = [of_error(mistake, step, patch, review) for mistake in (error, *error.others)]
         self.findings += [finding for finding in findings if finding not in self.findings]
 
     def extend(self, other: Report) -> None:
@@ -124,8 +124,8 @@ def _escaped(value: str, more: str = "") -> str:
 
     Source: `actions/toolkit`, packages/core/src/command.ts; properties need `:` and `,` as well.
     """
-    held = {letter: f"%{ord(letter):02X}" for letter in f"%\r\n{more}"}
-    return "".join(held.get(letter) or printable(letter) for letter in value)
+    escapes = {letter: f"%{ord(letter):02X}" for letter in f"%\r\n{more}"}
+    return "".join(escapes.get(letter) or printable(letter) for letter in value)
 
 
 def as_sarif(report: Report) -> str:
@@ -171,7 +171,7 @@ def _rule_of(id: str, name: str, title: str, page: str) -> dict[str, Any]:
 
 def _repository(here: Path) -> Path:
     """Returns the root of the repository that a folder is in; the folder itself if it is in none."""
-    return next((one for one in (here, *here.parents) if (one / ".git").exists()), here)
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
 
 
 def _location(place: str, root: Path) -> dict[str, Any]:
@@ -199,12 +199,12 @@ def as_junit(report: Report) -> str:
     """
     suites: dict[str, dict[tuple[str, str], list[Case | Finding]]] = {}
     everything: list[Case | Finding] = [*report.cases, *report.findings]
-    for one in everything:
-        file, _ = _file_and_line(one.place)
-        if isinstance(one, Finding) and one.patch:  # what upstream's file shows belongs to the patch
-            place = next((case.place for case in report.cases if case.patch == one.patch), one.place)
+    for item in everything:
+        file, _ = _file_and_line(item.place)
+        if isinstance(item, Finding) and item.patch:  # what upstream's file shows belongs to the patch
+            place = next((case.place for case in report.cases if case.patch == item.patch), item.place)
             file, _ = _file_and_line(place)
-        suites.setdefault(file, {}).setdefault((one.patch, one.step), []).append(one)
+        suites.setdefault(file, {}).setdefault((item.patch, item.step), []).append(item)
     root = ElementTree.Element("testsuites")
     for file, tests in suites.items():
         root.append(_suite(file, tests))
@@ -219,13 +219,13 @@ def _suite(file: str, tests: Mapping[tuple[str, str], Sequence[Case | Finding]])
     for (patch, step), all_of_it in tests.items():
         name = f"{patch or Path(file).name} {step}"
         case = ElementTree.SubElement(suite, "testcase", classname=printable(file), name=printable(name), time="0")
-        failures = [one for one in all_of_it if isinstance(one, Finding)]
-        reasons = [one.skipped for one in all_of_it if isinstance(one, Case) and one.skipped]
+        failures = [item for item in all_of_it if isinstance(item, Finding)]
+        reasons = [item.skipped for item in all_of_it if isinstance(item, Case) and item.skipped]
         if reasons and not failures:
             ElementTree.SubElement(case, "skipped", message=printable(reasons[0]))
-        for one in failures:
-            failure = ElementTree.SubElement(case, "failure", type=one.id, message=printable(one.text))
-            failure.text = printable(f"{one.place}: {one.id} {one.text}")
+        for failure in failures:
+            element = ElementTree.SubElement(case, "failure", type=failure.id, message=printable(failure.text))
+            element.text = printable(f"{failure.place}: {failure.id} {failure.text}")
     counts = {"tests": "testcase", "failures": "testcase[failure]", "skipped": "testcase[skipped]"}
     for key, path in counts.items():
         suite.set(key, str(len(suite.findall(path))))

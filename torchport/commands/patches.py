@@ -68,7 +68,7 @@ def lock_patches(names: tuple[str, ...], only_check: bool, upstream_path: str | 
     pack = find_pack(paths)
     stages = stages_of(pack)
     check_apply = functools.partial(require_applied, pack.folders, upstream_path=checkout, stages=stages)
-    lines = lock(pack.folders, names, only_check, check_apply, [one.patches for one in pack.checked])
+    lines = lock(pack.folders, names, only_check, check_apply, [lower.patches for lower in pack.checked])
     for line in lines:
         terminal.say(line)
     terminal.say(f"{len(lines)} target(s) {'would change' if only_check else 'changed'}.")

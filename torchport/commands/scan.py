@@ -84,60 +84,66 @@ def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
     if everything:
         return list(report.findings)
     wanted = "path" if report.entries else "unknown"
-    return [one for one in report.findings if one.reach == wanted or not one.meaning.in_code]
+    return [finding for finding in report.findings if finding.reach == wanted or not finding.meaning.in_code]
 
 
 def text(report: ScanReport, everything: bool = False) -> str:
     """Returns a line for each finding, and a last line that counts those on the path."""
     some = shown(report, everything)
-    lines = [printable(_line(one)) for one in some]
+    lines = [printable(_line(finding)) for finding in some]
     if len(some) < len(report.findings):
         lines.append(f"{len(report.findings) - len(some)} that the entry does not lead to: add --all")
-    lines += [f"{one.package} is not installed here ({one.file}:{one.line}): {_ABSENT}" for one in report.absent]
+    lines += [
+        f"{absent.package} is not installed here ({absent.file}:{absent.line}): {_ABSENT}" for absent in report.absent
+    ]
     return "\n".join([*lines, report.count()])
 
 
 _ABSENT = "install it, or stub it and rewrite what calls it"
 
 
-def _line(one: ScanFinding) -> str:
-    place = f"{one.file}:{one.line}" if one.line else one.file
-    if not one.meaning.in_code:
-        return f"{place}: {one.rule} {one.kind}: {one.text}"
+def _line(finding: ScanFinding) -> str:
+    place = f"{finding.file}:{finding.line}" if finding.line else finding.file
+    if not finding.meaning.in_code:
+        return f"{place}: {finding.rule} {finding.kind}: {finding.text}"
     facts = {
-        "covered": f"covered by {', '.join(one.covered_by)}",
-        "rewrite": f"needs a patch ({one.meaning.effort})",
+        "covered": f"covered by {', '.join(finding.covered_by)}",
+        "rewrite": f"needs a patch ({finding.meaning.effort})",
         "unknown": "look at it",
-    }[one.verdict]
-    where = {"path": "", "unknown": "", "training": "in training alone; ", "off": "not reached; "}[one.reach]
-    return f"{place}: {one.rule} {one.kind} in {one.name}: {one.text} [{where}{facts}]"
+    }[finding.verdict]
+    where = {"path": "", "unknown": "", "training": "in training alone; ", "off": "not reached; "}[finding.reach]
+    return f"{place}: {finding.rule} {finding.kind} in {finding.name}: {finding.text} [{where}{facts}]"
 
 
 def as_json(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings with all that is known of them, and what they were counted over."""
-    rows = [_row(one) for one in shown(report, everything)]
+    rows = [_row(finding) for finding in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
-    absent = [dataclasses.asdict(one) for one in report.absent]
+    absent = [dataclasses.asdict(absent) for absent in report.absent]
     return json.dumps({**facts, "absent": absent, "findings": rows}, indent=2)
 
 
-def _row(one: ScanFinding) -> dict[str, Any]:
-    rule = one.meaning
-    row = {key: value for key, value in dataclasses.asdict(one).items() if key != "sure"}
-    said = {"kind": rule.kind, "verdict": one.verdict, "why": rule.why, "do": rule.do}
-    return {**row, **said, "effort": rule.effort, "draft": rule.draft}
+def _row(finding: ScanFinding) -> dict[str, Any]:
+    rule = finding.meaning
+    row = {key: value for key, value in dataclasses.asdict(finding).items() if key != "sure"}
+    words = {"kind": rule.kind, "verdict": finding.verdict, "why": rule.why, "do": rule.do}
+    return {**row, **words, "effort": rule.effort, "draft": rule.draft}
 
 
 def sarif(report: ScanReport, everything: bool = False) -> str:
     """Returns the findings as SARIF 2.1.0: covered ones as notes, unknown ones as warnings, the others as errors."""
-    return findings.as_sarif(findings.Report([_as_finding(one) for one in shown(report, everything)]))
+    return findings.as_sarif(findings.Report([_as_finding(finding) for finding in shown(report, everything)]))
 
 
-def _as_finding(one: ScanFinding) -> findings.Finding:
-    covered = f" Covered by {', '.join(one.covered_by)}." if one.covered_by else ""
-    said = f"{one.text}. {one.meaning.do}{covered}" if one.meaning.in_code else f"{one.text}. {one.meaning.do}"
-    place = f"{one.file}:{one.line}" if one.line else one.file
-    return findings.Finding(one.rule, place, said, one.target, one.verdict)
+def _as_finding(finding: ScanFinding) -> findings.Finding:
+    covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
+    text = (
+        f"{finding.text}. {finding.meaning.do}{covered}"
+        if finding.meaning.in_code
+        else f"{finding.text}. {finding.meaning.do}"
+    )
+    place = f"{finding.file}:{finding.line}" if finding.line else finding.file
+    return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
 
 
 def formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
@@ -149,4 +155,4 @@ def formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
 def exit_code(report: ScanReport) -> int:
     """Returns 1 if something on the path needs a patch that is not there, else 0."""
     wanted = "path" if report.entries else "unknown"
-    return int(any(one.verdict == "rewrite" and one.reach == wanted for one in report.findings))
+    return int(any(finding.verdict == "rewrite" and finding.reach == wanted for finding in report.findings))

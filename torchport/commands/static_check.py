@@ -233,18 +233,18 @@ def _drift(entry: patch.Entry, entries: Sequence[patch.Entry], report: Report) -
 def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
     """Returns the findings over the model cards that are named; over all cards and configs if none is."""
     report = Report()
-    cards = read_cards(pack, models or {name for one in pack.checked for name in one.cards_here()}, report)
+    cards = read_cards(pack, models or {name for lower in pack.checked for name in lower.cards_here()}, report)
     for card, document in cards:
         report.cases.append(Case(document.place(), "", "card"))
         for error in _mistakes(pack, card, document):
             report.add(error, "card")
         _check_demo(pack, card, document, report)
     if not models:
-        for error in (error for one in pack.checked for error in one.unread()):
+        for error in (error for lower in pack.checked for error in lower.unread()):
             report.add(error, "schema")
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [card for card, _ in (*cards, *read_cards(pack, others, Report()))]
-        for file in sorted(file for one in pack.checked for file in (one.root / "configs").glob("*.yaml")):
+        for file in sorted(file for lower in pack.checked for file in (lower.root / "configs").glob("*.yaml")):
             _check_config(pack, file, known, report)
     return report
 
@@ -388,9 +388,11 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
         if any(keyword.arg is None for keyword in keywords):
             return None
         values = [keyword.value for keyword in keywords if keyword.arg == "network"]
-        if not all(isinstance(one, ast.Constant) for one in values):
+        if not all(isinstance(value, ast.Constant) for value in values):
             return None
-        networks |= {str(one.value) for one in values if isinstance(one, ast.Constant) and one.value is not None}
+        networks |= {
+            str(value.value) for value in values if isinstance(value, ast.Constant) and value.value is not None
+        }
     return networks or None
 
 

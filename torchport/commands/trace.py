@@ -69,11 +69,11 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
     text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
     text += _of_programs(report)
     if report.constants:
-        total = sum(one.bytes for one in report.constants)
+        total = sum(constant.bytes for constant in report.constants)
         text.append(f"constants: {len(report.constants)} tensors of the host, {size_text(total)}")
-        for one in report.constants[:SHOWN]:
-            made = "" if one.made == one.used else f", made at {one.made}"
-            text.append(f"  {size_text(one.bytes):>9}  {one.dtype} {one.shape} at {one.used}{made}")
+        for constant in report.constants[:SHOWN]:
+            made = "" if constant.made == constant.used else f", made at {constant.made}"
+            text.append(f"  {size_text(constant.bytes):>9}  {constant.dtype} {constant.shape} at {constant.used}{made}")
         more = len(report.constants) - SHOWN
         text += [f"  and {more} smaller ones"] if more > 0 else []
     text += [f"{stage}: not traced, {reason}" for stage, reason in report.skipped.items()]

@@ -730,7 +730,7 @@ def _guider_mistakes(job: Job, card: Card, document: Document, cards: Cards) -> 
     place = document.place(["guider"])
     if "guider" not in card.components:
         fact = f"'{card.model}' has no guider: its pipeline combines the predictions itself, by 'guidance_scale'"
-        others = [name for name, one in cards if isinstance(one, tuple) and "guider" in one[0].components]
+        others = [name for name, parts in cards if isinstance(parts, tuple) and "guider" in parts[0].components]
         remedy = f"Remove 'guider', or take a card whose pipeline has one: {', '.join(others) or 'none here has'}"
         yield UnknownKeyError(place, fact, remedy, key="guider")
     elif not isinstance(job.guider.get("class"), str):

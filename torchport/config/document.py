@@ -218,14 +218,14 @@ def validated(model: type[ModelT], document: Document) -> ModelT:
     try:
         return model.model_validate(document.data)
     except pydantic.ValidationError as error:
-        mistakes = [_Mistake.of(document.data, e) for e in error.errors()]
+        mistakes = [_Mistake.from_error(document.data, e) for e in error.errors()]
         # Of the alternatives of one field, take the one that matched furthest. Our own checks come last.
         mistakes.sort(key=lambda m: (m.kind == "missing", document.line(m.path), -len(m.path), m.kind != "value_error"))
         kept: list[_Mistake] = []
         for mistake in mistakes:
             if not any(mistake.is_another_form_of(other) for other in kept):
                 kept.append(mistake)
-        raise together([_refusal(model, document, one.path, one.error) for one in kept]) from error
+        raise together([_refusal(model, document, mistake.path, mistake.error) for mistake in kept]) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Mistake:
         return str(self.error["type"])
 
     @classmethod
-    def of(cls, data: Any, error: Any) -> _Mistake:
+    def from_error(cls, data: Any, error: Any) -> _Mistake:
         """Returns one of pydantic's errors about some data."""
         path: Location = ()
         alternatives: dict[Location, str] = {}
@@ -298,9 +298,11 @@ def _kind_refusal(model: type[Frozen], document: Document, location: Location, v
     name, place = ".".join(str(part) for part in location), document.place(location)
     key, kinds = _kinds(model, location)
     if not isinstance(value, dict):
-        like = value if value in kinds else kinds[0]
-        remedy = f"It must be a mapping of keys to values, such as {{{key}: {like}}}"
-        return WrongTypeError(place, _fact(name, value), remedy if like == value else f"{remedy}. {_known(key, kinds)}")
+        sample = value if value in kinds else kinds[0]
+        remedy = f"It must be a mapping of keys to values, such as {{{key}: {sample}}}"
+        return WrongTypeError(
+            place, _fact(name, value), remedy if sample == value else f"{remedy}. {_known(key, kinds)}"
+        )
     if key not in value:
         return MissingKeyError(place, f"'{name}.{key}' is missing", _known(key, kinds), key=f"{name}.{key}")
     place = document.place((*location, key))

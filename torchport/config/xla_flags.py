@@ -84,16 +84,16 @@ def set_of(name: str, machine: Machine) -> FlagSet:
 
 def added(name: str, chosen: FlagSet, environment: Mapping[str, str]) -> str:
     """Returns the value that a set gives its environment variable: what is there already, and its flags."""
-    own = environment.get(chosen.variable, "").split()
+    flags = environment.get(chosen.variable, "").split()
     for text in chosen.texts:
         key = text.partition("=")[0]
-        other = next((flag for flag in own if flag.partition("=")[0] == key and flag != text), None)
+        other = next((flag for flag in flags if flag.partition("=")[0] == key and flag != text), None)
         if other is not None:
             fact = f"It has {text}, and {chosen.variable} has {other}"
             raise BadValueError(
                 f"--xla-flags {name}", fact, f"Take {key} out of {chosen.variable}, or leave the set out"
             )
-    value = " ".join([*own, *(text for text in chosen.texts if text not in own)])
+    value = " ".join([*flags, *(text for text in chosen.texts if text not in flags)])
     fusion = nan_pair({**environment, chosen.variable: value})
     if fusion is not None:
         fact = f"{OVERLAP} is in the environment, and {fusion} beside it makes NaN on v6e (jax issue 38741)"

@@ -91,7 +91,7 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     """
     name = str(stage.network)
     layout = network.layout(task, name)
-    here = [one for one in task.job.lora if one.component == name and _why_unchecked(task, one) is None]
+    here = [entry for entry in task.job.lora if entry.component == name and _why_unchecked(task, entry) is None]
     if not here or layout.loras is None:
         return
     shapes = {key: tuple(tensor.shape) for key, tensor in network.published(task, name).state_dict().items()}
@@ -99,21 +99,21 @@ def check_loras(task: Task, stage: family.Stage) -> None:
     folder = _component_folder(task, name)
     if layout.rename and folder is not None:
         names |= {key: stored.name for key, stored in layout.stored(folder).items()}
-    files = [lora.Lora(expand_home(one.path), one.scale) for one in here]
+    files = [lora.Lora(expand_home(entry.path), entry.scale) for entry in here]
     lora.additions(dataclasses.replace(layout.loras, files=files), shapes, names)
 
 
 def unchecked_loras(task: Task) -> list[str]:
     """Returns what a plan takes for granted of LoRA files, in words: those that it cannot check."""
-    whys = [(one.path, _why_unchecked(task, one)) for one in task.job.lora]
+    whys = [(entry.path, _why_unchecked(task, entry)) for entry in task.job.lora]
     return [f"the LoRA '{path}' fits: {why}" for path, why in whys if why is not None]
 
 
-def _why_unchecked(task: Task, one: LoraFile) -> str | None:
+def _why_unchecked(task: Task, entry: LoraFile) -> str | None:
     """Returns why a file cannot be checked; None if it can."""
-    if not has_file(expand_home(one.path)):
+    if not has_file(expand_home(entry.path)):
         return "the file is not here"
-    if network.layout(task, one.component).rename and _component_folder(task, one.component) is None:
+    if network.layout(task, entry.component).rename and _component_folder(task, entry.component) is None:
         return "it may have the checkpoint's names, and that is not here"
     return None
 
@@ -126,19 +126,19 @@ def _component_folder(task: Task, component: str) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes of a program on one device, by the compiler's memory analysis; `held` is what lies there beside it."""
+    """Bytes of a program on one device, by the compiler's memory analysis; `resident` is what lies there beside it."""
 
     argument: int
     temp: int
     output: int
     alias: int
     generated_code: int
-    held: int = 0
+    resident: int = 0
 
     @property
     def peak(self) -> int:
         """What the program takes at most; outputs that lie in an argument's memory count once."""
-        return self.argument + self.temp + self.output + self.generated_code - self.alias + self.held
+        return self.argument + self.temp + self.output + self.generated_code - self.alias + self.resident
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +160,15 @@ class CompiledProgram:
     trace_s: float  #: Seconds of tracing.
     compile_s: float  #: Seconds of compiling.
 
-    def holding(self, held: int) -> CompiledProgram:
+    def holding(self, resident: int) -> CompiledProgram:
         """Returns the same, with so many bytes on each device beside it."""
         if isinstance(self.memory, Overflow):
             return self
-        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, held=held))
+        return dataclasses.replace(self, memory=dataclasses.replace(self.memory, resident=resident))
 
 
 def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
-    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side of `apart`.
+    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side.
 
     Args:
         task: Of one stage.
@@ -181,7 +181,7 @@ def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
         cache = network.step_cache_of(task, stage)
         if cache is None:
             return [_program(outline, called, task.machine, dump)[0] for called in outline.called]
-        return [one for called in outline.called for one in _with_cache(outline, called, task, dump, cache)]
+        return [program for called in outline.called for program in _with_cache(outline, called, task, dump, cache)]
 
 
 def _with_cache(
@@ -194,8 +194,8 @@ def _with_cache(
     full, outputs = _program(outline, whole, task.machine, dump)
     kept = None if outputs is None else outputs[1]
     # Beside what a program takes and returns, an extrapolation holds its differences.
-    held = cache.differences * sum(_bytes(leaf) for leaf in jax.tree.leaves(kept))
-    yield full.holding(held)
+    kept_bytes = cache.differences * sum(_bytes(leaf) for leaf in jax.tree.leaves(kept))
+    yield full.holding(kept_bytes)
     if kept is not None and computed < steps:
         assert called.flops is not None
         blocks = sum(count + cache.apart for count in outline.program.counts.values())
@@ -206,7 +206,7 @@ def _with_cache(
             times=a_step * (steps - computed),
             flops=called.flops * cache.apart // blocks,  # blocks are nearly all of it
         )
-        yield _program(outline, reused, task.machine, dump)[0].holding(held)
+        yield _program(outline, reused, task.machine, dump)[0].holding(kept_bytes)
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -252,7 +252,7 @@ def _program(
 
 def _once(passes: Iterable[dispatch.Pass]) -> list[dispatch.Pass]:
     """Returns of each kernel the call that moves most."""
-    return list({one.kernel: one for one in sorted(passes, key=lambda one: one.bytes)}.values())
+    return list({call.kernel: call for call in sorted(passes, key=lambda call: call.bytes)}.values())
 
 
 def _overflow(error: VmemError, traced: list[dispatch.Traced | dispatch.Pass]) -> Overflow:
@@ -290,14 +290,14 @@ def _memory(lowered: Any, machine: Machine) -> tuple[DeviceBytes | Overflow, Any
             refusal = bundles.refused(str(error), machine, kernel[1] if kernel else "a kernel")
             if isinstance(refusal, VmemError):
                 raise refusal from error
-            said = " ".join(str(error).split())[:300]
+            message = " ".join(str(error).split())[:300]
             raise TopologyError(
-                f"plan {machine.name}", f"The compiler refuses it: {said}", "Plan another size"
+                f"plan {machine.name}", f"The compiler refuses it: {message}", "Plan another size"
             ) from error
         asked, limit = (round(float(exceeds[n]) * 1024 ** " KMG".index(exceeds[n + 1])) for n in (1, 3))
         fact = "Too large for HBM"
         return Overflow(what="hbm", kernel=None, tile=None, asked_bytes=asked, limit_bytes=limit, fact=fact), None
-    sizes = (field.name for field in dataclasses.fields(DeviceBytes) if field.name != "held")
+    sizes = (field.name for field in dataclasses.fields(DeviceBytes) if field.name != "resident")
     return DeviceBytes(*(getattr(memory, f"{size}_size_in_bytes") for size in sizes)), program.out_info
 
 
@@ -305,7 +305,7 @@ _EXCEEDS = re.compile(r"\(([\d.]+)([KMG ])\) exceeds available HBM \(([\d.]+)([K
 _KERNEL = re.compile(r"%([\w-]+?)(?:\.\d+)? = [^%]*custom-call\(")
 
 
-def apart(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
+def compiled_in_child(task: Task, stage: str, folder: Path, bounded: bool = True) -> list[CompiledProgram]:
     """Returns what `compiled` does, from a process of its own, with the compiler's dump in a folder.
 
     Args:

@@ -359,7 +359,7 @@ def mesh_text(mesh: Mapping[Axis, int]) -> str:
 
 def moved_bytes(collectives: Sequence[Collective]) -> float:
     """Returns the bytes of all outputs of some collectives, on one device."""
-    return sum(one.bytes * one.count for one in collectives)
+    return sum(collective.bytes * collective.count for collective in collectives)
 
 
 def largest_shape(inputs: Mapping[str, list[int]]) -> list[int]:

@@ -154,8 +154,8 @@ def _left_out(stage: Stage) -> StageLeftOut:
 
 
 def _assumptions(task: Task, bounded: bool) -> list[str]:
-    said = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
-    known = [said.format(name) for name in task.card.score_bounds]
+    text = "the norms' gains keep the scores '{}' within their bound" if bounded else "no bound of the scores '{}'"
+    known = [text.format(name) for name in task.card.score_bounds]
     flags = task.request.execution.xla_flags
     chosen = [] if flags is None else [f"--xla-flags {flags}"]
     return [*known, "every token is valid", "nothing overlaps", *chosen, *aot.unchecked_loras(task)]
@@ -172,12 +172,12 @@ def lossy(task: Task) -> list[str]:
 
 def _stage_plan(task: Task, name: str, folder: Path, bounded: bool) -> StagePlan:
     """Compiles a stage's programs, and returns what is known of each and of all together."""
-    compiled = aot.apart(task, name, folder, bounded)
+    compiled = aot.compiled_in_child(task, name, folder, bounded)
     [stage] = (stage for stage in task.family.STAGES if stage.name == name)
     network = str(stage.network)
     # What is counted once for each call becomes what one denoising step takes, or one whole decode.
-    return together(
-        [_program_plan(task, one, folder, name in DENOISING) for one in compiled],
+    return combined(
+        [_program_plan(task, program, folder, name in DENOISING) for program in compiled],
         compiled[0].steps,
         dtypes={network: task.dtype(network)},
         precision={network: task.card.components[network].precision},
@@ -250,7 +250,7 @@ def _unfit(task: Task, compiled: aot.CompiledProgram, overflow: Overflow, dump: 
     )
 
 
-def together(
+def combined(
     programs: Sequence[ProgramPlan], steps: int, *, dtypes: dict[str, str], precision: dict[str, str]
 ) -> StagePlan:
     """Returns a stage's figures from those of its programs: bytes of the largest, sums of the rest.
@@ -273,7 +273,7 @@ def together(
         attention=longest.attention,
         largest=longest.largest if alone else _largest_of_steps(programs, steps),
         findings=[finding for program in programs for finding in program.findings],
-        not_modelled=list(dict.fromkeys(said for program in programs for said in program.not_modelled)),
+        not_modelled=list(dict.fromkeys(text for program in programs for text in program.not_modelled)),
         trace_s=sum(program.trace_s for program in programs),
         compile_s=sum(program.compile_s for program in programs),
         steps=steps,
@@ -286,17 +286,19 @@ def together(
 def _largest_of_steps(programs: Sequence[ProgramPlan], steps: int) -> list[Operation]:
     """Returns the operations that take longest in all calls, a step."""
     each = [
-        one.model_copy(update={"ms": one.ms * program.times / steps}) for program in programs for one in program.largest
+        operation.model_copy(update={"ms": operation.ms * program.times / steps})
+        for program in programs
+        for operation in program.largest
     ]
-    return sorted(each, key=lambda one: -one.ms)[:10]
+    return sorted(each, key=lambda operation: -operation.ms)[:10]
 
 
 def _communication_of_steps(programs: Sequence[ProgramPlan], steps: int) -> Communication:
     """Returns the collectives of all calls, a step."""
     sent = [
-        one.model_copy(update={"count": one.count * program.times / steps})
+        collective.model_copy(update={"count": collective.count * program.times / steps})
         for program in programs
-        for one in (program.per_step.collectives if program.per_step else ())
+        for collective in (program.per_step.collectives if program.per_step else ())
     ]
     times = [None if program.per_step is None else program.per_step.communication_ms for program in programs]
     known = [ms * program.times / steps for ms, program in zip(times, programs, strict=True) if ms is not None]
@@ -309,7 +311,7 @@ def _sum_of_steps(programs: Sequence[ProgramPlan], steps: int) -> StepTime:
     for name in StepTime.model_fields:
         each = [getattr(program.step, name) for program in programs]
         known = None not in each
-        total[name] = sum(one * p.times for one, p in zip(each, programs, strict=True)) / steps if known else None
+        total[name] = sum(amount * p.times for amount, p in zip(each, programs, strict=True)) / steps if known else None
     return StepTime.model_validate(total)
 
 

@@ -35,10 +35,10 @@ def lines(job: JobPlan) -> list[str]:
         if isinstance(stage, StageLeftOut):
             text.append(f"{name}: {stage.status.replace('_', ' ')}. {stage.why}.")
             continue
-        calls = ", ".join(f"{one.times} x {largest_shape(one.inputs)}" for one in stage.programs)
+        calls = ", ".join(f"{program.times} x {largest_shape(program.inputs)}" for program in stage.programs)
         text += [f"{name}: {len(stage.programs)} program(s), called {calls}", *_stage_lines(name, stage)]
     text += [*_at_once_lines(job), *_verification_lines(job)]
-    text += [f"  lossy: {said}" for said in job.lossy]
+    text += [f"  lossy: {reason}" for reason in job.lossy]
     text.append(f"  assumed: {'; '.join(job.assumptions)}")
     return text
 
@@ -71,7 +71,10 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text += _block_lines(stage.per_block) if stage.per_block else []
     whole = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
-        moved, count = moved_bytes(stage.per_step.collectives), sum(one.count for one in stage.per_step.collectives)
+        moved, count = (
+            moved_bytes(stage.per_step.collectives),
+            sum(collective.count for collective in stage.per_step.collectives),
+        )
         text.append(f"  {whole:8}  {count:g} collectives, {moved / 1e6:.3g} MB on each device")
     if step := stage.step.known:
         text.append(
@@ -80,11 +83,11 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
             f"the arithmetic alone at peak takes {stage.step.floor_s:.3g} s"
         )
     if stage.largest:
-        of = " of a block" if stage.per_block else ""
-        text.append(f"  the most expensive operations{of}:")
-    text += [f"    {one.ms:6.3f} ms  {one.opcode:8} {one.source}" for one in stage.largest]
+        scope = " of a block" if stage.per_block else ""
+        text.append(f"  the most expensive operations{scope}:")
+    text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
     text += [f"  {estimate_line(finding)}" for finding in _underestimates(stage)]
-    text += [f"  not modelled: {said}" for said in stage.not_modelled]
+    text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
 
@@ -126,9 +129,10 @@ def _block_lines(block: BlockTime) -> list[str]:
         f"  per block ({block.count})  attention {kernel} (model), everything else {block.other_ms:.3g} ms (compiler), "
         f"{moved_bytes(block.collectives) / 1e6:.3g} MB of collectives {block.communication_ms:.3g} ms (model)",
         *(
-            f"    {one.count} x {one.kind} of {one.bytes / 1e6:.1f} MB among {one.group} ({one.links})"
-            f"  {one.source or ''}"
-            for one in block.collectives
+            f"    {collective.count} x {collective.kind} of {collective.bytes / 1e6:.1f} MB "
+            f"among {collective.group} ({collective.links})"
+            f"  {collective.source or ''}"
+            for collective in block.collectives
         ),
     ]
 
@@ -190,7 +194,9 @@ def _times(name: str, stage: StagePlan) -> list[BarChart]:
         factor = step.factor
         other, moved = (1e3 * seconds / factor for seconds in (step.other_s, step.communication_s))
         # Operations are a block's where there are blocks.
-        largest = [] if block else [one.model_copy(update={"ms": one.ms / factor}) for one in stage.largest]
+        largest = (
+            [] if block else [operation.model_copy(update={"ms": operation.ms / factor}) for operation in stage.largest]
+        )
         known = "modelled" if factor == 1.0 else f"modelled, all but attention divided by {factor:.3g}"
         title = f"{what}, {known}: {step.model_s:.4g} s; below it the arithmetic alone at peak, the floor"
         floor_s = stage.step.floor_s
@@ -210,8 +216,10 @@ def _split(
 ) -> list[BarPart]:
     """Returns the parts of a time; operations by their line of PyTorch, and what is left of the others in one."""
     by_line: dict[str, float] = {}
-    for one in largest:
-        by_line[one.source or one.opcode] = by_line.get(one.source or one.opcode, 0.0) + one.ms
+    for operation in largest:
+        by_line[operation.source or operation.opcode] = (
+            by_line.get(operation.source or operation.opcode, 0.0) + operation.ms
+        )
     others = "everything else (compiler)" if largest else "other (compiler)"
     return [
         _time("attention", "attention (model)", attention_ms),
@@ -245,16 +253,16 @@ def _memory(device: Memory) -> BarChart:
 
 def _programs(stage: StagePlan) -> PageTable:
     rows = []
-    for one in stage.programs:
-        model, peak = one.step.model_s, one.per_device.peak_bytes
+    for program in stage.programs:
+        model, peak = program.step.model_s, program.per_device.peak_bytes
         rows.append((
-            largest_shape(one.inputs),
-            one.times,
+            largest_shape(program.inputs),
+            program.times,
             "not known" if peak is None else f"{peak:,}",
-            "yes" if one.fits else "no",
+            "yes" if program.fits else "no",
             "not known" if model is None else f"{model:.4g}",
-            f"{one.step.floor_s:.4g}",
-            f"{one.compile_s:.1f}",
+            f"{program.step.floor_s:.4g}",
+            f"{program.compile_s:.1f}",
         ))  # fmt: skip
     heads = "largest input|calls#|bytes on a device#|fits|modelled s a call#|floor s#|compiled in s#"
     return page.table("Programs", heads, rows)
@@ -264,13 +272,13 @@ def _collectives(name: str, stage: StagePlan) -> PageTable:
     per = stage.per_block or stage.per_step
     caption = f"Collectives of {'a block' if stage.per_block else 'a step' if name in DENOISING else 'the stage'}"
     rows = [
-        (one.kind, f"{one.count:g}", f"{one.bytes:,}", one.group, one.source or "")
-        for one in (per.collectives if per else ())
+        (collective.kind, f"{collective.count:g}", f"{collective.bytes:,}", collective.group, collective.source or "")
+        for collective in (per.collectives if per else ())
     ]
     return page.table(caption, "kind|times#|bytes of output#|among#|line", rows)
 
 
 def _operations(stage: StagePlan) -> PageTable:
     caption = f"Most expensive operations{' of a block' if stage.per_block else ''}, by the compiler's estimate"
-    rows = [(f"{one.ms:.4g}", one.opcode, one.source) for one in stage.largest]
+    rows = [(f"{operation.ms:.4g}", operation.opcode, operation.source) for operation in stage.largest]
     return page.table(caption, "ms#|operation|line", rows)

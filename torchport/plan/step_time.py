@@ -123,31 +123,33 @@ class ProgramTime:
 
     def largest(self) -> list[Operation]:
         """Returns what takes longest of a block, or where there is none of the program; no attention or collective."""
-        of = None if self.loop is None else self.loop.body
+        computation = None if self.loop is None else self.loop.body
         kernels = [
             Operation(ms=1e3 * times * self.passes[name], opcode="kernel", source=name)
-            for name, times in self.program.kernels(of).items()
+            for name, times in self.program.kernels(computation).items()
             if name in self.passes
         ]
         compiled = [
-            Operation(ms=self._ms(one.cycles), opcode=one.instruction.opcode, source=str(one.instruction.source or ""))
-            for one in self.program.largest(10, of)
+            Operation(
+                ms=self._ms(runs.cycles), opcode=runs.instruction.opcode, source=str(runs.instruction.source or "")
+            )
+            for runs in self.program.largest(10, computation)
         ]
-        return sorted([*kernels, *compiled], key=lambda one: -one.ms)[:10]
+        return sorted([*kernels, *compiled], key=lambda operation: -operation.ms)[:10]
 
     def underestimates(self) -> list[Underestimate]:
         """Returns what counts with more than the compiler's estimate, all of it in one finding."""
         raised = self.program.underestimated()
         if not raised:
             return []
-        count = sum(one.times for one in raised)
+        count = sum(runs.times for runs in raised)
         return [
             Underestimate(
                 what="estimate",
                 count=count,
-                negative=sum(one.times for one in raised if one.estimated < 0),
-                estimated_ms=self._ms(sum(one.estimated for one in raised)),
-                charged_ms=self._ms(sum(one.cycles for one in raised)),
+                negative=sum(runs.times for runs in raised if runs.estimated < 0),
+                estimated_ms=self._ms(sum(runs.estimated for runs in raised)),
+                charged_ms=self._ms(sum(runs.cycles for runs in raised)),
                 source=str(raised[0].instruction.source or ""),
                 fact="The compiler estimates less than the arithmetic takes at peak, which counts instead",
             )
@@ -155,26 +157,26 @@ class ProgramTime:
 
     def not_modelled(self) -> list[str]:
         """Returns what takes time and is in no part of the model."""
-        said, unpriced = [], self.program.unpriced()
+        facts, unpriced = [], self.program.unpriced()
         if unpriced:
-            size = sum(one.instruction.bytes * one.times for one in unpriced)
-            said.append(
+            size = sum(runs.instruction.bytes * runs.times for runs in unpriced)
+            facts.append(
                 f"{len(unpriced)} operation(s) without an estimate of the compiler's, {size / 1e6:.3g} MB of output"
             )
-        exchanges = sum(one.times for one in self.program.collectives())
+        exchanges = sum(collective.times for collective in self.program.collectives())
         if exchanges:
-            said.append(f"the latency of {exchanges:,} collective(s): what each takes however small it is")
+            facts.append(f"the latency of {exchanges:,} collective(s): what each takes however small it is")
         for call in self.calls:
             if isinstance(call, KernelAttention) and (call.dtype != "bfloat16" or 4 * call.keys < call.row_tokens):
                 here = f"{call.keys:,} keys in {call.dtype}"
-                said.append(f"attention's own share of peak: {here} have that of {call.row_tokens:,} in bfloat16")
+                facts.append(f"attention's own share of peak: {here} have that of {call.row_tokens:,} in bfloat16")
         if self.loop is None and any(call.implementation not in dispatch.KERNELS for call in self.calls):
-            said.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
-        return list(dict.fromkeys(said))
+            facts.append("attention on its own: it is plain XLA here, and its cycles are among the other operations'")
+        return list(dict.fromkeys(facts))
 
-    def _in_passes(self, of: str | None) -> float:
+    def _in_passes(self, computation: str | None) -> float:
         """Returns the seconds of a computation's kernels beside attention."""
-        return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(of).items())
+        return sum(times * self.passes.get(kernel, 0.0) for kernel, times in self.program.kernels(computation).items())
 
     def _ms(self, cycles: int) -> float:
         return 1e3 * cycles / self.chip.clock
@@ -192,7 +194,7 @@ def program_time(
         denoises: Whether it is of a stage that denoises.
     """
     calls = [_attention(task, call) for call in compiled.calls]
-    passes = {one.kernel: cost.pass_seconds(one, task.machine) for one in compiled.passes}
+    passes = {call.kernel: cost.pass_seconds(call, task.machine) for call in compiled.passes}
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
 
 
@@ -207,38 +209,44 @@ def floor_seconds(flops: int, machine: Machine) -> float:
     return flops / (machine.require_tpu().flops * machine.devices)
 
 
-def _collectives(program: hlo.HloProgram, of: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
+def _collectives(program: hlo.HloProgram, computation: str | None, where: Sequence[grid.Spot]) -> list[Collective]:
     """Returns the collectives of a computation, those of one kind, size, line and links counted together.
 
     Args:
         program: As the compiler left it.
-        of: The computation's name; None for all, loops' as often as they run.
+        computation: The computation's name; None for all, loops' as often as they run.
         where: Of the mesh's devices, in its order.
     """
-    together: dict[Collective, int] = {}
-    for one in program.collectives(of):
+    counts: dict[Collective, int] = {}
+    for collective in program.collectives(computation):
         # A group of one moves nothing, and has no links.
-        groups = [[where[n] for n in group] for group in one.groups if len(set(group)) > 1]
+        groups = [[where[n] for n in group] for group in collective.groups if len(set(group)) > 1]
         ports, links = min(
-            ((grid.ports(one.kind, group), grid.links(group)) for group in groups), default=(1.0, "none")
+            ((grid.ports(collective.kind, group), grid.links(group)) for group in groups), default=(1.0, "none")
         )
-        line = str(one.source) if one.source else None
+        line = str(collective.source) if collective.source else None
         key = Collective(
-            kind=one.kind, bytes=one.bytes, count=0, group=one.group_size, source=line, links=links, ports=ports
+            kind=collective.kind,
+            bytes=collective.bytes,
+            count=0,
+            group=collective.group_size,
+            source=line,
+            links=links,
+            ports=ports,
         )
-        together[key] = together.get(key, 0) + one.times
-    return [key.model_copy(update={"count": count}) for key, count in together.items()]
+        counts[key] = counts.get(key, 0) + collective.times
+    return [key.model_copy(update={"count": count}) for key, count in counts.items()]
 
 
 def communication_seconds(sent: Sequence[Collective], chip: Chip) -> float:
     """Returns the model's time of some collectives: bytes over links, nothing overlapped."""
-    return sum(_collective_seconds(one, chip) for one in sent)
+    return sum(_collective_seconds(collective, chip) for collective in sent)
 
 
-def _collective_seconds(one: Collective, chip: Chip) -> float:
-    size = one.bytes * (one.group if one.kind == "reduce-scatter" else 1)
-    share = 1.0 if one.kind == "collective-permute" else (one.group - 1) / one.group
-    return one.count * _MOVED.get(one.kind, 1.0) * size * share / (one.ports * chip.link)
+def _collective_seconds(collective: Collective, chip: Chip) -> float:
+    size = collective.bytes * (collective.group if collective.kind == "reduce-scatter" else 1)
+    share = 1.0 if collective.kind == "collective-permute" else (collective.group - 1) / collective.group
+    return collective.count * _MOVED.get(collective.kind, 1.0) * size * share / (collective.ports * chip.link)
 
 
 def _attention(task: Task, call: dispatch.Traced) -> Attention:

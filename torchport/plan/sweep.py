@@ -223,7 +223,7 @@ def lines(swept: Sweep) -> list[str]:
     text += table(rows, left=3)
     text += [f"failed: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.failed]
     text += [f"skipped: {choice.strategy}, {choice.mesh_text}: {error}" for choice, error in swept.skipped]
-    text += [f"lossy: {said}" for said in _lossy(swept)]
+    text += [f"lossy: {reason}" for reason in _lossy(swept)]
     if swept.planned:
         text.append(f"assumed: {'; '.join(_assumptions(swept))}")
     return text

@@ -59,17 +59,17 @@ def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -
     with on_path(root):
         home = home_of(report, path, out)
         drawn = list(_drawn(_open(report), outcome))
-        for one in drawn:
-            _write(one, home, outcome)
+        for drawing in drawn:
+            _write(drawing, home, outcome)
     return list(_lines(report, outcome, out, root, paths)), int(bool(outcome.left))
 
 
 def home_of(report: ScanReport, path: Path, out: Path) -> Home:
     """Returns the folder of the pack; the codebase must be on the search path."""
-    modules = {one.target.partition(":")[0] for one in report.findings if one.target}
+    modules = {finding.target.partition(":")[0] for finding in report.findings if finding.target}
     packages = {name.partition(".")[0] for name in modules}
     found = [folder_of(name) for name in sorted(packages)]
-    return folder.home(out, [path, *(one for one in found if one is not None)], "--emit")
+    return folder.home(out, [path, *(reason for reason in found if reason is not None)], "--emit")
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
@@ -78,7 +78,9 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
     It is the one that most findings are imported from: `src/` where the packages lie in it.
     """
     wanted = "path" if report.entries else "unknown"
-    starts = Counter(start for one in report.findings if one.reach == wanted and (start := _start(one)) is not None)
+    starts = Counter(
+        start for finding in report.findings if finding.reach == wanted and (start := _start(finding)) is not None
+    )
     if starts:
         return starts.most_common(1)[0][0]
     current = Path(os.path.realpath(path))
@@ -88,17 +90,17 @@ def _search_folder(path: Path, report: ScanReport) -> Path:
     return current
 
 
-def _start(one: ScanFinding) -> Path | None:
+def _start(finding: ScanFinding) -> Path | None:
     """Returns the folder that a finding's module is imported from; None where its file is not named as its module."""
-    names = one.target.partition(":")[0].split(".")
-    file = Path(os.path.realpath(one.file)).with_suffix("")
+    names = finding.target.partition(":")[0].split(".")
+    file = Path(os.path.realpath(finding.file)).with_suffix("")
     file = file.parent if file.name == "__init__" else file
     return file.parents[len(names) - 1] if list(file.parts[-len(names) :]) == names else None
 
 
 def _open(report: ScanReport) -> list[ScanFinding]:
     wanted = "path" if report.entries else "unknown"
-    return [one for one in report.findings if one.verdict == "rewrite" and one.reach == wanted]
+    return [finding for finding in report.findings if finding.verdict == "rewrite" and finding.reach == wanted]
 
 
 def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:
@@ -106,16 +108,16 @@ def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]
     stubs: dict[tuple[str, str], list[ScanFinding]] = {}
     functions: dict[str, list[ScanFinding]] = {}
     statements: list[ScanFinding] = []
-    for one in findings:
-        at_import = one.name == MODULE
-        if at_import and one.kind == "kernel":
-            stubs.setdefault((one.uses.partition(".")[0], one.target.partition(".")[0]), []).append(one)
-        elif at_import or not one.meaning.draft:
-            outcome.left.append((one, AT_IMPORT if at_import else one.meaning.do))
-        elif one.meaning.draft == "rewrite" or one.kind == "parallel-state":
-            statements.append(one)
+    for finding in findings:
+        at_import = finding.name == MODULE
+        if at_import and finding.kind == "kernel":
+            stubs.setdefault((finding.uses.partition(".")[0], finding.target.partition(".")[0]), []).append(finding)
+        elif at_import or not finding.meaning.draft:
+            outcome.left.append((finding, AT_IMPORT if at_import else finding.meaning.do))
+        elif finding.meaning.draft == "rewrite" or finding.kind == "parallel-state":
+            statements.append(finding)
         else:
-            functions.setdefault(one.target, []).append(one)
+            functions.setdefault(finding.target, []).append(finding)
     yield from (_stub(some) for some in stubs.values())
     yield from _of_functions(functions, statements)
 
@@ -123,23 +125,29 @@ def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]
 def _of_functions(functions: Mapping[str, list[ScanFinding]], statements: Sequence[ScanFinding]) -> Iterator[Drawn]:
     """Yields the functions to replace, and the statements to rewrite where no such function takes care of them."""
     helpers = {target.replace(":", "."): target for target in functions}
-    home = {one: one.target if one.target in functions else helpers.get(one.uses) for one in statements}
-    inner = [one for one in statements if home[one] is None]
-    names = _Names([*functions, *(one.target for one in inner)])
+    home = {
+        statement: statement.target if statement.target in functions else helpers.get(statement.uses)
+        for statement in statements
+    }
+    inner = [statement for statement in statements if home[statement] is None]
+    names = _Names([*functions, *(finding.target for finding in inner)])
     for target, some in functions.items():
         wish = PatchDraftRequest(
             target, "replace", names.file(target), why=some[0].meaning.why, in_full=names.is_double(target)
         )
-        yield Drawn(wish, [*some, *(one for one in statements if home[one] == target)])
-    for one in inner:
+        yield Drawn(wish, [*some, *(statement for statement in statements if home[statement] == target)])
+    for finding in inner:
         yield Drawn(
-            PatchDraftRequest(one.target, "rewrite", names.file(one.target), one.line, why=one.meaning.why), [one]
+            PatchDraftRequest(
+                finding.target, "rewrite", names.file(finding.target), finding.line, why=finding.meaning.why
+            ),
+            [finding],
         )
 
 
 def _stub(findings: Sequence[ScanFinding]) -> Drawn:
     package, _, rest = findings[0].uses.partition(".")
-    importers = list(dict.fromkeys(one.target.partition(":")[0] for one in findings))
+    importers = list(dict.fromkeys(finding.target.partition(":")[0] for finding in findings))
     why = f"{package} is a package of GPU kernels, which is imported and not installed."
     return Drawn(PatchDraftRequest(f"{package}:{rest or package}", "stub", importers=importers, why=why), findings)
 
@@ -148,10 +156,10 @@ class _Names:
     """File names of drafts: a module's last name, or more of it where two modules share that."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        every = dict.fromkeys(targets)
-        modules = dict.fromkeys(target.partition(":")[0] for target in every)
+        names = dict.fromkeys(targets)
+        modules = dict.fromkeys(target.partition(":")[0] for target in names)
         self._last = Counter(module.rpartition(".")[2] for module in modules)
-        self._paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in every)
+        self._paths = Counter((target.partition(".")[0], target.partition(":")[2]) for target in names)
 
     def file(self, target: str) -> str | None:
         """Returns the file's name; None for the usual one."""
@@ -170,14 +178,16 @@ def _write(drawn: Drawn, home: Home, outcome: Outcome) -> None:
     try:
         outcome.written.append(draft.write_draft(drawn.wish, home))
     except (TakenNameError, ConflictError) as error:
-        ids = [one.id for one in draft.drafted_entries(home, drawn.wish.package) if _is_for(one, drawn.wish, error)]
-        new = {one.id for one in outcome.written}
+        ids = [
+            entry.id for entry in draft.drafted_entries(home, drawn.wish.package) if _is_for(entry, drawn.wish, error)
+        ]
+        new = {entry.id for entry in outcome.written}
         if ids and not set(ids) <= new:
-            outcome.there += [one for one in ids if one not in outcome.there]
+            outcome.there += [id for id in ids if id not in outcome.there]
         elif not ids:
-            outcome.left += [(one, error.fact) for one in drawn.findings]
+            outcome.left += [(finding, error.fact) for finding in drawn.findings]
     except (PatchError, ConfigError) as error:
-        outcome.left += [(one, error.fact) for one in drawn.findings]
+        outcome.left += [(finding, error.fact) for finding in drawn.findings]
 
 
 def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | ConflictError) -> bool:
@@ -193,40 +203,44 @@ def _is_for(entry: Entry, wish: PatchDraftRequest, error: TakenNameError | Confl
 def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: Sequence[str]) -> Iterator[str]:
     yield report.count()
     if outcome.written:
-        tests = _many(sum(bool(one.test) for one in outcome.written), "test", "tests")
+        tests = _many(sum(bool(drafted.test) for drafted in outcome.written), "test", "tests")
         count = _many(len(outcome.written), "patch", "patches")
         yield f"drafted     {count} in {as_named(out / 'patches')}, and {tests} in {as_named(out / 'tests')}"
     if outcome.there:
         names = ", ".join(outcome.there)
         yield f"there       {_many(len(outcome.there), 'patch', 'patches')} already, left as they are: {names}"
-    functions = [f"patches/{one.names.partition('/')[0]}/{one.function}" for one in outcome.written if one.function]
+    functions = [
+        f"patches/{drafted.names.partition('/')[0]}/{drafted.function}"
+        for drafted in outcome.written
+        if drafted.function
+    ]
     if functions:
         yield f"fill in     {', '.join(functions)}"
         yield "            and why, equivalence and must_be_called of their entries, and the arguments in their tests"
-    for one, reason in outcome.left[:SHOWN]:
-        place = f"{one.file}:{one.line}: {one.rule} {one.kind} in {one.name}"
+    for place_left, reason in outcome.left[:SHOWN]:
+        place = f"{place_left.file}:{place_left.line}: {place_left.rule} {place_left.kind} in {place_left.name}"
         yield printable(f"left        {place}: {reason.rstrip('.')}")
     if len(outcome.left) > SHOWN:
         yield f"left        {len(outcome.left) - SHOWN} more like these"
-    unknown = sum(one.verdict == "unknown" for one in report.findings if one.reach in ("path", "unknown"))
+    unknown = sum(finding.verdict == "unknown" for finding in report.findings if finding.reach in ("path", "unknown"))
     if unknown:
         yield f"unsure      {unknown} that may be harmless: torchport trace shows which of them stop"
     listed = _listed(report, outcome, paths)
     if listed:
         yield f"list        {', '.join(listed)} under 'patches' of the card, for the stages that need them"
-    packages = sorted({one.names.partition("/")[0] for one in outcome.written})
+    packages = sorted({drafted.names.partition("/")[0] for drafted in outcome.written})
     if packages:
         yield f"then        {folder.check_command(out, as_named(root), *packages)}"
 
 
-def _many(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
+def _many(count: int, singular: str, several: str) -> str:
+    return f"{count} {singular if count == 1 else several}"
 
 
 def _listed(report: ScanReport, outcome: Outcome, paths: Sequence[str]) -> list[str]:
     """Returns the files of patches that a card needs: those that were drafted, and those that cover the others."""
-    covering = {id for one in report.findings if one.reach in ("path", "unknown") for id in one.covered_by}
-    names = {one.names for one in outcome.written}
+    covering = {id for finding in report.findings if finding.reach in ("path", "unknown") for id in finding.covered_by}
+    names = {drafted.names for drafted in outcome.written}
     if covering:
         folders = find_pack(paths).folders
         for entry in read(folders, upstreams(folders)):

@@ -91,8 +91,8 @@ def call(
     root = str(Path(__file__).resolve().parents[2])
     trusted = path.trusted(sys.path)
     # The process must import the torchport that this one has, also where that lies in the current folder alone.
-    own = [] if root in trusted else [root]
-    entries = [*(str(folder.absolute()) for folder in first), *own, *trusted]
+    folders = [] if root in trusted else [root]
+    entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
     with tempfile.TemporaryDirectory(prefix="torchport-child-") as name:
         folder = Path(name)
         (folder / _REQUEST).write_bytes(pickle.dumps((function, arguments)))

@@ -125,7 +125,7 @@ def _differs(folder: Path, mode: str, digest: str, name: str) -> bool:
     except OSError:  # it is gone, or no file any more
         return True
     contents = [content, content.replace(b"\r\n", b"\n")]
-    return digest not in (_blob(one, len(digest)) for one in contents)
+    return digest not in (_blob(content, len(digest)) for content in contents)
 
 
 def _blob(content: bytes, digits: int) -> str:

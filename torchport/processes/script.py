@@ -19,7 +19,7 @@ from torchport.errors import BadValueError, TorchportError
 from torchport.files.folder import refused
 from torchport.processes import path
 
-_BEGIN = "TORCHPORT_BEGIN"
+_START = "TORCHPORT_BEGIN"
 """The variable that says what is called in the process with a number, and how its path was."""
 _HOOK = str(Path(__file__).parent / "site")
 
@@ -56,24 +56,24 @@ def become(words: Sequence[str], function: str, arguments: Mapping[str, Any], va
         variables: Of the environment, beside those of this process. The program's children have them, too.
     """
     before = os.environ.get("PYTHONPATH")
-    begin = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
+    start = {"process": os.getpid(), "function": function, "arguments": dict(arguments), "path": before}
     entries = [_HOOK, *filter(None, [path.without_empty(before or "")])]
-    environment = {**os.environ, **variables, _BEGIN: json.dumps(begin), "PYTHONPATH": os.pathsep.join(entries)}
+    environment = {**os.environ, **variables, _START: json.dumps(start), "PYTHONPATH": os.pathsep.join(entries)}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], environment)
 
 
-def begin() -> None:
+def start() -> None:
     """Runs in the new process, as its `sitecustomize`: calls the function, and removes all traces of itself."""
-    told = json.loads(os.environ.pop(_BEGIN, "{}"))
-    _give_way(told)
-    if told.get("process") != os.getpid():  # a child of a program that has kept the variables
+    message = json.loads(os.environ.pop(_START, "{}"))
+    _give_way(message)
+    if message.get("process") != os.getpid():  # a child of a program that has kept the variables
         return
-    module, _, name = told["function"].partition(":")
+    module, _, name = message["function"].partition(":")
     added = _add_folder_of_program()
     try:
-        getattr(importlib.import_module(module), name)(**told["arguments"])
+        getattr(importlib.import_module(module), name)(**message["arguments"])
     except TorchportError as error:
         sys.stderr.write(f"{error.report()}\n")
         sys.stderr.flush()
@@ -82,21 +82,21 @@ def begin() -> None:
         sys.path.remove(added)
 
 
-def _give_way(told: Mapping[str, Any]) -> None:
+def _give_way(message: Mapping[str, Any]) -> None:
     """Restores path and environment, and imports the `sitecustomize` that would have been imported without us."""
     sys.path[:] = [entry for entry in sys.path if entry != _HOOK]
-    before = told.get("path")
+    before = message.get("path")
     if before is None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = before
-    own = sys.modules.pop("sitecustomize")
+    ours = sys.modules.pop("sitecustomize")
     try:
         importlib.import_module("sitecustomize")
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = own
+        sys.modules["sitecustomize"] = ours
 
 
 def _add_folder_of_program() -> str:

@@ -133,9 +133,9 @@ class Watch:
             place = f"process {failed['process']} of {self.state.num_processes}"
             self._leave(failed["code"], f"{place} failed, and this one ends: {failed['error']}")
         for number, before in self.last_words.items():
-            now = messages.get(f"{KEYS}{number}", before)
-            if now != before or now == OVER:
-                self.last_words[number], self.heard[number] = now, time.monotonic()
+            last = messages.get(f"{KEYS}{number}", before)
+            if last != before or last == OVER:
+                self.last_words[number], self.heard[number] = last, time.monotonic()
                 self.words[number] += 1
             elif time.monotonic() - self.heard[number] > SILENCE:
                 self._lose(number)

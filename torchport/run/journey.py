@@ -223,7 +223,7 @@ class Journey:
         facts = self._facts(stage, ledger)
 
         def write_artefact() -> dict[str, Any]:
-            resume.begin(self.task, self.run)
+            resume.start(self.task, self.run)
             return save.write(self.task.folder, stage.name, outputs, facts).model_dump()
 
         manifest = Manifest.model_validate(hosts.from_first(write_artefact))
@@ -278,9 +278,9 @@ class Journey:
 
         def lap(verb: str) -> None:
             nonlocal last
-            now = time.perf_counter()
-            self.seconds[f"{stage.name} {verb}"] = now - last
-            last = now
+            moment = time.perf_counter()
+            self.seconds[f"{stage.name} {verb}"] = moment - last
+            last = moment
 
         return lap
 
@@ -299,8 +299,8 @@ class Journey:
 
 def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
     """Writes the video and its contact sheet."""
-    every = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
-    write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, every)
+    tracked = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
+    write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, tracked)
     write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
 
 

@@ -116,13 +116,19 @@ def staged(request: Request) -> Iterator[Callable[[Request], Summary]]:
     prepare(task)
     with shared(task) as common, at_stage(common, task.stages[0]) as stage_at_hand:
 
-        def carry(one: Request) -> Summary:
-            own = accept(one)
-            if (own.job, own.settings.shared(), one.stage) != (task.job, task.settings.shared(), request.stage):
+        def carry(video: Request) -> Summary:
+            accepted = accept(video)
+            if (accepted.job, accepted.settings.shared(), video.stage) != (
+                task.job,
+                task.settings.shared(),
+                request.stage,
+            ):
                 fact = f"It is no request for '{request.stage}' of the shape that the stage is loaded for"
-                raise BadValueError(str(own.folder), fact, "Let it differ in prompt, seed, image and folders alone")
-            with output_folder(own.folder):
-                journey = common.journey(own, Stopping())
+                raise BadValueError(
+                    str(accepted.folder), fact, "Let it differ in prompt, seed, image and folders alone"
+                )
+            with output_folder(accepted.folder):
+                journey = common.journey(accepted, Stopping())
                 for _ in journey.stages():
                     stage_at_hand.carry(journey)
                 return summary(journey)

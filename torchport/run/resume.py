@@ -234,7 +234,7 @@ class _Unfinished(pydantic.BaseModel):
     run: str
 
 
-def begin(task: Task, run: str) -> None:
+def start(task: Task, run: str) -> None:
     """Writes a file that says that a run of all stages has begun, so that the same command can continue it."""
     if task.request.stage == "all":
         atomic.write_json(task.folder / UNFINISHED, {"run": run})

@@ -63,9 +63,9 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
         try:
             videos.append(Video(line.name, accept(_request(request, line))))
         except TorchportError as error:
-            for one in (error, *error.others):
-                one.place = f"{line.place} ({one.place.removeprefix('--set ').removeprefix('--')})"
-                mistakes.append(one)
+            for mistake in (error, *error.others):
+                mistake.place = f"{line.place} ({mistake.place.removeprefix('--set ').removeprefix('--')})"
+                mistakes.append(mistake)
             error.others = ()
     if mistakes:
         raise together(mistakes)
@@ -137,7 +137,7 @@ class _Taken:
         self.stage: family.Stage | None = None
         self._stages: Iterator[family.Stage] = iter(())
 
-    def begin(self, common: path.Shared, stopping: Stopping) -> None:
+    def start(self, common: path.Shared, stopping: Stopping) -> None:
         """Begins the video, or goes on with it, unless it is finished."""
         task = self.video.task
         if hosts.from_first(lambda: resume.is_finished(task, common.weights, common.upstream)):
@@ -219,40 +219,40 @@ class _Series:
 
     def _carry(self, common: path.Shared, taken: Sequence[_Taken]) -> None:
         """Carries videos through all stages, each stage loaded once for all of them."""
-        for one in taken:
-            self._attempt(one, lambda one=one: one.begin(common, self.stopping))  # type: ignore[misc]
+        for way in taken:
+            self._attempt(way, lambda way=way: way.start(common, self.stopping))  # type: ignore[misc]
         for stage in common.task.stages:
-            here = [one for one in taken if one.stage is not None and one.stage.name == stage.name]
+            here = [way for way in taken if way.stage is not None and way.stage.name == stage.name]
             if here:
                 with path.at_stage(common, stage) as at_hand:
-                    for one in here:
-                        self._attempt(one, lambda one=one: _pass(one, at_hand), at_hand)  # type: ignore[misc]
+                    for way in here:
+                        self._attempt(way, lambda way=way: _pass(way, at_hand), at_hand)  # type: ignore[misc]
 
-    def _attempt(self, one: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
+    def _attempt(self, way: _Taken, work: Callable[[], None], at_hand: path.StageAtHand | None = None) -> None:
         """Does a part of the work on a video. What only this video has, ends only this video."""
         try:
-            with failure.explained(failure.Owners.of_task(one.video.task)):
+            with failure.explained(failure.Owners.of_task(way.video.task)):
                 work()
         except OF_ONE_VIDEO as error:
             is_loading = at_hand is not None and at_hand.is_loading
             if not _is_everywhere(error) or hosts.from_first(lambda: is_loading):
                 raise
-            _fail(one, error)
+            _fail(way, error)
 
 
-def _pass(one: _Taken, at_hand: path.StageAtHand) -> None:
+def _pass(way: _Taken, at_hand: path.StageAtHand) -> None:
     """Carries a video through a stage."""
-    assert one.journey is not None
-    log.info("%s: %s", one.video.name, at_hand.stage.name)
-    at_hand.carry(one.journey)
-    one.advance()
+    assert way.journey is not None
+    log.info("%s: %s", way.video.name, at_hand.stage.name)
+    at_hand.carry(way.journey)
+    way.advance()
 
 
-def _fail(one: _Taken, error: TorchportError) -> None:
-    log.error("%s failed: %s", one.video.name, error.report())
-    if one.journey is not None:
-        one.video.seconds = sum(one.journey.seconds.values())
-    one.end("failed", error)
+def _fail(way: _Taken, error: TorchportError) -> None:
+    log.error("%s failed: %s", way.video.name, error.report())
+    if way.journey is not None:
+        way.video.seconds = sum(way.journey.seconds.values())
+    way.end("failed", error)
 
 
 def _is_everywhere(error: TorchportError) -> bool:

@@ -94,7 +94,7 @@ def all_bindings(body: Iterable[ast.stmt]) -> dict[str, list[ast.stmt]]:
     for statement, conditions in _under_conditions(body):
         for name in _bound_by(statement) | _changed_by(statement):
             known = result.setdefault(name, [])
-            known += [one for one in (*conditions, statement) if one not in known]
+            known += [condition for condition in (*conditions, statement) if condition not in known]
     return result
 
 

@@ -40,7 +40,7 @@ def bound_hash(statements: Iterable[ast.stmt], uses: Iterable[str] = ()) -> str:
         statements: Those that bind it; of loops and conditions the first line alone counts.
         uses: What each name in them leads to.
     """
-    texts = ["".join(_plain_text(one, blocks=isinstance(one, DEFINITIONS))) for one in statements]
+    texts = ["".join(_plain_text(statement, blocks=isinstance(statement, DEFINITIONS))) for statement in statements]
     return hashlib.sha256("\0".join([*texts, *uses]).encode()).hexdigest()[:16]
 
 
@@ -86,9 +86,13 @@ def _header(node: Definition) -> Iterator[tuple[Any, ...]]:
     if isinstance(node, ast.ClassDef):
         yield from (("".join(_plain_text(base)), base, base) for base in (*node.bases, *node.keywords))
         return
-    for one in parameters(node):
-        default = "".join(_plain_text(one.default))
-        yield f"{_MARKS[one.kind]}{one.name}={default}", one.argument, one.default or one.argument
+    for parameter in parameters(node):
+        default = "".join(_plain_text(parameter.default))
+        yield (
+            f"{_MARKS[parameter.kind]}{parameter.name}={default}",
+            parameter.argument,
+            parameter.default or parameter.argument,
+        )
 
 
 def _inner(node: ast.AST) -> Iterator[ast.stmt]:

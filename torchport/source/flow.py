@@ -77,7 +77,7 @@ def names_bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 def arguments(function: Function | ast.Lambda) -> set[str]:
     """Returns the names of a function's parameters."""
-    return {one.name for one in parameters(function)}
+    return {parameter.name for parameter in parameters(function)}
 
 
 def reads(node: ast.AST) -> set[str]:

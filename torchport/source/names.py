@@ -149,14 +149,18 @@ def bindings(source: SourceFile, path: tuple[str, ...]) -> list[ast.stmt]:
     if len(path) == 1:
         return touching
     name = ".".join(path)
-    put = [one for one in touching if isinstance(one, ast.Assign) and name in map(ast.unparse, one.targets)]
-    return [*([] if node is None else [node]), *put]
+    assigned = [
+        statement
+        for statement in touching
+        if isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets)
+    ]
+    return [*([] if node is None else [node]), *assigned]
 
 
 def _head(node: ast.stmt) -> ast.AST:
     """Returns a statement without the blocks in it."""
     heads = [getattr(node, field) for field in ("test", "iter", "items") if hasattr(node, field)]
-    flat = [one for head in heads for one in (head if isinstance(head, list) else [head])]
+    flat = [node for head in heads for node in (head if isinstance(head, list) else [head])]
     return ast.Module(flat, []) if hasattr(node, "body") else node
 
 

@@ -39,7 +39,7 @@ def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
     positional = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
     kinds = [POSITIONAL[0]] * len(spec.posonlyargs) + [POSITIONAL[1]] * len(spec.args)
-    result = [WrittenParameter(*one) for one in zip(positional, kinds, defaults, strict=True)]
+    result = [WrittenParameter(*parameter) for parameter in zip(positional, kinds, defaults, strict=True)]
     if spec.vararg:
         result.append(WrittenParameter(spec.vararg, Parameter.VAR_POSITIONAL))
     for argument, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
@@ -52,8 +52,8 @@ def parameters(function: Function | ast.Lambda) -> list[WrittenParameter]:
 def signature(function: Function) -> Signature:
     """Returns a function's signature without its decorators; `...` stands for every default."""
     bare = [
-        Parameter(one.name, one.kind, default=Parameter.empty if one.default is None else ...)
-        for one in parameters(function)
+        Parameter(parameter.name, parameter.kind, default=Parameter.empty if parameter.default is None else ...)
+        for parameter in parameters(function)
     ]
     return Signature(bare)
 

@@ -33,14 +33,14 @@ class Need:
     #: What each device holds beside weights, at least, by component.
     activations: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def of(self, component: str) -> int:
+    def bytes_of(self, component: str) -> int:
         """Returns the bytes that a component takes on each device."""
         return self.device_bytes[component] + self.activations.get(component, 0)
 
     @property
     def largest(self) -> str | None:
         """The component that takes most on a device, if any is there."""
-        return max(self.device_bytes, key=self.of, default=None)
+        return max(self.device_bytes, key=self.bytes_of, default=None)
 
 
 def prepare(machine: Machine) -> None:
@@ -89,7 +89,7 @@ def require(machine: Machine, need: Need, instead: str) -> None:
     elif machine.kinds and kind not in machine.kinds:
         lacks.append(f"{count} devices of kind '{kind}'")
     limit = memory if memory is not None else machine.memory
-    if count and limit is not None and need.largest is not None and need.of(need.largest) > limit:
+    if count and limit is not None and need.largest is not None and need.bytes_of(need.largest) > limit:
         lacks.append(f"{size_text(limit)} on each device")
     host = host_memory()
     if need.host_bytes + need.host_tensors > host:
@@ -124,7 +124,7 @@ def _on_host(need: Need) -> str:
 def _remedy(machine: Machine, need: Need, limit: int | None, host: int, instead: str) -> str:
     """Returns the remedy. If the weights alone would fit, the video is too large."""
     weights = limit is None or max(need.device_bytes.values(), default=0) <= limit
-    whole = limit is None or max(map(need.of, need.device_bytes), default=0) <= limit
+    whole = limit is None or max(map(need.bytes_of, need.device_bytes), default=0) <= limit
     large = (weights and not whole) or need.host_bytes <= host < need.host_bytes + need.host_tensors
     smaller = "Make the video smaller with --set height=, width= or frames=; or run it" if large else "Run it"
     where = f"a {machine.name}" if need.devices and not large else "a larger machine"

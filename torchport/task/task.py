@@ -440,9 +440,9 @@ def _check_variant(request: Request, card: Card, job: Job, family: ModuleType, d
 
 
 def _new_folder(request: Request) -> Path:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     config = Path(request.config).stem.encode()[:100].decode(errors="ignore")  # a name has 255 bytes at most
-    stem = Path("outputs") / f"{request.model}-{config}-{now}"
+    stem = Path("outputs") / f"{request.model}-{config}-{moment}"
     return next(f for n in range(1, 10_000) if not (f := stem if n == 1 else Path(f"{stem}-{n}")).exists())
 
 

@@ -244,13 +244,13 @@ class Original:
         return output, call.observed
 
 
-def _no_cast(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _no_cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _cast(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     """Returns a value in the network's own dtype; a copy, as a module may write into it."""
-    return tensor.to(like.dtype, copy=True)
+    return tensor.to(template.dtype, copy=True)
 
 
 class Port:
@@ -300,8 +300,8 @@ def call_counts(ledger: patch.Ledger) -> dict[str, int]:
     return {record.entry.id: record.calls.count for record in ledger.records}
 
 
-def _to_engine(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    constant: torch.Tensor = engine.constant(tensor.to(like.dtype))
+def _to_engine(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    constant: torch.Tensor = engine.constant(tensor.to(template.dtype))
     return constant
 
 

@@ -159,7 +159,7 @@ def _loop_data(original: Recording, table: TensorTable) -> dict[str, Any]:
     fields = ("encoded", "latents", "states", "ends", "decoded")
     return {
         **{name: table.add(getattr(original, name)) for name in fields},
-        "likes": table.add({name: like[:1].clone() for name, like in original.likes.items()}),
+        "likes": table.add({name: template[:1].clone() for name, template in original.likes.items()}),
         "seams": {
             "moments": table.add(original.seams.moments),
             "chosen": sorted(loop.chosen),

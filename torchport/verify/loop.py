@@ -149,13 +149,13 @@ class MadeUpNetwork:
     def __init__(
         self,
         network: str,
-        like: torch.Tensor,
+        template: torch.Tensor,
         embeddings: Mapping[str, torch.Tensor],
         record: LoopRecord,
         is_port: bool,
     ) -> None:
         self.network = network
-        self.like = like
+        self.template = template
         self.embeddings = embeddings
         self.record = record
         self.batches = self.drops = is_port
@@ -181,8 +181,8 @@ class MadeUpNetwork:
     def _made_up(self, condition: str, number: int) -> torch.Tensor:
         """Returns the output for one condition, which depends on the step and the condition alone."""
         seed = 1000 * len(self.record.steps) + 10 * number + (condition == NEGATIVE)
-        values = torch.randn(self.like.shape[1:], generator=torch.Generator().manual_seed(seed))
-        return values.to(self.like.dtype)
+        values = torch.randn(self.template.shape[1:], generator=torch.Generator().manual_seed(seed))
+        return values.to(self.template.dtype)
 
     def _condition(self, row: Mapping[str, torch.Tensor]) -> str:
         """Returns the condition whose embeddings are nearest; the prompt's where both are as near."""

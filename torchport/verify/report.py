@@ -236,7 +236,7 @@ class Verification:
         verdicts = {seam.verdict for seam in self.seams} | {unit.verdict for unit in self.units}
         verdicts |= {self.decoded.verdict} if self.decoded is not None else set()
         verdicts |= set() if self.units else {Verdict.UNCLEAR}
-        return next((one for one in (Verdict.OTHER, Verdict.UNCLEAR) if one in verdicts), Verdict.SAME)
+        return next((verdict for verdict in (Verdict.OTHER, Verdict.UNCLEAR) if verdict in verdicts), Verdict.SAME)
 
     @property
     def verdict_words(self) -> str:

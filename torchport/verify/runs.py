@@ -151,10 +151,10 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
     values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
     for stage, (ours, theirs) in stages.items():
         for field in {**ours, **theirs}:
-            one, other = ours.get(field), theirs.get(field)
-            if one != other:
-                rows.setdefault(row := (field, value_words(one), value_words(other)), []).append(stage)
-                values[row] = one, other
+            mine, other = ours.get(field), theirs.get(field)
+            if mine != other:
+                rows.setdefault(row := (field, value_words(mine), value_words(other)), []).append(stage)
+                values[row] = mine, other
     return [
         Difference(row[0], *values[row], () if len(among) == _stages_with(row[0], stages) else tuple(among))
         for row, among in rows.items()
@@ -169,7 +169,7 @@ def _comparable(a: Manifest, b: Manifest) -> tuple[dict[str, Any], dict[str, Any
     """
     is_between = a.backend != b.backend and a.shared_code and b.shared_code
     dropped = "code" if is_between else "shared_code"
-    rows = ({**job(one), "shared_code": one.shared_code, **_patches(one)} for one in (a, b))
+    rows = ({**job(run), "shared_code": run.shared_code, **_patches(run)} for run in (a, b))
     first, second = ({key: value for key, value in row.items() if key != dropped} for row in rows)
     return first, second
 

@@ -146,7 +146,7 @@ def _denoise(
     task: Task, folder: Path, record: LoopRecord, likes: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> None:
     """Takes all denoising steps with made-up outputs."""
-    calls = {name: MadeUpNetwork(name, like, inputs, record, not task.original) for name, like in likes.items()}
+    calls = {name: MadeUpNetwork(name, template, inputs, record, not task.original) for name, template in likes.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
     if task.original and loop.has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
@@ -193,18 +193,18 @@ def value_seams(
     masks = [x for x in theirs.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
     others = [x for x in ours.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
     for name in [*theirs, *(name for name in ours if name not in theirs)]:
-        one, other = theirs.get(name), ours.get(name)
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            distance = 0.0 if _is_same(one, other) else math.inf
-            yield Seam(f"{name}{suffix}", stage, step, _words(one), _words(other), distance, 0.0)
+        expected, other = theirs.get(name), ours.get(name)
+        if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
+            distance = 0.0 if _is_same(expected, other) else math.inf
+            yield Seam(f"{name}{suffix}", stage, step, _words(expected), _words(other), distance, 0.0)
             continue
-        if one.dtype != other.dtype:
-            first, second = (str(x.dtype).removeprefix("torch.") for x in (one, other))
+        if expected.dtype != other.dtype:
+            first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
-        one, other = _without_padding(one, other, masks), _without_padding(other, one, others)
-        where = _worst(one, other)
-        words = _words(one, where), _words(other, where)
-        yield Seam(f"{name}{suffix}", stage, step, *words, _distance(one, other), _allowed(one))
+        expected, other = _without_padding(expected, other, masks), _without_padding(other, expected, others)
+        where = _worst(expected, other)
+        words = _words(expected, where), _words(other, where)
+        yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), _allowed(expected))
 
 
 def loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
@@ -240,8 +240,8 @@ def _constant(first: SchedulerStep, other: SchedulerStep) -> set[str]:
 def _call_seams(theirs: list[ConditionCall], ours: list[ConditionCall], step: int) -> Iterator[Seam]:
     """Yields the seams of the networks' calls in a step, matched by network and condition, in whatever order."""
     known, calls = ({(c.network, c.condition, c.number): c for c in each} for each in (theirs, ours))
-    one, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
-    yield Seam("calls of networks", LOOP, step, one, other, _distance_unless(known.keys() == calls.keys()), 0.0)
+    words, other = (", ".join(sorted(_call_words(key) for key in each)) or "none" for each in (known, calls))
+    yield Seam("calls of networks", LOOP, step, words, other, _distance_unless(known.keys() == calls.keys()), 0.0)
     for key in known:
         if key in calls:
             both = known[key].values.keys() & calls[key].values.keys()
@@ -276,9 +276,9 @@ def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Ten
     return x[:, :length] if is_unread else x
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(first: Any, other: Any) -> bool:
     """Returns whether two values that are not both tensors are the same: a tensor is like the number that it holds."""
-    values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (one, other)]
+    values = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in (first, other)]
     return not any(isinstance(value, torch.Tensor) for value in values) and bool(values[0] == values[1])
 
 
@@ -286,17 +286,17 @@ def _distance_unless(same: bool) -> float:
     return 0.0 if same else math.inf
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distance(first: torch.Tensor, other: torch.Tensor) -> float:
     """Returns max|a - b| / max|b|; infinity for other shapes, or where one is not finite and the other is."""
-    if one.numel() == other.numel() == 0:
+    if first.numel() == other.numel() == 0:
         return 0.0
-    if one.shape != other.shape:
+    if first.shape != other.shape:
         return math.inf
-    if torch.equal(one, other):
+    if torch.equal(first, other):
         return 0.0
-    if not one.is_floating_point():
+    if not first.is_floating_point():
         return math.inf
-    a, b = other.double(), one.double()
+    a, b = other.double(), first.double()
     if not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf
     a, b = a.nan_to_num(posinf=0.0, neginf=0.0), b.nan_to_num(posinf=0.0, neginf=0.0)
@@ -309,11 +309,11 @@ def _allowed(x: torch.Tensor) -> float:
     return ROUNDINGS * torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
 
 
-def _worst(one: torch.Tensor, other: torch.Tensor) -> int:
+def _worst(first: torch.Tensor, other: torch.Tensor) -> int:
     """Returns the number of the element in which two tensors differ most; 0 if that is among the first."""
-    if one.shape != other.shape or not one.numel() or torch.equal(one, other):
+    if first.shape != other.shape or not first.numel() or torch.equal(first, other):
         return 0
-    difference = (one.double() - other.double()).abs().nan_to_num(nan=math.inf)
+    difference = (first.double() - other.double()).abs().nan_to_num(nan=math.inf)
     worst = int(difference.argmax())
     return 0 if worst < SHOWN else worst
 

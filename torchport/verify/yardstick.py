@@ -89,7 +89,7 @@ def distance(a: Any, b: Any) -> float | None:
         None where no two tensors have the same shape.
     """
     pairs = matched(a, b)
-    return max((_distance(one, other) for one, other in pairs), default=None) if pairs else None
+    return max((_distance(first, other) for first, other in pairs), default=None) if pairs else None
 
 
 def matched(a: Any, b: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -137,9 +137,9 @@ def _in_the_same_rows(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, t
     return _rows_as(a, b), _rows_as(b, a)
 
 
-def _rows_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _rows_as(tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     """Returns the rows of a tensor that another one has, where that has only some."""
-    numbers = getattr(like, ROWS, None)
+    numbers = getattr(template, ROWS, None)
     if numbers is None or hasattr(tensor, ROWS):
         return tensor
     return tensor.reshape(-1, tensor.shape[-1])[numbers]
@@ -159,10 +159,10 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     b = torch.where(known, b.double(), 0.0)
     a = torch.where(known, a.double(), 0.0)
-    largest, apart = float(b.abs().max()), float((a - b).abs().max())
-    if math.isnan(apart):
+    largest, error = float(b.abs().max()), float((a - b).abs().max())
+    if math.isnan(error):
         return math.inf
-    return apart / largest if largest > TINY else apart
+    return error / largest if largest > TINY else error
 
 
 def least_rounding(tree: Any) -> float:

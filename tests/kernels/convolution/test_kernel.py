@@ -107,7 +107,7 @@ def test_a_product_takes_about_256_positions_and_never_part_of_a_column():
         for frames in (8, 16, 32, 64):
             conv = dataclasses.replace(SMALL, width=width, frames=frames)
             assert width % conv.columns == 0 and conv.columns * frames <= 2.5 * kernel.ROWS
-            assert width % dataclasses.replace(conv, normal=True).together == 0
+            assert width % dataclasses.replace(conv, normal=True).columns_at_once == 0
 
 
 @pytest.mark.skipif(not absent.installed(), reason="libtpu is not installed: pip install 'torchport[plan]'")

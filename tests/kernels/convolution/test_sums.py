@@ -28,7 +28,7 @@ def test_differences_to_the_first_position_are_summed(valid):
 
 def test_a_row_is_added_some_columns_at_a_time():
     call = Sums(2, 40, 16, 128)
-    assert call.together == 20 and moments.sums_trips(call) == (2, 2)
+    assert call.columns_at_once == 20 and moments.sums_trips(call) == (2, 2)
     x = jnp.asarray(numpy.random.default_rng(0).normal(size=(2, 40, 16, 128)), jnp.bfloat16)
     _, total, _ = SUMMED(call, x, jnp.asarray([2, 40], jnp.int32), interpret=True)
     wide = numpy.asarray(x, numpy.float64)

@@ -161,13 +161,13 @@ def _by_kernel(
         gains = [None if norm is None else (norm.weight, getattr(norm, "bias", None)) for norm in norms]
         return [stream.q, stream.k, stream.v, gains]
 
-    def arrays(of: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
-        q, k, v, gains = of
-        norms = [None if kind is None else Norm(*own, **kind) for own, kind in zip(gains, kinds, strict=True)]
+    def arrays(given: Any, kinds: list[dict[str, Any] | None]) -> form.Tokens:
+        q, k, v, gains = given
+        norms = [None if kind is None else Norm(*gain, **kind) for gain, kind in zip(gains, kinds, strict=True)]
         return form.Tokens(q, k, v, *norms)
 
-    def run(own: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-        first = arrays(own, kinds(tokens))
+    def run(stream: Any, others: Any, tables: Any, lengths_B: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        first = arrays(stream, kinds(tokens))
         second = None if further is None else arrays(others, kinds(further))
         cos, sin = tables
         out, rest = form.attention(first, second, cos, sin, lengths_B, heads=heads, bound=bound)

@@ -98,10 +98,10 @@ def _mean_and_peak(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.A
 def _over_features(factors: Sequence[jax.Array], head_size: int) -> jax.Array:
     """Returns the heads' factors [B, S], each for all features of its head, as [B, S, F]."""
     head = lax.broadcasted_iota(jnp.int32, (1, 1, len(factors) * head_size), 2) // head_size
-    every = factors[0][..., None]
+    result = factors[0][..., None]
     for number, factor in enumerate(factors):
-        every = jnp.where(head == number, factor[..., None], every)
-    return every
+        result = jnp.where(head == number, factor[..., None], result)
+    return result
 
 
 def _step(peak: jax.Array) -> jax.Array:

@@ -76,8 +76,8 @@ def normalised(x_BSF: jax.Array, norm: Norm | None, axis: str | None = None) -> 
         return x_BSF
 
     def mean(x: jax.Array) -> jax.Array:
-        own = x.mean(-1, keepdims=True)
-        return own if axis is None else lax.pmean(own, axis)
+        mean = x.mean(-1, keepdims=True)
+        return mean if axis is None else lax.pmean(mean, axis)
 
     x = x_BSF.reshape(*x_BSF.shape[:2], -1, norm.weight.shape[0]).astype(jnp.float32)
     x = x - mean(x) if norm.centred else x
@@ -218,10 +218,10 @@ def _kernel(norm: Norm | None, heads: Heads, x: Any, *others: Any) -> None:
     def column(i: int) -> jax.Array:
         return x[:, i * LANES : (i + 1) * LANES]
 
-    every = range(groups * per_group)
+    columns = range(groups * per_group)
     over_all = norm is not None and norm.is_over_all(heads.size)
-    of_all = _statistics([column(i) for i in every], norm, heads) if norm is not None and over_all else None
-    for i in every:
+    of_all = _statistics([column(i) for i in columns], norm, heads) if norm is not None and over_all else None
+    for i in columns:
         whole = column(i)
         if norm is not None:
             mean, scale = of_all or _statistics([whole], norm, heads)
@@ -263,8 +263,8 @@ def _statistics(columns: list[jax.Array], norm: Norm, heads: Heads) -> tuple[jax
     if norm.centred:
         # Not by `total`: that takes the unit that the squares need.
         row, at = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), dim) for dim in (0, 1))
-        together = jnp.where(over_all | (row // heads.padded == at // heads.padded), 1.0, 0.0)
-        mean = functools.reduce(jnp.add, (_product(column, together) for column in columns)) / count
+        same_head = jnp.where(over_all | (row // heads.padded == at // heads.padded), 1.0, 0.0)
+        mean = functools.reduce(jnp.add, (_product(column, same_head) for column in columns)) / count
         wide = [column - mean for column in wide]
         if heads.size < heads.padded:
             wide = [jnp.where(lane % heads.padded < heads.size, column, 0.0) for column in wide]

@@ -111,10 +111,10 @@ def attention(
     problem = Problem(*platform(), tokens.q.dtype, size, size**-0.5, False, None, False, limit, None, interpret)
     note = current().note
     if note is not None:
-        every, arrays = valid + longest, 1 if further is None else 2
+        keys, arrays = valid + longest, 1 if further is None else 2
         dtype = tokens.q.dtype.name
         name = "splash_int8" if _int8(problem) else "splash_transposed"
-        note(Traced(name, batch, heads, every, every, size, problem.bounded, arrays, dtype))
+        note(Traced(name, batch, heads, keys, keys, size, problem.bounded, arrays, dtype))
     cos, sin = (jnp.pad(table, ((0, count - valid), (0, 0))) for table in (cos_SD, sin_SD))
     run = functools.partial(_local, problem, heads // math.prod(sizes()), valid)
     if further is None:
@@ -153,20 +153,20 @@ def _on_shards(
         return run(tokens, further, cos, sin, lengths)
     dp, sp, tp = (axis if axis in mesh.shape else None for axis in ("dp", "sp", "tp"))
 
-    def specs(of: Tokens | None, every: PartitionSpec) -> Tokens | None:
-        if of is None:
+    def specs(parts: Tokens | None, spec: PartitionSpec) -> Tokens | None:
+        if parts is None:
             return None
         # Gains of all heads together lie as the features do.
         gains = [
             None if norm is None else PartitionSpec(tp if norm.is_over_all(size) else None)
-            for norm in (of.norm_q, of.norm_k)
+            for norm in (parts.norm_q, parts.norm_k)
         ]
-        return Tokens(every, every, every, *gains)
+        return Tokens(spec, spec, spec, *gains)
 
-    apart, whole, table = PartitionSpec(dp, sp, tp), PartitionSpec(dp, None, tp), PartitionSpec(sp)
+    split_tokens, whole, table = PartitionSpec(dp, sp, tp), PartitionSpec(dp, None, tp), PartitionSpec(sp)
     split = jax.shard_map(
         run,
-        in_specs=(specs(tokens, apart), specs(further, whole), table, table, PartitionSpec(dp)),
+        in_specs=(specs(tokens, split_tokens), specs(further, whole), table, table, PartitionSpec(dp)),
         out_specs=(PartitionSpec(dp, tp, None, sp), whole),
         check_vma=False,
     )
@@ -186,7 +186,7 @@ def _local(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the outputs [B, 1, N, S, F / N] and [B, T, F] of a device's own tokens and `heads` heads."""
     (ways, groups), size, interpret = sizes(), problem.head_size, problem.interpret
-    together, padded = transposed.grouping(heads, size)
+    group, padded = transposed.grouping(heads, size)
     lie = Heads(size, padded, groups)
     if ways > 1:
         tokens = _normalised(tokens, size, only_over_all=True)
@@ -213,8 +213,8 @@ def _local(
             arrays.append(transposed.Keys(k_BTF, jnp.swapaxes(v_BTF, 1, 2)[:, None], lengths_B[here]))
 
         def over_all_keys(x_BSF: jax.Array) -> jax.Array:
-            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], together, padded, int8=_int8(problem))
-            return transposed.side_by_side(x_BSF, arrays, heads=together, head_size=padded, **options)
+            options = transposed_options(problem, x_BSF.shape[1], keys.shape[1], group, padded, int8=_int8(problem))
+            return transposed.side_by_side(x_BSF, arrays, heads=group, head_size=padded, **options)
 
         out = over_all_keys(queries).reshape(batch, groups, local, features // groups)
         out = _all_to_all(lie.gathered(out), groups)

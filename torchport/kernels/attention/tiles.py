@@ -52,7 +52,7 @@ class Tile:
                 raise AttentionError("tile", f"{name} is {size!r}", remedy, name=name)
 
     @property
-    def together(self) -> int:
+    def cells_at_once(self) -> int:
         """Cells of a tail piece that are scheduled together: a divisor of their number, five at most."""
         cells = self.block_q // self.columns
         return max((part for part in range(1, 6) if cells and cells % part == 0), default=1)

@@ -159,7 +159,7 @@ def _pallas_call(plan: Plan, q_BSF: jax.Array, vmem_bytes: int, interpret: bool)
 
 def _int8_kernel(plan: Plan, lengths: Any, rows: Any, q: Any, *others: Any) -> None:
     """One tile of queries in eight bits, whose scores `rows` scales, against all keys of its sample."""
-    refs = Refs.of(plan, lengths, q, others)
+    refs = Refs.in_order(plan, lengths, q, others)
     attend(plan, refs, Int8Softmax(plan, refs, rows))
 
 

@@ -104,7 +104,7 @@ class Refs:
     heads: Any = None  # [g, block_q, W]: each head's queries, zeros for the others' features; if g > 1
 
     @classmethod
-    def of(cls, plan: Plan, lengths: Any, q: Any, others: Sequence[Any]) -> Refs:
+    def in_order(cls, plan: Plan, lengths: Any, q: Any, others: Sequence[Any]) -> Refs:
         """Returns the references in the order in which a kernel is called with them."""
         n = plan.arrays
         return cls(lengths, q, others[:n], others[n : 2 * n], *others[2 * n :])
@@ -330,7 +330,7 @@ def _by_sublane(x: jax.Array) -> jax.Array:
 
 def kernel(plan: Plan, lengths: Any, q: Any, *others: Any) -> None:
     """One tile of queries against all keys of its sample."""
-    refs = Refs.of(plan, lengths, q, others)
+    refs = Refs.in_order(plan, lengths, q, others)
     attend(plan, refs, Softmax(plan, refs))
 
 
@@ -402,7 +402,7 @@ def _tail(softmax: Softmax, chunks: Chunks, start: Any, length: Any) -> None:
         key = lax.broadcasted_iota(jnp.int32, shape, 0) * LANES + lax.broadcasted_iota(jnp.int32, shape, 2)
         refs.tail_values[...] = jnp.where(key < left, refs.tail_values[...], jnp.zeros_like(refs.tail_values))
         work = functools.partial(softmax.both, refs.tail_keys[...], refs.tail_values, valid)
-        _each(softmax.plan, work, softmax.plan.tile.together)
+        _each(softmax.plan, work, softmax.plan.tile.cells_at_once)
 
     lax.fori_loop(0, lax.div(length - start + TAIL - 1, TAIL), piece, None)
 
@@ -422,21 +422,21 @@ def _finish(softmax: Softmax) -> None:
     _each(plan, work)
 
 
-def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], together: int = 1) -> None:
+def _each(plan: Plan, work: Callable[[Sequence[Cell]], None], at_once: int = 1) -> None:
     """Works on every cell in a loop: what runs once for each tile need not be unrolled.
 
     Args:
         plan: Has the cells.
         work: Called with some of the cells: all heads of the same queries.
-        together: For how many cells' queries it is called at once: a divisor of their number.
+        at_once: For how many cells' queries it is called at once: a divisor of their number.
     """
     width, end = plan.tile.columns, plan.tile.block_q
 
     def step(i: Any, _: None) -> None:
-        starts = [pl.multiple_of((i * together + cell) * width, LANES) for cell in range(together)]
+        starts = [pl.multiple_of((i * at_once + cell) * width, LANES) for cell in range(at_once)]
         work([(g, a, width) for a in starts for g in range(plan.heads)])
 
-    lax.fori_loop(0, end // width // together, step, None)
+    lax.fori_loop(0, end // width // at_once, step, None)
     if end % width:
         work([(g, end // width * width, end % width) for g in range(plan.heads)])
 

@@ -164,10 +164,10 @@ def _by_kernel(
     bias = jnp.zeros(weight.shape[0], jnp.float32) if bias is None else bias
     run = functools.partial(kernel.convolved, conv, interpret=dispatch.current().interpret)
     empty = jnp.zeros((2, height, width, weight.shape[0]), jnp.float32)
-    lead, begin = operands.lead, empty if operands.carry is None else operands.carry
+    lead, carry = operands.lead, empty if operands.carry is None else operands.carry
     is_first = jnp.asarray(operands.carry is None if operands.first is None else operands.first).reshape(1)
     if count == 1:
-        out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=begin, first=is_first))
+        out, kept = run(x, sides, weights, bias, dataclasses.replace(operands, carry=carry, first=is_first))
         return out, empty if kept is None else kept
 
     def parts(array: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def _by_kernel(
         return (kept if after is None else after), out
 
     framed = {"residual": operands.residual, "scale": operands.scale, "shift": operands.shift}
-    kept, outs = lax.scan(step, begin, (jnp.arange(count), *jax.tree.map(parts, (x, sides, framed))))
+    kept, outs = lax.scan(step, carry, (jnp.arange(count), *jax.tree.map(parts, (x, sides, framed))))
     return jnp.moveaxis(outs, 0, 2).reshape(height, width, x.shape[2], -1), kept
 
 

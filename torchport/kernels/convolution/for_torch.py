@@ -57,8 +57,8 @@ def spread(
     form = canvas.of_latents(frames, height, width, multiple=multiple, paired=paired)
     first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
     last = latents_BCTHW[:, :, -1:].expand(-1, -1, form.tail, -1, -1)
-    every = torch.cat([first, latents_BCTHW, last], 2)
-    padded = functional.pad(every, (0, form.width - width, 0, form.height - height))
+    video = torch.cat([first, latents_BCTHW, last], 2)
+    padded = functional.pad(video, (0, form.width - width, 0, form.height - height))
     if not jax.sharding.get_abstract_mesh().empty:
         padded = engine.call_jax(jax.lax.with_sharding_constraint, padded, form.spec)
     with canvas.using(form):
@@ -245,8 +245,8 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     def over_batch(each_BGT: torch.Tensor) -> torch.Tensor:  # no product of matrices, which a TPU rounds
         return (each_BGT[:, :, None] * shares).sum(-1)[..., batch_of_frame]
 
-    together = over_batch(mean)
-    return together, over_batch(variance + (mean - together) ** 2)
+    joined = over_batch(mean)
+    return joined, over_batch(variance + (mean - joined) ** 2)
 
 
 def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,15 +254,15 @@ def _batches(x_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from torchport.kernels.convolution import chunks
 
     frames, form, tape = x_BCTHW.shape[2], canvas.current(), chunks.current()
-    every = frames if tape is None else frames * tape.count
-    device, times = x_BCTHW.device, every // form.frames
+    total = frames if tape is None else frames * tape.count
+    device, times = x_BCTHW.device, total // form.frames
     first = torch.tensor(True).to(device) if tape is None else tape.first
     numbers = torch.arange(frames).to(device)
     pair = numbers // (2 * times)
     # The first of an odd number of latent frames is decoded with the pair after it.
     joined = pair.clamp(min=1) if form.lead and form.frames - form.tail > 2 else pair
     batch = torch.where(first, joined, pair)
-    is_padding = first & (numbers < form.lead_of(every))
+    is_padding = first & (numbers < form.lead_of(total))
     every_batch = torch.arange(frames // (2 * times)).to(device)[:, None]
     return batch, ((batch == every_batch) & ~is_padding).float()
 

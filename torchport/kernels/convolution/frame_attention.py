@@ -47,13 +47,13 @@ def _local(form: Canvas, causal: bool, q_BCTHW: jax.Array, k_BCTHW: jax.Array, v
     k, v = (x.reshape(batch, channels, -1) for x in (k_BCTS, v_BCTS))
     frame_of_key = jnp.repeat(jnp.arange(frames), rows * columns)
 
-    def one(item: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def sample(item: tuple[jax.Array, jax.Array]) -> jax.Array:
         # Frames of padding are the first frame once more.
         seen = (frame_of_key >= lead) & (frame_of_key <= jnp.maximum(item[0], lead))
         return _attended(item[1], k, v, seen)
 
     if causal:
-        out = lax.map(one, (jnp.arange(frames), q))
+        out = lax.map(sample, (jnp.arange(frames), q))
     else:
         out = lax.map(lambda item: _attended(*item), (q, jnp.moveaxis(k_BCTS, 2, 0), jnp.moveaxis(v_BCTS, 2, 0)))
     return jnp.moveaxis(out, 0, 2).reshape(q_BCTHW.shape)

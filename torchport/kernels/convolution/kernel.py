@@ -109,7 +109,7 @@ class Conv:
         return min(fits or [1], key=lambda n: (abs(n * self.frames - ROWS), n % 8 != 0))
 
     @property
-    def together(self) -> int:
+    def columns_at_once(self) -> int:
         """Columns of the input that enter the ring at once: a divisor of W; with a norm those of 64 registers."""
         if not self.normal and not self.scaled:
             return self.width
@@ -125,8 +125,8 @@ class Conv:
     @property
     def products(self) -> list[tuple[int, int]]:
         """Which parts of the input meet which of the weights, the largest last."""
-        every = [(a, b) for a in range(self.parts) for b in range(self.parts) if a + b < self.parts]
-        return sorted(every, key=lambda pair: -sum(pair))
+        pairs = [(a, b) for a in range(self.parts) for b in range(self.parts) if a + b < self.parts]
+        return sorted(pairs, key=lambda pair: -sum(pair))
 
     @property
     def name(self) -> str:
@@ -155,10 +155,10 @@ def weights_of(weight_DCTHW: jax.Array, conv: Conv) -> list[jax.Array]:
         weight_DCTHW,
         ((0, conv.blocks * conv.pitch - outputs), (0, conv.depth - inputs), (0, 0), (0, 0), (0, 0)),
     )
-    every = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
-    every = every.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
-    every = jnp.pad(every, ((0, 0), (0, 0), (0, conv.sums - every.shape[2])))
-    return parts_of(every, conv.parts)
+    rows = padded.reshape(conv.blocks, conv.pitch, conv.depth, conv.taps, 9)
+    rows = rows.transpose(0, 4, 2, 3, 1).reshape(conv.blocks, 9 * conv.depth, conv.taps * conv.pitch)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, conv.sums - rows.shape[2])))
+    return parts_of(rows, conv.parts)
 
 
 def convolved(
@@ -299,22 +299,24 @@ class _Step:
 
     def take_row(self) -> None:
         """Puts a row of the input into the ring, with the column before it and the one after it."""
-        conv, some = self.conv, self.conv.together
+        conv, some = self.conv, self.conv.columns_at_once
 
-        def put(number: Any, _: Any) -> Any:
+        def write_columns(number: Any, _: Any) -> Any:
             x = self._columns("x", number * (some // conv.zoom), some, conv.zoom)
             beside = [self._columns(name, 1 + number * (some // conv.scaled), some, conv.scaled) for name in scaling]
-            self._put(x, 1 + number * some, beside)
+            self._enter_columns(x, 1 + number * some, beside)
             return 0
 
         scaling = ("scale", "shift") if conv.scaled else ()
         if some < conv.width:
-            jax.lax.fori_loop(0, conv.width // some, put, 0)
+            jax.lax.fori_loop(0, conv.width // some, write_columns, 0)
         else:
-            put(0, 0)
+            write_columns(0, 0)
         for side, column in (("left", 0), ("right", conv.width + 1)):
             last = 0 if column == 0 or not conv.scaled else conv.width // conv.scaled + 1
-            self._put(self._columns(side, 0, 1, 1), column, [self._columns(name, last, 1, 1) for name in scaling])
+            self._enter_columns(
+                self._columns(side, 0, 1, 1), column, [self._columns(name, last, 1, 1) for name in scaling]
+            )
 
     def _columns(self, name: str, start: Any, count: int, times: int) -> jax.Array:
         """Returns columns of an operand's row, [count, T, C] in float32, where each counts so many times."""
@@ -326,7 +328,7 @@ class _Step:
             return x
         return jnp.broadcast_to(x[:, None], (x.shape[0], times, *x.shape[1:])).reshape(count, *x.shape[1:])
 
-    def _put(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
+    def _enter_columns(self, x: jax.Array, column: Any, scaling: list[jax.Array]) -> None:
         conv = self.conv
         if conv.scaled:
             x = x * scaling[0] + scaling[1]
@@ -421,8 +423,8 @@ class _Step:
     def _taps(self, rows: Any) -> list[jax.Array]:
         """Returns rows of the sums, those of each tap in time."""
         if self.conv.pitch < LANES:
-            every = self.ref["sums"].at[0][rows]
-            return [every, *(pltpu.roll(every, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
+            taps = self.ref["sums"].at[0][rows]
+            return [taps, *(pltpu.roll(taps, LANES - n * self.conv.pitch, 1) for n in range(1, self.conv.taps))]
         slabs = self.conv.block // LANES
         parts = [[self.ref["sums"].at[n * slabs + m][rows] for m in range(slabs)] for n in range(self.conv.taps)]
         return [jnp.concatenate(part, -1) for part in parts]
@@ -435,12 +437,12 @@ class _Step:
         """Returns what earlier frames add to the first two, [columns, B] each."""
         head = self._taps(self._frame(0))
         still = self.conv.edges if self.conv.still is None else self.conv.still
-        begin = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
+        start = [head[0] + head[1], head[0]] if still else [jnp.zeros_like(head[0])] * 2
         if not self.conv.carried:
-            return begin if still else []
+            return start if still else []
         missing = self.conv.block - self.ref["carry"].shape[-1]
         carry = [jnp.pad(self.ref["carry"][n, 0, here], ((0, 0), (0, missing))) for n in range(2)]
-        return [jnp.where(self.is_first, mine, one) for mine, one in zip(begin, carry, strict=True)]
+        return [jnp.where(self.is_first, mine, carried) for mine, carried in zip(start, carry, strict=True)]
 
 
 def _activated(x: jax.Array, gains: jax.Array, channels: int) -> jax.Array:
@@ -484,7 +486,7 @@ def trips(conv: Conv) -> tuple[int, ...]:
         inner: tuple[int, ...] = (*((tiles,) if tiles > 1 else ()), *deep)
     else:
         inner = deep * tiles
-    some = conv.width // conv.together
+    some = conv.width // conv.columns_at_once
     return (conv.blocks * (conv.height + 2), *((some,) if some > 1 else ()), *inner)
 
 

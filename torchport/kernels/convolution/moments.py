@@ -47,8 +47,8 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     is_padded = form.height != form.valid_height or form.width != form.valid_width
     takes = dispatch.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
     run = _by_kernel if takes else _by_xla
-    every = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
-    near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*every, strict=True))
+    samples = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
+    near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))
     near = jnp.where(rows * columns > 0, near, 0.0)  # padding may hold anything, and NaN times 0 is NaN
     count = jnp.maximum(rows * columns, 1).astype(jnp.float32)
     offset = total / count
@@ -59,11 +59,11 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
 def _by_xla(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what `summed` does, through XLA."""
     wide = x.astype(jnp.float32)
-    apart = wide - wide[0, 0]
+    difference = wide - wide[0, 0]
     if is_padded:
         inside = (jnp.arange(x.shape[0]) < rows)[:, None] & (jnp.arange(x.shape[1]) < columns)
-        apart = jnp.where(inside[..., None, None], apart, 0.0)
-    return wide[0, 0], jnp.sum(apart, axis=(0, 1)), jnp.sum(apart * apart, axis=(0, 1))
+        difference = jnp.where(inside[..., None, None], difference, 0.0)
+    return wide[0, 0], jnp.sum(difference, axis=(0, 1)), jnp.sum(difference * difference, axis=(0, 1))
 
 
 def _by_kernel(is_padded: bool, x: jax.Array, rows: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
@@ -89,8 +89,8 @@ def _joined(
         return lax.psum(part, axes) if axes else part
 
     whole = over_all(mean)
-    apart = mean - jnp.repeat(whole, mean.shape[1] // groups, axis=1)
-    return whole, over_all(variance + apart * apart)
+    difference = mean - jnp.repeat(whole, mean.shape[1] // groups, axis=1)
+    return whole, over_all(variance + difference * difference)
 
 
 def _valid(axes: tuple[str, ...], size: int, valid_of: Callable[[int], int]) -> jax.Array:
@@ -112,7 +112,7 @@ class Sums:
     dtype: str = "float32"  #: Of the video.
 
     @property
-    def together(self) -> int:
+    def columns_at_once(self) -> int:
         """Columns that are added at once, a divisor of W: of 32 to 64 registers, or all where there is none."""
         size = self.frames * self.channels
         fits = [n for n in range(1, self.width) if self.width % n == 0 and 32 * 1024 <= n * size <= 64 * 1024]
@@ -161,22 +161,22 @@ def summed(
 
 def _sums_kernel(sums: Sums, valid: Any, x: Any, near: Any, total: Any, squares: Any) -> None:
     """Adds one row."""
-    row, some = pl.program_id(0), sums.together
+    row, some = pl.program_id(0), sums.columns_at_once
 
-    def begin() -> None:
+    def start() -> None:
         near[...] = x[0, 0].astype(jnp.float32)
         total[...] = jnp.zeros_like(total)
         squares[...] = jnp.zeros_like(squares)
 
-    pl.when(row == 0)(begin)
+    pl.when(row == 0)(start)
     origin = near[...]
 
     def add(number: Any, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        apart = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
+        difference = x[0, pl.ds(number * some, some)].astype(jnp.float32) - origin
         if sums.padded:
             column = number * some + jax.lax.broadcasted_iota(jnp.int32, (some, 1, 1), 0)
-            apart = jnp.where(jnp.logical_and(row < valid[0], column < valid[1]), apart, 0.0)
-        return so_far[0] + jnp.sum(apart, axis=0), so_far[1] + jnp.sum(apart * apart, axis=0)
+            difference = jnp.where(jnp.logical_and(row < valid[0], column < valid[1]), difference, 0.0)
+        return so_far[0] + jnp.sum(difference, axis=0), so_far[1] + jnp.sum(difference * difference, axis=0)
 
     zeros = jnp.zeros((sums.frames, sums.channels), jnp.float32)
     count = sums.width // some
@@ -194,7 +194,7 @@ def sums_alone(**sizes: Any) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStr
 
 def sums_trips(sums: Sums) -> tuple[int, ...]:
     """Returns how often the kernel's loops run: see `torchport.plan.tpu.cost.Trips`."""
-    return (sums.height, sums.width // sums.together)
+    return (sums.height, sums.width // sums.columns_at_once)
 
 
 def sums_moved(sums: Sums) -> int:

@@ -102,13 +102,13 @@ def _added(
     products: jax.Array, outputs: int, still: bool, carry: jax.Array | None, first: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the taps in time [T, H, W, 3 D] added up, and what is due after the last frame."""
-    oldest, older, now = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
-    begin = jnp.stack([oldest[0] + older[0], oldest[0]])
-    begin = begin if still else jnp.zeros_like(begin)
-    before = begin if carry is None else carry if first is None else jnp.where(first, begin, carry)
-    every = jnp.pad(now, ((0, 2), (0, 0), (0, 0), (0, 0)))
-    every = every.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
-    return every[:-2], every[-2:]
+    oldest, older, newest = (products[..., n * outputs : (n + 1) * outputs] for n in range(3))
+    start = jnp.stack([oldest[0] + older[0], oldest[0]])
+    start = start if still else jnp.zeros_like(start)
+    before = start if carry is None else carry if first is None else jnp.where(first, start, carry)
+    total = jnp.pad(newest, ((0, 2), (0, 0), (0, 0), (0, 0)))
+    total = total.at[:2].add(before).at[1:-1].add(older).at[2:].add(oldest)
+    return total[:-2], total[-2:]
 
 
 def _scaled(x: jax.Array, scale: jax.Array, shift: jax.Array, rows: bool) -> jax.Array:

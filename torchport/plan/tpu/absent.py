@@ -36,11 +36,11 @@ def environment(dump: Path | None = None) -> dict[str, str]:
         return variables
     if any(letter.isspace() for letter in str(dump)):
         raise TopologyError(str(dump), "The folder for the dump has white space in its name", "Name one without")
-    own = os.environ.get("LIBTPU_INIT_ARGS", "")
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     return variables | {
         # A program that comes out of JAX's cache of compiled programs is not compiled, and dumps nothing.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "LIBTPU_INIT_ARGS": f"{own} --xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true".lstrip(),
+        "LIBTPU_INIT_ARGS": f"{flags} --xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true".lstrip(),
     }
 
 

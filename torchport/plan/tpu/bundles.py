@@ -158,7 +158,7 @@ def read(folder: Path, kernel: str) -> KernelBundles:
         # The compiler's own programs around a kernel: TLP (the whole program), <late-initialization>, ...
         if name and name["kernel"] != "TLP" and "<" not in name["kernel"]:
             files[name["what"]].append((name["kernel"], file))
-    bundles, counts = (_one(folder, kernel, each) for each in files.values())
+    bundles, counts = (_file_of(folder, kernel, each) for each in files.values())
     slots, table = _read_counts(counts[1])
     root = _read_regions(bundles[1])
     if root.end == len(table):
@@ -166,7 +166,7 @@ def read(folder: Path, kernel: str) -> KernelBundles:
     raise TopologyError(str(counts[1]), f"It has {len(table)} rows for {root.end} bundles", _FORM)
 
 
-def _one(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
+def _file_of(folder: Path, kernel: str, files: list[tuple[str, Path]]) -> tuple[str, Path]:
     """Returns the one file of a kernel; libtpu writes `_` for what it allows in no name, and adds a number."""
     wanted = re.sub(r"[^\w.-]", "_", kernel)
     of_it = [(name, file) for name, file in files if re.fullmatch(rf"{re.escape(wanted)}(\.\d+)?", name)]

@@ -5,7 +5,7 @@ that before it runs. The rule, from the kernel inwards:
 
 * The n-th loop that begins in it runs as often as `Trips.loops` says for the n-th. A loop whose number of
   passes is known to be one when it is compiled is none to the compiler, and is left out on both sides.
-* Loops without matrix work that have fewer than `OWN` bundles, or stand under a predicate with none either, are the
+* Loops without matrix work that have under `OVERHEAD` bundles, or stand under a predicate with none either, are the
   compiler's: they start a copy in pieces. They count once.
 * What a predicate can rule out counts as if it ran, except a region without matrix work beside the one that has it,
   where `Trips.once_in` says that it is for the first or the last of so many steps.
@@ -39,7 +39,7 @@ from torchport.plan.tpu.bundles import MATMUL, KernelBundles, Region, compile_ke
 
 BFLOAT16 = 2
 """Bytes."""
-OWN = 40
+OVERHEAD = 40
 """Bundles: the compiler's loops have 7 to 33, the shortest of a kernel here 50 (libtpu 0.0.51)."""
 
 
@@ -84,7 +84,7 @@ def transposed_trips(work: Work, tile: Tile, cores: int) -> Trips:
     groups, cells = math.ceil(work.heads / work.group / cores), tile.block_q // tile.columns
     pieces = math.ceil((work.keys - chunks * tile.block_kv) / TAIL)
     each = () if cells == 1 else (cells,)  # a loop of one pass is none
-    some = () if cells == tile.together else (cells // tile.together,)
+    some = () if cells == tile.cells_at_once else (cells // tile.cells_at_once,)
     further = (math.ceil(work.further / TAIL), *some) if work.further else ()
     # Tiles; first halves of the first chunk; chunks in pairs; second halves of the last; pieces, cells; outputs.
     return Trips((groups * tiles, *each, chunks - 1, *each, pieces, *some, *further, *each))
@@ -118,7 +118,7 @@ def executed(kernel: KernelBundles, trips: Trips, slot: str | None = None) -> in
     if slot is not None:
         weights = kernel.counts[:, list(kernel.slots).index(slot)]
     passes = dict(zip(loops, trips.loops, strict=True))
-    return _Count(_work(kernel), passes, trips.once_in, weights).of(kernel.root, 1)
+    return _Count(_work(kernel), passes, trips.once_in, weights).weight(kernel.root, 1)
 
 
 def _work(kernel: KernelBundles) -> numpy.typing.NDArray[numpy.int64]:
@@ -134,7 +134,7 @@ def _loops(kernel: KernelBundles) -> list[Region]:
         busy = work[region.start : region.end].any()
         if region.kind == "predicated" and not busy and work.any():  # a kernel of sums has no matrix work anywhere
             return
-        if region.kind == "loop" and (busy or region.end - region.start >= OWN):
+        if region.kind == "loop" and (busy or region.end - region.start >= OVERHEAD):
             loops.append(region)
         for part in region.inside:
             visit(part)
@@ -152,14 +152,14 @@ class _Count:
     once_in: int
     weights: numpy.typing.NDArray[numpy.int64]
 
-    def of(self, region: Region, times: int) -> int:
+    def weight(self, region: Region, times: int) -> int:
         """Returns the weight of a region that is entered so many times."""
         times *= self.passes.get(region, 1)
         busy = [bool(self.work[part.start : part.end].any()) for part in region.inside]
         total, at = 0, region.start
         for part, works in zip(region.inside, busy, strict=True):
             rare = part.kind == "predicated" and not works and any(busy)
-            total += times * self._between(at, part.start) + self.of(part, times // self.once_in if rare else times)
+            total += times * self._between(at, part.start) + self.weight(part, times // self.once_in if rare else times)
             at = part.end
         return total + times * self._between(at, region.end)
 

@@ -178,74 +178,78 @@ class HloProgram:
     #: every estimate counts as it is.
     flops_per_cycle: float = math.inf
 
-    def walk(self, of: str | None = None) -> Iterator[InstructionRuns]:
+    def walk(self, computation: str | None = None) -> Iterator[InstructionRuns]:
         """Yields every instruction that runs, with how many times; a fusion is one instruction.
 
         A loop's condition runs once more than its body. Of a conditional's branches the one with the most estimated
         cycles is taken to run, every time.
         """
-        if of is not None and of not in self.computations:
-            raise UnknownNameError(str(self.file), f"There is no computation '{of}'", nearest(of, self.computations))
-        yield from self._walk(of or self.entry, 1, False)
+        if computation is not None and computation not in self.computations:
+            raise UnknownNameError(
+                str(self.file), f"There is no computation '{computation}'", nearest(computation, self.computations)
+            )
+        yield from self._walk(computation or self.entry, 1, False)
 
     def constants(self) -> int:
         """Returns the bytes of the constants in the program, on each device: what it holds and no argument says."""
-        every = [one for part in self.computations.values() for one in part.instructions.values()]
-        return sum(one.bytes for one in every if one.opcode == "constant")
+        instructions = [
+            instruction for part in self.computations.values() for instruction in part.instructions.values()
+        ]
+        return sum(instruction.bytes for instruction in instructions if instruction.opcode == "constant")
 
-    def cycles(self, of: str | None = None) -> int:
+    def cycles(self, computation: str | None = None) -> int:
         """Returns the cycles (`InstructionRuns.cycles`) of the core alone: no Pallas kernels, no collectives."""
-        return sum(run.cycles for run in self._priced(of))
+        return sum(run.cycles for run in self._priced(computation))
 
-    def kernels(self, of: str | None = None) -> dict[str, int]:
+    def kernels(self, computation: str | None = None) -> dict[str, int]:
         """Returns how many times each Pallas kernel is called, by its name."""
         count: Counter[str] = Counter()
-        for run in self.walk(of):
+        for run in self.walk(computation):
             for _, inner in self._inner(run.instruction):
                 if inner.kernel:
                     count[inner.kernel] += run.times
         return dict(count)
 
-    def largest(self, number: int, of: str | None = None) -> list[InstructionRuns]:
+    def largest(self, number: int, computation: str | None = None) -> list[InstructionRuns]:
         """Returns the instructions with the most estimated cycles over all their times, the largest first."""
-        return sorted(self._priced(of), key=lambda run: -run.cycles)[:number]
+        return sorted(self._priced(computation), key=lambda run: -run.cycles)[:number]
 
-    def underestimated(self, of: str | None = None) -> list[InstructionRuns]:
+    def underestimated(self, computation: str | None = None) -> list[InstructionRuns]:
         """Returns what `cycles` counts with more than the compiler's estimate, what is furthest from it first."""
-        raised = [run for run in self._priced(of) if run.cycles > run.estimated]
+        raised = [run for run in self._priced(computation) if run.cycles > run.estimated]
         return sorted(raised, key=lambda run: run.estimated - run.cycles)
 
-    def unpriced(self, of: str | None = None) -> list[InstructionRuns]:
+    def unpriced(self, computation: str | None = None) -> list[InstructionRuns]:
         """Returns what `cycles` leaves out though the core does it: no estimate; the largest output first.
 
         Collectives, Pallas kernels, what takes no time and what runs beside the core are not among them.
         """
-        left = [run for run in self.walk(of) if not run.beside and self._unpriced(run.instruction)]
+        left = [run for run in self.walk(computation) if not run.beside and self._unpriced(run.instruction)]
         return sorted(left, key=lambda run: -run.instruction.bytes * run.times)
 
-    def collectives(self, of: str | None = None) -> list[CollectiveExecution]:
+    def collectives(self, computation: str | None = None) -> list[CollectiveExecution]:
         """Returns the collectives, in the order in which they begin."""
         sent = []
-        for run in self.walk(of):
+        for run in self.walk(computation):
             for fusion, inner in self._inner(run.instruction):
                 kind, size = inner.opcode.removesuffix("-start"), inner.bytes
                 if kind not in KINDS or (inner.chain and fusion is not None and not self._begins(fusion)):
                     continue
                 if fusion is not None and self._scatters(fusion):
                     kind, size = "reduce-scatter", fusion.bytes
-                apart = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
+                beside = run.beside or inner.opcode.endswith("-start") or bool(inner.chain)
                 source = inner.source or run.instruction.source
-                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, apart))
+                sent.append(CollectiveExecution(kind, size, run.times, inner.groups, source, beside))
         return sent
 
-    def loop_bodies(self, of: str | None = None) -> list[HloLoop]:
+    def loop_bodies(self, computation: str | None = None) -> list[HloLoop]:
         """Returns the loops that run, inner ones too, the one with the most estimated cycles first.
 
         Where a model's blocks run in one loop, `cycles(loop.body)`, `collectives(loop.body)` and `kernels(loop.body)`
         are those of one block.
         """
         loops = []
-        for run in self.walk(of):
+        for run in self.walk(computation):
             if run.instruction.opcode == "while":
                 body = run.instruction.calls[1]
                 loops.append(HloLoop(body, self._trips[body], run.times, self.cycles(body)))
@@ -275,7 +279,7 @@ class HloProgram:
         if instruction.opcode == "fusion":
             for called in instruction.calls:
                 for inner in self.computations[called].instructions.values():
-                    yield from ((fusion or instruction, held) for fusion, held in self._inner(inner))
+                    yield from ((fusion or instruction, part) for fusion, part in self._inner(inner))
 
     def _least(self, instruction: Instruction) -> int:
         """Returns the cycles that the convolutions in an instruction take at peak."""
@@ -292,13 +296,13 @@ class HloProgram:
         """Whether a fusion begins a collective that others, which name it again, go on with while they compute."""
         return any(inner.target == "AsyncCollectiveStart" for _, inner in self._inner(fusion))
 
-    def _apart(self, instruction: Instruction) -> bool:
+    def _holds_kernel(self, instruction: Instruction) -> bool:
         """Whether it is a Pallas kernel or a collective, or holds one."""
         names = {inner.opcode.removesuffix("-start") for _, inner in self._inner(instruction)}
         return bool(names.intersection(KINDS)) or any(inner.kernel for _, inner in self._inner(instruction))
 
-    def _priced(self, of: str | None) -> Iterator[InstructionRuns]:
-        for run in self.walk(of):
+    def _priced(self, computation: str | None) -> Iterator[InstructionRuns]:
+        for run in self.walk(computation):
             kernel = any(inner.kernel for _, inner in self._inner(run.instruction))
             if run.cycles and not run.beside and not kernel:
                 yield run
@@ -307,7 +311,7 @@ class HloProgram:
         free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-update", "-done"))
         free = free or instruction.target in _BUFFERS or bool(self._called(instruction))
         known = (instruction.cycles is not None and instruction.cycles >= 0) or self._least(instruction) > 0
-        return not known and not free and not self._apart(instruction)
+        return not known and not free and not self._holds_kernel(instruction)
 
     @functools.cached_property
     def _trips(self) -> _LoopTrips:
@@ -434,8 +438,8 @@ def per_block(fewer: HloProgram, more: HloProgram, blocks: int) -> PerBlock:
 
 def _collective_counts(program: HloProgram) -> Counter[tuple[str, int, int]]:
     count: Counter[tuple[str, int, int]] = Counter()
-    for one in program.collectives():
-        count[one.kind, one.bytes, one.group_size] += one.times
+    for collective in program.collectives():
+        count[collective.kind, collective.bytes, collective.group_size] += collective.times
     return count
 
 
@@ -602,7 +606,7 @@ class _HloReader:
     def fused_flops(self, opcode: str, calls: tuple[str, ...]) -> int:
         """Returns the bfloat16 operations of the convolutions in a fusion; else 0."""
         inside = self.computations[calls[0]].instructions.values() if opcode == "fusion" else ()
-        return sum(one.flops for one in inside)
+        return sum(instruction.flops for instruction in inside)
 
     def close(self, text: str, start: int) -> int:
         """Returns where the bracket that opens at `start` has been closed."""
@@ -626,7 +630,7 @@ class _HloReader:
         if opcode != "fusion":
             return None
         inside = self.computations[calls[0]].instructions.values()
-        return next((one.source for one in reversed(inside) if one.source), None)
+        return next((instruction.source for instruction in reversed(inside) if instruction.source), None)
 
     def source(self, metadata: str) -> SourceLine | None:
         frame = _FRAME.search(metadata)
@@ -763,7 +767,7 @@ def _positions(output: int, inputs: int, kernel: int, window: Mapping[str, str],
     def field(name: str, default: str) -> str:
         return window[name].split("x")[at] if name in window else default
 
-    stride, spread, apart = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    stride, spread, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     before = int(field("pad", "0_0").split("_")[0])
-    reached = numpy.arange(output)[:, None] * stride + numpy.arange(kernel) * apart - before
+    reached = numpy.arange(output)[:, None] * stride + numpy.arange(kernel) * dilation - before
     return int(((reached >= 0) & (reached <= (inputs - 1) * spread) & (reached % spread == 0)).sum())

@@ -135,7 +135,7 @@ def _key(wish: PatchDraftRequest, path: str) -> str:
     key = f"{proposal.slug(wish.package)}.{proposal.slug(path)}"
     folders = find_pack(()).folders
     known = patch.read(folders, [wish.package]) if wish.package in patch.upstreams(folders) else []
-    is_taken = wish.in_full or key in {one.id for one in known}
+    is_taken = wish.in_full or key in {entry.id for entry in known}
     return f"{key}-{proposal.slug(wish.files)}" if is_taken else key
 
 
@@ -174,11 +174,11 @@ def _change(wish: PatchDraftRequest, target: Target) -> Draft:
     name = target.path[-1] if target.kind == "class" else name
     make = replacement if wish.kind == "replace" else wrapper
     short = name_of(target.path)
-    one = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
+    trial = _trial(wish, _key(wish, path), f"{wish.files}_{short}" if wish.in_full else short)
     fields = {**_common(wish, path), wish.kind: f"{wish.files}.py:{name}"}
     more = _differences(target, wish.kind)
-    left = _left(name, f"patches/{wish.names}.py", one.file, *more)
-    return Draft(fields, make(target, name), _agreement_test(one, target), one, left)
+    left = _left(name, f"patches/{wish.names}.py", trial.file, *more)
+    return Draft(fields, make(target, name), _agreement_test(trial, target), trial, left)
 
 
 def _differences(target: Target, kind: str) -> list[str]:
@@ -219,15 +219,15 @@ def _rewritten(wish: PatchDraftRequest) -> Draft:
         fact = f"Line {line} is not in the body of a function {what}: {target.place} is a {target.kind}"
         remedy = f"Name a line from {target.node.lineno + 1} to {last}" if target.kind != "class" else "Name a method"
         raise BadValueError(f"--line {line}", fact, remedy)
-    one = proposal.statement(target.source, line, wish.why, wish.files)
-    if one is None or "rewrite" not in one.fields or one.fields["target"] != wish.target:
+    statement = proposal.statement(target.source, line, wish.why, wish.files)
+    if statement is None or "rewrite" not in statement.fields or statement.fields["target"] != wish.target:
         fact = f"The statement on line {line} of {what} cannot be rewritten ({target.place})"
         raise TargetError(wish.place, fact, "Name an outer statement, or write --kind replace", target=wish.target)
-    change = one.fields["rewrite"]
+    change = statement.fields["rewrite"]
     name = change["put"].partition(":")[2]
-    test = dataclasses.replace(_trial(wish, one.fields["id"], f"{wish.files}_{name}"), names=wish.names)
-    text = rewriting(name, one.parameters, one.gives, f"{what}, line {line}")
-    fields = {**_common(wish, what), **one.fields}
+    test = dataclasses.replace(_trial(wish, statement.fields["id"], f"{wish.files}_{name}"), names=wish.names)
+    text = rewriting(name, statement.parameters, statement.gives, f"{what}, line {line}")
+    fields = {**_common(wish, what), **statement.fields}
     left = _left(name, f"patches/{wish.names}.py", test.file)
     return Draft(fields, text, _agreement_test(test, target), test, left)
 
@@ -240,11 +240,11 @@ def _lowered(wish: PatchDraftRequest) -> Draft:
         raise TargetError(wish.place, fact, "Name torch.ops.aten:name.overload, or write --kind replace")
     given = _of_schema(wish) if module.startswith("torch.ops") else _of_torch(wish)
     name = re.sub(r"\W", "_", path.removesuffix(".default")).strip("_")
-    one = _trial(wish, _key(wish, name), name)
+    trial = _trial(wish, _key(wish, name), name)
     fields = {**_common(wish, name), "op": f"{wish.files}.py:{name}"}
     text = lowering(name, given, wish.target)
-    left = _left(name, f"patches/{wish.names}.py", one.file)
-    return Draft(fields, text, _lowering_test(one, wish.target.replace(":", ".")), one, left)
+    left = _left(name, f"patches/{wish.names}.py", trial.file)
+    return Draft(fields, text, _lowering_test(trial, wish.target.replace(":", ".")), trial, left)
 
 
 def _of_torch(wish: PatchDraftRequest) -> str:
@@ -270,17 +270,19 @@ def _of_schema(wish: PatchDraftRequest) -> str:
     except AttributeError as error:
         fact = f"torch {torch.__version__} has no overload {'.'.join(parts)}"
         raise TargetError(wish.place, fact, "Name one, as torch.ops.aten:gelu.default", target=wish.target) from error
-    plain = [one for one in schema.arguments if not one.kwarg_only]
-    named = [one for one in schema.arguments if one.kwarg_only]
-    texts = [_argument(one) for one in plain]
-    return ", ".join([*texts, *(["*"] if named else []), *(_argument(one) for one in named)])
+    plain = [argument for argument in schema.arguments if not argument.kwarg_only]
+    named = [argument for argument in schema.arguments if argument.kwarg_only]
+    texts = [_argument(argument) for argument in plain]
+    return ", ".join([*texts, *(["*"] if named else []), *(_argument(argument) for argument in named)])
 
 
-def _argument(one: Any) -> str:
-    if not one.has_default_value():
-        return str(one.name)
-    value = one.default_value
-    return f"{one.name}={value!r}" if isinstance(value, int | float | str | bool | None) else f"{one.name}=None"
+def _argument(argument: Any) -> str:
+    if not argument.has_default_value():
+        return str(argument.name)
+    value = argument.default_value
+    return (
+        f"{argument.name}={value!r}" if isinstance(value, int | float | str | bool | None) else f"{argument.name}=None"
+    )
 
 
 def _stubbed(wish: PatchDraftRequest) -> Draft:
@@ -293,7 +295,7 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
         if not is_there(module):
             remedy = below_src(module) or "Name a module of upstream; --upstream-path says where its checkout is"
             raise TargetError(f"--importer {module}", f"There is no module {module}", remedy)
-    one = _trial(wish, _key(wish, package), f"without_{package}")
+    trial = _trial(wish, _key(wish, package), f"without_{package}")
     fields = {
         **_common(wish, package),
         "stub": {"package": package, "importers": list(wish.importers)},
@@ -301,7 +303,7 @@ def _stubbed(wish: PatchDraftRequest) -> Draft:
         "equivalence": "bitwise",
     }
     left = ["Nothing in Python: a stub raises when it is called", "In the entry: why"]
-    return Draft(fields, "", _stub_test(one, wish.importers[0], package), one, left)
+    return Draft(fields, "", _stub_test(trial, wish.importers[0], package), trial, left)
 
 
 _HEAD = '''"""{title}
@@ -466,21 +468,21 @@ def write_draft(wish: PatchDraftRequest, home: Home) -> DraftedPatch:
         TakenNameError: The entry, its function or its test is there already.
         PatchError: The target cannot be patched in this way, or drifted from the lock.
     """
-    one = draft(wish)
+    drafted = draft(wish)
     file = f"patches/{wish.names}.yaml"
-    text = proposal.written(one.fields, wish.package) + "\n"
-    entry = _checked(wish, one, home, file, text)
+    text = proposal.written(drafted.fields, wish.package) + "\n"
+    entry = _checked(wish, drafted, home, file, text)
     pieces = [Piece(file, text)]
-    reference = (entry.reference or "") if one.python else ""
-    if one.python:
+    reference = (entry.reference or "") if drafted.python else ""
+    if drafted.python:
         python = f"patches/{wish.package}/{reference.partition(':')[0]}"
-        pieces.append(Piece(python, one.python, head(wish.names)))
-    pieces.append(Piece(one.trial.file, one.test, mode="new"))
+        pieces.append(Piece(python, drafted.python, head(wish.names)))
+    pieces.append(Piece(drafted.trial.file, drafted.test, mode="new"))
     lock = drift.with_row(entry, drafted_entries(home, wish.package))
     pieces += [Piece(f"patches/{wish.package}/{LOCK}", lock, mode="whole")] if lock else []
     lines = home.write(pieces)
     locked = [] if lock or not entry.edits else ["Its target has no row of its own in the lock: it was there"]
-    return DraftedPatch(entry.id, wish.names, reference, one.trial.file, lines, [*one.left, *locked])
+    return DraftedPatch(entry.id, wish.names, reference, drafted.trial.file, lines, [*drafted.left, *locked])
 
 
 def drafted_entries(home: Home, package: str) -> list[Entry]:
@@ -490,9 +492,9 @@ def drafted_entries(home: Home, package: str) -> list[Entry]:
     return [entry for file in files for entry in read_file(file)]
 
 
-def _checked(wish: PatchDraftRequest, one: Draft, home: Home, file: str, text: str) -> Entry:
+def _checked(wish: PatchDraftRequest, drafted: Draft, home: Home, file: str, text: str) -> Entry:
     """Returns the entry, if it can stand in its file beside the others."""
-    entry = proposal.entry_of(one.fields, wish.package)
+    entry = proposal.entry_of(drafted.fields, wish.package)
     path = home.root / file
     before = home.text(file)
     known = drafted_entries(home, wish.package)
@@ -517,7 +519,7 @@ def upstreams(wish: PatchDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a draft must not be written into."""
     modules = [wish.target.partition(":")[0], *wish.importers]
     found = [folder_of(module) for module in modules if module.partition(".")[0] != "torch"]
-    return [*([checkout] if checkout else []), *(one for one in found if one is not None)]
+    return [*([checkout] if checkout else []), *(version for version in found if version is not None)]
 
 
 FUTURE = "from __future__ import annotations\n"
@@ -553,7 +555,7 @@ def wrapper(target: Target, name: str) -> str:
     Around a generator function it is a plain one, which returns what the original returns.
     """
     assert not isinstance(target.node, ast.ClassDef)
-    taken = {one.strip("*") for one in parameters(target.node).names}
+    taken = {name.strip("*") for name in parameters(target.node).names}
     return _function(target, target.node, name, ORIGINAL if ORIGINAL not in taken else f"{ORIGINAL}_function")
 
 
@@ -568,7 +570,7 @@ def _function(target: Target, node: Function, name: str, original: str | None) -
     if given.unknown:
         lines += ["", f"    Upstream's defaults that are `...` here: {'; '.join(given.unknown)}."]
     if target.decorators:
-        outside = ", ".join(f"@{one}" for one in target.decorators)
+        outside = ", ".join(f"@{decorator}" for decorator in target.decorators)
         lines += ["", f"    It takes the place of the function with its decorators: {outside}."]
     doc = "\n".join(lines) + ('"""' if len(lines) == 1 else '\n    """')
     word = "async def" if target.is_async else "def"
@@ -613,8 +615,8 @@ def _class(target: Target, node: ast.ClassDef, name: str) -> str:
 
 
 def _method(method: Function) -> list[str]:
-    kinds = [ast.unparse(one).rpartition(".")[2].replace("cached_", "") for one in method.decorator_list]
-    lines = [f"    @{one}" for one in kinds if one in ("staticmethod", "classmethod", "property")]
+    kinds = [ast.unparse(decorator).rpartition(".")[2].replace("cached_", "") for decorator in method.decorator_list]
+    lines = [f"    @{kind}" for kind in kinds if kind in ("staticmethod", "classmethod", "property")]
     word = "async def" if isinstance(method, ast.AsyncFunctionDef) else "def"
     lines.append(f"    {word} {method.name}({parameters(method).text}):")
     return [*lines, f'        raise NotImplementedError("fill in {method.name}")']

@@ -110,12 +110,12 @@ def home(out: Path, upstreams: Sequence[Path], flag: str = "--out") -> Home:
     installed = [Path(os.path.realpath(sysconfig.get_paths()[key])) for key in ("purelib", "platlib", "stdlib")]
     for path in paths:
         is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-        if is_installed or any(path.is_relative_to(one) for one in installed):
+        if is_installed or any(path.is_relative_to(folder) for folder in installed):
             fact = "It lies among installed packages, where nothing is written"
             raise OutputError(place, fact, "Name a folder of your own")
     if root.exists() and not root.is_dir():
         raise OutputError(place, "It is a file, not a folder", "Name a folder of your own")
-    above = next(one for one in (root, *root.parents) if os.path.lexists(one))
+    above = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
     if not above.is_dir():
         raise OutputError(place, f"{as_named(above)} is no folder", "Name a folder of your own")
     if not os.access(above, os.W_OK | os.X_OK):

@@ -86,7 +86,7 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
             raise BadValueError(f"--entry {entry}", "No component stands before '='", "Write NAME=MODULE:CLASS")
         target = find(path, f"--entry {entry}")
         name = name or ("network" if number == 0 else name_of(target.path))
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {one.name for one in result}:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name in {argument.name for argument in result}:
             raise BadValueError(
                 f"--entry {entry}", f"'{name}' is no new name of a component", "Write NAME=MODULE:CLASS"
             )
@@ -128,9 +128,9 @@ def _part(name: str, target: Target, place: str) -> Part:
         arguments = configuration(target.source, target.node)
     if arguments is None:
         return Part(name, target, {}, [], [])
-    plain = [one for one in arguments if one.plain]
+    plain = [argument for argument in arguments if argument.plain]
     small, lacking = tiny_arguments(plain)
-    objects = [one.name for one in arguments if one.required and not one.plain]
+    objects = [argument.name for argument in arguments if argument.required and not argument.plain]
     return Part(name, target, small, lacking, objects)
 
 
@@ -140,16 +140,16 @@ def tiny_arguments(arguments: Sequence[Argument]) -> tuple[dict[str, Any], list[
     The rules go by names, as diffusers, transformers and most repositories have them: depth, heads, widths, channels.
     What no rule names keeps the class's default. Nobody but the class can say whether the numbers fit each other.
     """
-    numbers = {one.name: one.default for one in arguments}
+    numbers = {argument.name: argument.default for argument in arguments}
     values: dict[str, Any] = {}
     lacking = []
-    for one in arguments:
-        value = _small_value(one.name, one.default)
-        if value is None and one.required:
-            lacking.append(one.name)
-        elif value is not None and (one.required or (one.default is not None and value != one.default)):
-            values[one.name] = value
-    values |= _together(values, numbers)
+    for argument in arguments:
+        value = _small_value(argument.name, argument.default)
+        if value is None and argument.required:
+            lacking.append(argument.name)
+        elif value is not None and (argument.required or (argument.default is not None and value != argument.default)):
+            values[argument.name] = value
+    values |= _agreeing(values, numbers)
     return values, [name for name in lacking if name not in values]
 
 
@@ -166,26 +166,26 @@ def _small_value(name: str, default: Any) -> Any:
         return limit
     if isinstance(default, int):
         return None if limit is None else min(default, limit)
-    is_ints = isinstance(default, list | tuple) and default and all(type(one) is int for one in default)
+    is_ints = isinstance(default, list | tuple) and default and all(type(item) is int for item in default)
     if not is_ints:
         return None
     if "channels" in name:  # in the same proportion, and still a multiple of the usual number of groups
         unit = max(1, min(default) // _CHANNELS)
-        return [one // unit // _CHANNELS * _CHANNELS or one for one in default]
+        return [item // unit // _CHANNELS * _CHANNELS or item for item in default]
     is_depth = limit == _DEPTH and "layers" in name  # of a few layers it may be their numbers
-    return None if limit is None or is_depth else [min(one, limit) for one in default]
+    return None if limit is None or is_depth else [min(item, limit) for item in default]
 
 
-def _together(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _agreeing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what must agree: a width is heads times their size, and rotary dims fill a head."""
-    every = {**defaults, **values}
-    heads = _first_number(every, r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads")
-    size = _first_number(every, r"(?:attention_)?(?:head_dim|dim_head|head_size)")
+    known = {**defaults, **values}
+    heads = _first_number(known, r"(?:num_)?(?:attention_)?(?:heads?|heads_num|n_heads?)|num_attention_heads")
+    size = _first_number(known, r"(?:attention_)?(?:head_dim|dim_head|head_size)")
     result: dict[str, Any] = {}
     if heads is not None and size is None:
         result |= {name: heads * _HEAD_SIZE for name in values if _MODEL_WIDTH.fullmatch(name)}
     for name, value in defaults.items():
-        several = isinstance(value, list | tuple) and len(value) > 1 and all(type(one) is int for one in value)
+        several = isinstance(value, list | tuple) and len(value) > 1 and all(type(item) is int for item in value)
         if several and re.search(r"rope|axes", name) and sum(value) > 0:
             result[name] = _shares(value, size or _HEAD_SIZE)
     return result
@@ -198,7 +198,7 @@ def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
 
 def _shares(parts: Sequence[int], total: int) -> list[int]:
     """Returns even numbers in the proportion of others that add up to a total."""
-    shares = [max(2, one * total // sum(parts) // 2 * 2) for one in parts]
+    shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
     shares[-1] += total - sum(shares)
     return shares
 
@@ -213,8 +213,8 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
         TakenNameError: One of the files is there already.
     """
     _check_free(wish)
-    every = parts(wish)
-    card_text, job_text = card(wish, every, checkout), job(every)
+    components = parts(wish)
+    card_text, job_text = card(wish, components, checkout), job(components)
     # Our own text: a mistake in it would be ours, and is seen here.
     validated(Card, parse_document(card_text, f"configs/models/{wish.name}.yaml"))
     validated(Job, parse_document(job_text, f"configs/{wish.name}_demo.yaml"))
@@ -222,30 +222,30 @@ def write(wish: ModelDraftRequest, home: Home, checkout: Path | None) -> list[st
         [
             Piece(f"configs/models/{wish.name}.yaml", card_text, mode="new"),
             Piece(f"configs/{wish.name}_demo.yaml", job_text, mode="new"),
-            Piece(f"patches/{wish.name}/stages.py", family(wish, every), mode="new"),
+            Piece(f"patches/{wish.name}/stages.py", family(wish, components), mode="new"),
         ]
     )
-    return [*lines, *(f"fill in     {each}." for each in left(wish, every, card_text))]
+    return [*lines, *(f"fill in     {each}." for each in left(wish, components, card_text))]
 
 
 def upstreams(wish: ModelDraftRequest, checkout: Path | None) -> list[Path]:
     """Returns the folders of upstream that a card must not be written into."""
     folders = [folder_of(re.split(r"[=:]", entry)[-2]) for entry in wish.entries if ":" in entry]
-    return [*([checkout] if checkout else []), *(one for one in folders if one is not None)]
+    return [*([checkout] if checkout else []), *(folder for folder in folders if folder is not None)]
 
 
-def left(wish: ModelDraftRequest, every: Sequence[Part], text: str) -> list[str]:
+def left(wish: ModelDraftRequest, components: Sequence[Part], text: str) -> list[str]:
     """Returns what is left to fill in, a sentence each."""
     result = []
-    for one in every:
-        here = f"tiny.components.{one.name}"
-        if one.objects:
-            names = ", ".join(one.objects)
-            result.append(f"build of {one.name}: its class takes {names}, which YAML cannot say (docs/cards.md)")
-        if one.lacking:
-            result.append(f"{here}: {', '.join(one.lacking)}, which have no default")
-        if not one.tiny and not one.lacking and not one.objects:
-            result.append(f"{here}: the source of {one.target.name} shows no argument that is large")
+    for class_path in components:
+        here = f"tiny.components.{class_path.name}"
+        if class_path.objects:
+            names = ", ".join(class_path.objects)
+            result.append(f"build of {class_path.name}: its class takes {names}, which YAML cannot say (docs/cards.md)")
+        if class_path.lacking:
+            result.append(f"{here}: {', '.join(class_path.lacking)}, which have no default")
+        if not class_path.tiny and not class_path.lacking and not class_path.objects:
+            result.append(f"{here}: the source of {class_path.target.name} shows no argument that is large")
     if wish.checkpoint == UNKNOWN_CHECKPOINT:
         result.append("checkpoint: the published weights, and 'published' where their configuration is not the class's")
     result += ["checkout.url: where the repository is cloned from"] if UNKNOWN_URL in text else []
@@ -256,9 +256,9 @@ def left(wish: ModelDraftRequest, every: Sequence[Part], text: str) -> list[str]
     ]
 
 
-def card(wish: ModelDraftRequest, every: Sequence[Part], checkout: Path | None) -> str:
+def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | None) -> str:
     """Returns the card."""
-    network = every[0]
+    network = components[0]
     package = network.target.module.partition(".")[0]
     lines = [f"model: {wish.name}", f"title: {_flow(f'{_title(network)}, from {package}')}"]
     lines += [f"family: {wish.name}/stages", f"artefacts: {wish.name}"]
@@ -269,22 +269,22 @@ def card(wish: ModelDraftRequest, every: Sequence[Part], checkout: Path | None) 
         lines += ["upstream: {}", f"checkout: {_flow({'package': package, 'has': has, 'url': _url(checkout)})}"]
     lines += [f"checkpoint: {wish.checkpoint}", f"demo: configs/{wish.name}_demo.yaml"]
     lines += ["patches: {encode: [], denoise: [], decode: []}", "components:"]
-    for one in every:
-        lines.append(f"  {one.name}: {_flow({'class': one.target.name, 'dtype': 'float32'})}")
+    for place in components:
+        lines.append(f"  {place.name}: {_flow({'class': place.target.name, 'dtype': 'float32'})}")
     frames = "{multiple_of: 1, plus: 0}" if _is_of_images(network.target) else "{multiple_of: 4, plus: 1}"
     lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
     lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
     lines.append(f"    inputs: {{{network.name}: [{{match: '.*', spec: replicate}}]}}")
-    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny_lines(every)]) + "\n"
+    return "\n".join([*lines, "tiny:", "  seed: 0", "  scale: 1.0", "  components:", *_tiny_lines(components)]) + "\n"
 
 
-def _tiny_lines(every: Sequence[Part]) -> list[str]:
+def _tiny_lines(components: Sequence[Part]) -> list[str]:
     lines = []
-    for one in every:
-        lines.append(f"    # The arguments of {one.target.name} ({one.target.place}); others keep their defaults.")
-        lines.append(f"    {one.name}:" if one.tiny else f"    {one.name}: {{}}")
-        lines += [f"      {key}: {_flow(value)}" for key, value in one.tiny.items()]
-        lines += [f"      # {name}: it has no default" for name in one.lacking]
+    for place in components:
+        lines.append(f"    # The arguments of {place.target.name} ({place.target.place}); others keep their defaults.")
+        lines.append(f"    {place.name}:" if place.tiny else f"    {place.name}: {{}}")
+        lines += [f"      {key}: {_flow(value)}" for key, value in place.tiny.items()]
+        lines += [f"      # {name}: it has no default" for name in place.lacking]
     return lines
 
 
@@ -294,9 +294,9 @@ def _is_of_images(target: Target) -> bool:
     return bool(_IMAGE.search(text)) and not _VIDEO.search(text)
 
 
-def job(every: Sequence[Part]) -> str:
+def job(components: Sequence[Part]) -> str:
     """Returns the config of the card's demo."""
-    frames = 1 if _is_of_images(every[0].target) else 5
+    frames = 1 if _is_of_images(components[0].target) else 5
     return (
         f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
         ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
@@ -376,15 +376,15 @@ STAGES = (
 '''
 
 
-def family(wish: ModelDraftRequest, every: Sequence[Part]) -> str:
+def family(wish: ModelDraftRequest, components: Sequence[Part]) -> str:
     """Returns the Python of the stages."""
-    target = every[0].target
+    target = components[0].target
     assert isinstance(target.node, ast.ClassDef)
-    inputs = [one.name for one in forward(target.source, target.node)]
-    others = [one.name for one in every[1:]]
+    inputs = [argument.name for argument in forward(target.source, target.node)]
+    others = [argument.name for argument in components[1:]]
     listed = f", parts=({', '.join(map(repr, others))},)".replace("'", '"') if others else ""
     text = ", ".join(f"{name}=..." for name in inputs[:8]) or "..."
-    return _FAMILY.format(name=wish.name, network=every[0].name, inputs=text, others=listed)
+    return _FAMILY.format(name=wish.name, network=components[0].name, inputs=text, others=listed)
 
 
 DEEPEST = 8
@@ -406,12 +406,12 @@ class Argument:
 
 def arguments(source: SourceFile, node: ast.ClassDef) -> list[Argument] | None:
     """Returns the arguments of a class. None where its source, and that of its bases, does not show them."""
-    for _, one in _lineage(source, node):
-        init = next((each for each in one.body if isinstance(each, Function) and each.name == "__init__"), None)
+    for _, base in _lineage(source, node):
+        init = next((each for each in base.body if isinstance(each, Function) and each.name == "__init__"), None)
         if init is not None:
             return list(_of_function(init))
-        fields = [each for each in one.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-        is_strict = any(word in ast.unparse(each) for each in one.decorator_list for word in ("dataclass", "strict"))
+        fields = [each for each in base.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+        is_strict = any(word in ast.unparse(each) for each in base.decorator_list for word in ("dataclass", "strict"))
         if fields and is_strict:
             return [_argument(str(ast.unparse(each.target)), each.annotation, each.value) for each in fields]
     return None
@@ -423,7 +423,7 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
     These are its arguments; of a class of transformers those of its one argument, the object that its `config.json` is.
     """
     given = arguments(source, node)
-    required = [one for one in given or () if one.required]
+    required = [argument for argument in given or () if argument.required]
     if source.module.partition(".")[0] != "transformers" or len(required) != 1:
         return given
     annotated = _classes(Classes(None).names(source.module, tuple(required[0].annotation.split("."))))
@@ -431,14 +431,16 @@ def configuration(source: SourceFile, node: ast.ClassDef) -> list[Argument] | No
 
 
 def _of_function(init: Function) -> Iterator[Argument]:
-    for one in parameters(init)[1:]:
-        if one.kind not in STARRED:
-            yield _argument(one.name, one.argument.annotation, one.default)
+    for parameter in parameters(init)[1:]:
+        if parameter.kind not in STARRED:
+            yield _argument(parameter.name, parameter.argument.annotation, parameter.default)
 
 
 def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None) -> Argument:
     value = ast.literal_eval(default) if default is not None and is_literal(default) else None
-    words = {one.id for one in ast.walk(annotation) if isinstance(one, ast.Name)} if annotation is not None else set()
+    words = (
+        {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation is not None else set()
+    )
     written = ast.unparse(annotation) if annotation is not None else ""
     return Argument(name, value, default is None, written, words <= _PLAIN)
 
@@ -453,9 +455,9 @@ def _lineage(source: SourceFile, node: ast.ClassDef) -> Iterator[Place]:
     for _ in range(DEEPEST):
         if not pending:
             return
-        home, one = pending.pop(0)
-        yield home, one
-        pending += _classes(Classes(None).bases(home.module, one))
+        home, base = pending.pop(0)
+        yield home, base
+        pending += _classes(Classes(None).bases(home.module, base))
 
 
 def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
@@ -468,8 +470,8 @@ def derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
     """Returns whether every class above a class is known from source, and none of them is of torch."""
     return all(
         home.module.partition(".")[0] != "torch"
-        and len(list(_classes(Classes(None).bases(home.module, one)))) >= len(one.bases) - _derives_from_object(one)
-        for home, one in _lineage(source, node)
+        and len(list(_classes(Classes(None).bases(home.module, base)))) >= len(base.bases) - _derives_from_object(base)
+        for home, base in _lineage(source, node)
     )
 
 
@@ -479,8 +481,8 @@ def _derives_from_object(node: ast.ClassDef) -> bool:
 
 def forward(source: SourceFile, node: ast.ClassDef) -> list[Argument]:
     """Returns the arguments of a class's `forward`; none where its source does not show it."""
-    for _, one in _lineage(source, node):
-        found = next((each for each in one.body if isinstance(each, Function) and each.name == "forward"), None)
+    for _, base in _lineage(source, node):
+        found = next((each for each in base.body if isinstance(each, Function) and each.name == "forward"), None)
         if found is not None:
             return list(_of_function(found))
     return []

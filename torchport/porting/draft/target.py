@@ -61,8 +61,8 @@ class Target:
     @property
     def decorators(self) -> list[str]:
         """Its decorators that are no kind of method: what takes its place stands outside them."""
-        written = [ast.unparse(one) for one in self.node.decorator_list]
-        return [one for one in written if one.rpartition(".")[2] not in _PLAIN]
+        written = [ast.unparse(decorator) for decorator in self.node.decorator_list]
+        return [decorator for decorator in written if decorator.rpartition(".")[2] not in _PLAIN]
 
 
 def check_name(target: str, place: str) -> None:
@@ -120,7 +120,7 @@ def find(target: str, place: str) -> Target:
 def _kind(node: Function | ast.ClassDef, depth: int) -> Kind:
     if isinstance(node, ast.ClassDef):
         return "class"
-    names = {ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list}
+    names = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
     if depth == 1:
         return "function"
     if "staticmethod" in names or node.name == "__new__":
@@ -134,7 +134,7 @@ def _imported(target: str, source: SourceFile, node: ast.stmt, parts: tuple[str,
     home = source.module
     if isinstance(node, ast.ImportFrom):
         home = source.imported_from(node)
-        name = next((one.name for one in node.names if parts[0] in (one.asname, one.name)), parts[0])
+        name = next((alias.name for alias in node.names if parts[0] in (alias.asname, alias.name)), parts[0])
         home = f"{home}:{'.'.join([name, *parts[1:]])}"
     fact = f"{target} is imported ({source.shown}:{node.lineno}: {ast.unparse(node)})"
     package = re.split(r"[.:]", home)[0]
@@ -152,9 +152,9 @@ def _calls(source: SourceFile, name: str) -> list[str]:
     found = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-            one = proposal.statement(source, node.lineno, f"It calls {name}.")
-            if one is not None and "rewrite" in one.fields:
-                found.append(f"{one.fields['target']} --kind rewrite --line {node.lineno}")
+            statement = proposal.statement(source, node.lineno, f"It calls {name}.")
+            if statement is not None and "rewrite" in statement.fields:
+                found.append(f"{statement.fields['target']} --kind rewrite --line {node.lineno}")
     return found
 
 
@@ -182,7 +182,7 @@ def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.st
     name, readers = parts[-1], []
     for outer in ast.walk(source.tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
-            read = (one.id if isinstance(one, ast.Name) else getattr(one, "attr", None) for one in ast.walk(outer))
+            read = (node.id if isinstance(node, ast.Name) else getattr(node, "attr", None) for node in ast.walk(outer))
             readers += [f"{outer.name} (line {outer.lineno})"] if name in read else []
     fact = f"{target} is a value ({source.shown}:{node.lineno}), and other modules may hold it already"
     several = f"; in this module: {', '.join(readers[:4])}" if readers else ""
@@ -192,11 +192,11 @@ def _value(target: str, source: SourceFile, parts: tuple[str, ...], node: ast.st
 def _yields(node: Function) -> bool:
     pending: list[ast.AST] = list(node.body)
     while pending:
-        one = pending.pop()
-        if isinstance(one, ast.Yield | ast.YieldFrom):
+        statement = pending.pop()
+        if isinstance(statement, ast.Yield | ast.YieldFrom):
             return True
-        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            pending += ast.iter_child_nodes(one)
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            pending += ast.iter_child_nodes(statement)
     return False
 
 
@@ -227,14 +227,18 @@ def parameters(node: Function, before: str | None = None) -> Parameters:
         node: Its definition.
         before: A parameter that stands before all of them.
     """
-    every = written(node)
-    first = every[0].kind if every and every[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
+    found = written(node)
+    first = found[0].kind if found and found[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
     result = [Parameter(before, first)] if before is not None else []
-    for one in every:
-        default = Parameter.empty if one.default is None else _Default(one.default)
-        result.append(Parameter(one.name, one.kind, default=default))
-    unknown = [f"{one.name}={ast.unparse(one.default)}" for one in every if one.default and not is_literal(one.default)]
-    names = [f"{_STARS.get(one.kind, '')}{one.name}" for one in every]
+    for parameter in found:
+        default = Parameter.empty if parameter.default is None else _Default(parameter.default)
+        result.append(Parameter(parameter.name, parameter.kind, default=default))
+    unknown = [
+        f"{parameter.name}={ast.unparse(parameter.default)}"
+        for parameter in found
+        if parameter.default and not is_literal(parameter.default)
+    ]
+    names = [f"{_STARS.get(parameter.kind, '')}{parameter.name}" for parameter in found]
     return Parameters(str(Signature(result))[1:-1], names, unknown)
 
 

@@ -58,12 +58,12 @@ class CodeUnit:
     @functools.cached_property
     def parameters(self) -> list[ast.arg]:
         """Its parameters by position, then those by keyword alone."""
-        return [one.argument for one in self._written if one.kind not in STARRED]
+        return [parameter.argument for parameter in self._written if parameter.kind not in STARRED]
 
     @functools.cached_property
     def defaults(self) -> dict[str, ast.expr]:
         """What its parameters are where a call leaves them out."""
-        return {one.name: one.default for one in self._written if one.default is not None}
+        return {parameter.name: parameter.default for parameter in self._written if parameter.default is not None}
 
     @functools.cached_property
     def first(self) -> str:
@@ -77,7 +77,7 @@ class CodeUnit:
         """Returns whether a decorator of this name stands on it."""
         node = self.body.node
         decorators = [] if isinstance(node, ast.Module) else node.decorator_list
-        return any(chain_of(one)[-1:] == (name,) for one in decorators)
+        return any(chain_of(decorator)[-1:] == (name,) for decorator in decorators)
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,7 +135,10 @@ class Module:
     @functools.cached_property
     def uses_torch(self) -> bool:
         """Whether some import in it is of torch; without one, no tensor is made in it."""
-        everything = [*self.bound.values(), *(one for unit in self.units.values() for one in unit.imports.values())]
+        everything = [
+            *self.bound.values(),
+            *(imported for unit in self.units.values() for imported in unit.imports.values()),
+        ]
         return any(name.partition(".")[0] == "torch" for name in everything) or bool(self.stars)
 
 
@@ -157,8 +160,8 @@ class Codebase:
             _fill(module)
         self.units = [unit for module in self.modules.values() for unit in module.units.values()]
         for module in self.modules.values():
-            for one in module.classes.values():
-                one.bases = [self.canonical(self.full(module, chain_of(base), {})) for base in one.node.bases]
+            for kind in module.classes.values():
+                kind.bases = [self.canonical(self.full(module, chain_of(base), {})) for base in kind.node.bases]
 
     def full(self, module: Module, chain: tuple[str, ...], local: dict[str, str]) -> str:
         """Returns a chain of names in full, as one module means it; empty where nothing that is known binds it."""
@@ -216,33 +219,33 @@ class Codebase:
         above = module.classes.get(".".join(rest[:-1]))
         return None if above is None else self.method(above, rest[-1])
 
-    def lineage(self, one: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
+    def lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
         """Yields a class and those above it, as far as the codebase has them."""
-        yield one
-        for base in one.bases:
+        yield kind
+        for base in kind.bases:
             above = self.definition(base)
             if isinstance(above, Class) and above.dotted not in seen:
-                yield from self.lineage(above, seen | {one.dotted})
+                yield from self.lineage(above, seen | {kind.dotted})
 
-    def method(self, one: Class, name: str, inherited: bool = False) -> CodeUnit | None:
+    def method(self, kind: Class, name: str, inherited: bool = False) -> CodeUnit | None:
         """Returns the first method of a name in a class or above it; only above it if it is inherited."""
         if not inherited:
-            return self.methods(one).get(name)
-        above = list(self.lineage(one))[1:]
+            return self.methods(kind).get(name)
+        above = list(self.lineage(kind))[1:]
         return next((unit for base in above if (unit := self.methods(base).get(name)) is not None), None)
 
     @functools.cache  # noqa: B019
-    def methods(self, one: Class) -> dict[str, CodeUnit]:
+    def methods(self, kind: Class) -> dict[str, CodeUnit]:
         """Returns all methods of a class and those above it, by name."""
         result: dict[str, CodeUnit] = {}
-        for above in self.lineage(one):
+        for above in self.lineage(kind):
             for unit in above.module.methods.get(above.name, ()):
                 result.setdefault(unit.name.rpartition(".")[2], unit)
         return result
 
-    def is_network(self, one: Class) -> bool:
+    def is_network(self, kind: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self.lineage(one) for base in above.bases]
+        bases = [base for above in self.lineage(kind) for base in above.bases]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
     @functools.cached_property
@@ -250,9 +253,9 @@ class Codebase:
         """The classes right below each class, by its name in full."""
         result: dict[str, list[Class]] = defaultdict(list)
         for module in self.modules.values():
-            for one in module.classes.values():
-                for base in one.bases:
-                    result[base].append(one)
+            for kind in module.classes.values():
+                for base in kind.bases:
+                    result[base].append(kind)
         return result
 
 
@@ -358,11 +361,11 @@ def read_sources(root: Path) -> tuple[list[Source], list[Unread]]:
     unread: list[Unread] = []
     files = iter([(root, root.name)]) if root.is_file() else _walk(root, unread)
     for file, name in files:
-        one = _read_file(file, name)
-        if isinstance(one, Source):
-            sources.append(one)
+        source = _read_file(file, name)
+        if isinstance(source, Source):
+            sources.append(source)
         else:
-            unread.append(one)
+            unread.append(source)
     return sources, unread
 
 

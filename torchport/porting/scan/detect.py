@@ -165,7 +165,7 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
     for name in names:
         if is_kernel(name) and name.partition(".")[0] not in {
-            one.partition(".")[0] for one in context.codebase.modules
+            module.partition(".")[0] for module in context.codebase.modules
         }:
             yield context.site("kernel", event, name, sure=TRIED not in event.guards and not name.startswith(_FLEX))
 
@@ -202,7 +202,7 @@ def _calls(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _conversions(context: FunctionContext, event: Event, node: ast.Call, name: str) -> Iterator[Site]:
     numbers = name in ("int", "float", "bool", "range", "round")
-    if numbers and any(context.tensors.of(argument) in ON_DEVICE for argument in node.args):
+    if numbers and any(context.tensors.kind(argument) in ON_DEVICE for argument in node.args):
         yield context.site("branch" if name == "bool" else "item", event)
 
 
@@ -259,9 +259,9 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: 
     method, kind = func.attr, Kind.UNKNOWN
     plain = context.full(func).startswith(("numpy.", "math."))
     if method in ("item", "tolist") and not node.args and not plain:
-        yield context.site("item", event, sure=context.tensors.of(func.value) in ON_DEVICE)
+        yield context.site("item", event, sure=context.tensors.kind(func.value) in ON_DEVICE)
     elif method == "numpy" and not node.args:
-        if context.tensors.of(func.value) in ON_DEVICE:
+        if context.tensors.kind(func.value) in ON_DEVICE:
             yield context.site("item", event)
     elif method == "cuda" and not context.full(func):
         yield context.site("cuda-import" if context.at_import else "cuda-device", event)
@@ -270,7 +270,7 @@ def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: 
     elif method in _BY_VALUES_METHODS and not context.full(func):
         yield context.site("mask-index", event)
     elif method == "unique":
-        kind = context.tensors.of(func.value)
+        kind = context.tensors.kind(func.value)
         if kind in ON_DEVICE:
             yield context.site("mask-index", event)
     in_place = method.endswith("_") and not method.endswith("__") and method not in _NOT_INPLACE
@@ -288,7 +288,7 @@ def _tests(context: FunctionContext, event: Event) -> Iterator[Site]:
             pending.append(node.operand)
         elif (
             isinstance(node, ast.expr)
-            and context.tensors.of(node) in ON_DEVICE
+            and context.tensors.kind(node) in ON_DEVICE
             and not context.tensors.is_container(node)
         ):
             yield context.site("branch", event)
@@ -302,9 +302,9 @@ def _indices(context: FunctionContext, event: Event) -> Iterator[Site]:
     for part in index.elts if isinstance(index, ast.Tuple) else [index]:
         if isinstance(part, ast.Slice):
             bounds = [bound for bound in (part.lower, part.upper) if bound is not None]
-            if any(context.tensors.of(bound) in ON_DEVICE for bound in bounds):
+            if any(context.tensors.kind(bound) in ON_DEVICE for bound in bounds):
                 yield context.site("item", event)
-        elif context.tensors.of(part) is Kind.MASK and context.tensors.of(event.node.value) is not Kind.PLAIN:
+        elif context.tensors.kind(part) is Kind.MASK and context.tensors.kind(event.node.value) is not Kind.PLAIN:
             yield context.site("mask-index", event)
 
 
@@ -312,7 +312,7 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
     if not isinstance(event.node, ast.Subscript) or context.builds:
         return
     base = event.node.value
-    if event.loop and context.tensors.of(base) in ON_DEVICE and not context.tensors.is_container(base):
+    if event.loop and context.tensors.kind(base) in ON_DEVICE and not context.tensors.is_container(base):
         yield context.site("inplace-loop", event)
     if event.value is not None and not isinstance(event.value, ast.Constant):
         yield from (site for site in _indices(context, event) if site.kind == "mask-index")
@@ -382,8 +382,8 @@ def _is_small(node: ast.expr) -> bool:
 
 def _is_outer(context: FunctionContext, left: ast.expr, right: ast.expr) -> bool:
     """Returns whether two sides are one tensor, each turned to another dim: their combination has all pairs."""
-    one, other = _spread(context, left), _spread(context, right)
-    return one[1] != other[1] and one[0] == other[0] and bool(one[0])
+    first, other = _spread(context, left), _spread(context, right)
+    return first[1] != other[1] and first[0] == other[0] and bool(first[0])
 
 
 def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[str, str]:

@@ -80,13 +80,14 @@ class ScanReport:
 
     def count(self) -> str:
         """Returns the sentence that counts what is on the path; without an entry, what is not training."""
-        some = [one for one in self.findings if one.reach == "path" and one.meaning.in_code]
+        some = [finding for finding in self.findings if finding.reach == "path" and finding.meaning.in_code]
         where = "on the inference path"
         if not self.entries:
-            some = [one for one in self.findings if one.reach != "training" and one.meaning.in_code]
+            some = [finding for finding in self.findings if finding.reach != "training" and finding.meaning.in_code]
             where = "outside training"
         numbers = {
-            verdict: sum(one.verdict == verdict for one in some) for verdict in ("covered", "rewrite", "unknown")
+            verdict: sum(finding.verdict == verdict for finding in some)
+            for verdict in ("covered", "rewrite", "unknown")
         }
         needs = "needs" if numbers["rewrite"] == 1 else "need"
         return (

@@ -77,14 +77,14 @@ class Reached:
         """The functions that are reached."""
         return self._arguments.keys()
 
-    def begin(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
+    def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
         """Follows functions and constructors that are called with any arguments."""
         for unit in units:
             self._import(unit.module.name)
             self._reach(unit, None, None)
-        for one in classes:
-            self._import(one.module.name)
-            self._make(one, None, None)
+        for kind in classes:
+            self._import(kind.module.name)
+            self._make(kind, None, None)
         while self._pending:
             self._process(self._pending.pop())
 
@@ -145,21 +145,21 @@ class Reached:
             self._arguments[unit] = joined
             self._pending.append(unit)
 
-    def _make(self, one: Class, caller: CodeUnit | None, call: ast.Call | None) -> None:
+    def _make(self, kind: Class, caller: CodeUnit | None, call: ast.Call | None) -> None:
         """Notes that an object of a class is made."""
         for name in ("__init__", "__post_init__", "__new__"):
-            unit = self._codebase.method(one, name)
+            unit = self._codebase.method(kind, name)
             if unit is not None:
                 self._reach(unit, caller, call)
-        if one in self._live:
+        if kind in self._live:
             return
-        self._live[one] = None
-        names = (*_DUNDERS, "forward") if self._codebase.is_network(one) else _DUNDERS
+        self._live[kind] = None
+        names = (*_DUNDERS, "forward") if self._codebase.is_network(kind) else _DUNDERS
         for name in names:
-            unit = self._codebase.method(one, name)
+            unit = self._codebase.method(kind, name)
             if unit is not None:
                 self._reach(unit, caller, None)
-        for name, unit in self._codebase.methods(one).items():
+        for name, unit in self._codebase.methods(kind).items():
             if unit not in self._live_methods[name]:
                 self._live_methods[name][unit] = None
                 for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
@@ -224,13 +224,13 @@ class Reached:
             self._reach(known, unit, node, bound)
             return True
         above, _, last = name.rpartition(".")
-        one = self._codebase.definition(above) if above else None
-        if isinstance(one, Class):
-            forward = self._codebase.method(one, "forward") if last == "apply" else None
+        kind = self._codebase.definition(above) if above else None
+        if isinstance(kind, Class):
+            forward = self._codebase.method(kind, "forward") if last == "apply" else None
             if forward is not None:
                 self._reach(forward, unit, None)
             else:
-                self._make(one, unit, None)
+                self._make(kind, unit, None)
             return True
         return False
 
@@ -304,7 +304,7 @@ class _Values:
     first: str = ""  #: The name of `self`.
     trains: bool = False  #: Whether the code is read as training.
 
-    def of(self, node: ast.AST) -> Any:
+    def value(self, node: ast.AST) -> Any:
         """Returns an expression's value, or _UNKNOWN."""
         if isinstance(node, ast.Constant):
             return node.value
@@ -319,14 +319,14 @@ class _Values:
             value = self._of_bools(node)
             return _UNKNOWN if value is None else value
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return _compared(node.ops[0], self.of(node.left), self.of(node.comparators[0]))
+            return _compared(node.ops[0], self.value(node.left), self.value(node.comparators[0]))
         if isinstance(node, ast.Call) and self.full(node.func) in _ALONE:
             return False
         return _UNKNOWN
 
     def truth(self, node: ast.AST) -> bool | None:
         """Returns whether a condition holds; None if the source does not show it."""
-        value = self.of(node)
+        value = self.value(node)
         return None if value is _UNKNOWN or value is _NOT_NONE else bool(value)
 
     def _of_name(self, node: ast.Name) -> Any:
@@ -341,8 +341,8 @@ class _Values:
             return self.trains
         if node.attr == "TYPE_CHECKING":
             return False
-        own = isinstance(node.value, ast.Name) and node.value.id == self.first and bool(self.first)
-        return self.attributes.get(node.attr, _UNKNOWN) if own else _UNKNOWN
+        on_self = isinstance(node.value, ast.Name) and node.value.id == self.first and bool(self.first)
+        return self.attributes.get(node.attr, _UNKNOWN) if on_self else _UNKNOWN
 
     def _of_bools(self, node: ast.BoolOp) -> bool | None:
         values = [self.truth(value) for value in node.values]
@@ -382,8 +382,8 @@ def _is_open(values: _Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:
     return all(values.truth(condition) in (None, wanted) for condition, wanted in guards)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one is not _UNKNOWN and bool(one == other))
+def _same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) and value is not _UNKNOWN and bool(value == other))
 
 
 def _given(unit: CodeUnit, call: ast.Call, values: _Values, bound: bool) -> Arguments:
@@ -391,14 +391,20 @@ def _given(unit: CodeUnit, call: ast.Call, values: _Values, bound: bool) -> Argu
     names = [parameter.arg for parameter in unit.parameters]
     method = unit.owner is not None and bound and not unit.has_decorator("staticmethod")
     result = {name: _constant(unit.defaults.get(name)) for name in names}
-    open_ended = any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
+    open_ended = any(isinstance(argument, ast.Starred) for argument in call.args) or any(
+        argument.arg is None for argument in call.keywords
+    )
     if open_ended:
         result = dict.fromkeys(names, _UNKNOWN)
     for name, argument in zip(names[int(method) :], call.args, strict=False):
         if isinstance(argument, ast.Starred):
             break
-        result[name] = values.of(argument)
-    result |= {one.arg: values.of(one.value) for one in call.keywords if one.arg in result and one.arg is not None}
+        result[name] = values.value(argument)
+    result |= {
+        keyword.arg: values.value(keyword.value)
+        for keyword in call.keywords
+        if keyword.arg in result and keyword.arg is not None
+    }
     return result
 
 
@@ -442,8 +448,8 @@ def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dic
     """Returns the attributes that the whole codebase sets to one boolean and nothing else."""
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
-        for one in module.classes.values():
-            for statement in one.node.body:
+        for kind in module.classes.values():
+            for statement in kind.node.body:
                 for name in _names_set(statement):
                     values[name].add(_UNKNOWN)
     for unit in codebase.units:
@@ -460,14 +466,14 @@ def _names_set(statement: ast.stmt) -> Iterator[str]:
     yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-def roots(codebase: Codebase, one: Class) -> tuple[list[CodeUnit], list[Class]]:
+def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
     """Returns where an entry begins: what is called of its class, and the classes that it is made of."""
-    methods = [unit for name in _NETWORK if (unit := codebase.method(one, name)) is not None]
-    own = [unit for unit in one.module.units.values() if unit.owner is one]
+    methods = [unit for name in _NETWORK if (unit := codebase.method(kind, name)) is not None]
+    mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
-        methods = [unit for unit in own if not unit.name.rpartition(".")[2].startswith("_")]
-    methods += [unit for unit in own if unit.has_decorator("classmethod") and _makes_itself(unit)]
-    classes, init = [one], codebase.method(one, "__init__")
+        methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
+    methods += [unit for unit in mine if unit.has_decorator("classmethod") and _makes_itself(unit)]
+    classes, init = [kind], codebase.method(kind, "__init__")
     for parameter in init.parameters if init is not None else ():
         for name in _annotated(codebase, init, parameter):  # type: ignore[arg-type]
             known = codebase.definition(name)

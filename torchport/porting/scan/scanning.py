@@ -58,12 +58,12 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
             _check_read(path, entry, unread)
         with _deep():
             report = _scan(path, sources, entries, folders)
-    findings = sorted([*report.findings, *(_of_unread(path, one) for one in unread)], key=_place)
+    findings = sorted([*report.findings, *(_of_unread(path, file) for file in unread)], key=_place)
     return dataclasses.replace(report, findings=tuple(findings))
 
 
-def _place(one: ScanFinding) -> tuple[str, int, str]:
-    return one.file, one.line, one.rule
+def _place(finding: ScanFinding) -> tuple[str, int, str]:
+    return finding.file, finding.line, finding.rule
 
 
 @contextlib.contextmanager
@@ -95,12 +95,12 @@ def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Se
     patches = read_patches(codebase, folders)
     before, after = Reached(codebase), Reached(codebase, patches.closed())
     for reached in (before, after):
-        for one in chosen:
-            reached.begin(*one)
+        for item in chosen:
+            reached.start(*item)
         if not chosen:  # whatever is not training may run
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
-    (training.begin if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
+    (training.start if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
     known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase)]
     known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
     cover = Coverage(patches, before, after, [site for site, _ in known])
@@ -142,8 +142,8 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> ScanFinding:
     file = _named(path, site.unit.module.source.path)
-    said = _text(site.node)
-    return ScanFinding(BY_KIND[site.kind], file, site.line, site.unit.target, said, site.uses, reach, ids, site.sure)
+    text = _text(site.node)
+    return ScanFinding(BY_KIND[site.kind], file, site.line, site.unit.target, text, site.uses, reach, ids, site.sure)
 
 
 def _all_sites(codebase: Codebase) -> list[Site]:
@@ -180,10 +180,10 @@ def _helpers(codebase: Codebase, sites: Iterable[Site]) -> set[CodeUnit]:
 def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> set[CodeUnit]:
     candidates = [unit for unit in module.units.values() if _may_help(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
-    makers = {one for one in module.classes.values() if _constructs(codebase, one, direct)}
+    makers = {kind for kind in module.classes.values() if _constructs(codebase, kind, direct)}
     names = {unit: _names_in(unit) for unit in candidates}
     while True:
-        reached = {unit.name.partition(".")[0] for unit in known} | {one.name for one in makers}
+        reached = {unit.name.partition(".")[0] for unit in known} | {maker.name for maker in makers}
         reached |= {name for unit in known for name in _globals_set(unit)}
         more = {unit for unit in candidates if unit not in known and names[unit] & reached}
         if not more:
@@ -197,10 +197,10 @@ def _may_help(codebase: Codebase, unit: CodeUnit) -> bool:
     return unit.owner is None or any("autograd" in base for base in unit.owner.bases)
 
 
-def _constructs(codebase: Codebase, one: Class, direct: set[CodeUnit]) -> bool:
+def _constructs(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
     """Returns whether making an object of a class leads to torch.distributed."""
-    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(one, name))]
-    if any("autograd" in base for base in one.bases):
+    pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
+    if any("autograd" in base for base in kind.bases):
         return False
     seen = set(pending)
     while pending:
@@ -209,7 +209,7 @@ def _constructs(codebase: Codebase, one: Class, direct: set[CodeUnit]) -> bool:
             return True
         for event in unit.body.events:
             chain = chain_of(event.node.func) if event.act is Act.CALL and isinstance(event.node, ast.Call) else ()
-            called = codebase.method(one, chain[1]) if len(chain) == 2 and chain[0] == unit.first else None
+            called = codebase.method(kind, chain[1]) if len(chain) == 2 and chain[0] == unit.first else None
             if called is not None and called not in seen:
                 seen.add(called)
                 pending.append(called)
@@ -295,7 +295,7 @@ def _registered(init: CodeUnit) -> Iterator[str]:
     for event in init.body.events:
         node, value = event.node, event.value
         if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
-            yield from (str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant))
+            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
         elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
             yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []
 
@@ -334,16 +334,16 @@ def _entry(codebase: Codebase, entry: str) -> tuple[list[CodeUnit], list[Class]]
 def _check_read(path: Path, entry: str, unread: Sequence[Unread]) -> None:
     """Refuses an entry whose file could not be read."""
     names = "/".join(entry.partition(":")[0].split("."))
-    for one in unread:
-        if f"/{one.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
-            fact = f"Its file {_named(path, one.path)}:{one.line} could not be read. {one.why}"
-            raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {one.rule}")
+    for file in unread:
+        if f"/{file.path}".endswith((f"/{names}.py", f"/{names}/__init__.py")):
+            fact = f"Its file {_named(path, file.path)}:{file.line} could not be read. {file.why}"
+            raise BadValueError(f"--entry {entry}", fact, f"Mend the file: torchport explain {file.rule}")
 
 
 def _some(name: str, names: Iterable[str]) -> str:
     """Returns a remedy that names the modules that end alike; a codebase has too many to list."""
     last = name.rpartition(".")[2]
-    close = sorted(one for one in names if one.rpartition(".")[2] == last)
+    close = sorted(name for name in names if name.rpartition(".")[2] == last)
     return nearest(name, close) if close else "Name a module of the folder that is scanned, as package.module:Class"
 
 
@@ -361,14 +361,14 @@ def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reac
 
 def _covered(known: Sequence[tuple[Site, Reach]], cover: Coverage) -> Iterator[tuple[str, ...]]:
     """Yields the patches of each finding; of an alias those of the function, if all that is found there has one."""
-    covered = [cover.of(site) for site, _ in known]
+    covered = [cover.ids(site) for site, _ in known]
     by_name: dict[str, list[tuple[str, ...]]] = {}
     for (site, _), ids in zip(known, covered, strict=True):
         if site.kind != "alias":
             by_name.setdefault(f"{site.unit.module.name}.{site.unit.name}", []).append(ids)
     for (site, _), ids in zip(known, covered, strict=True):
         some = by_name.get(site.uses, [cover.alone]) if site.kind == "alias" else [ids]
-        yield tuple(dict.fromkeys(one for part in some for one in part)) if all(some) else ()
+        yield tuple(dict.fromkeys(item for part in some for item in part)) if all(some) else ()
 
 
 def _text(node: ast.AST) -> str:
@@ -382,8 +382,8 @@ def _named(root: Path, below: str) -> str:
     return folder.as_named(root if folder.has_file(root) else root / below)
 
 
-def _of_unread(root: Path, one: Unread) -> ScanFinding:
-    return ScanFinding(one.rule, _named(root, one.path), one.line, "", one.why, reach="unknown")
+def _of_unread(root: Path, unread: Unread) -> ScanFinding:
+    return ScanFinding(unread.rule, _named(root, unread.path), unread.line, "", unread.why, reach="unknown")
 
 
 _GENERIC = ("torch", "torchax")
@@ -503,7 +503,7 @@ class Coverage:
             ids |= dict.fromkeys(closing)
         return tuple(ids)
 
-    def of(self, site: Site) -> tuple[str, ...]:
+    def ids(self, site: Site) -> tuple[str, ...]:
         """Returns the ids of the patches that take care of a finding."""
         return self.of_place(site) or self.of_name(site) or (self.alone if site.kind in _GROUPS else ())
 
@@ -524,14 +524,16 @@ class Coverage:
             return ()
         called = [unit for unit, places in self._before.callers.items() if (site.unit, site.line) in places]
         ids = [self._patches.by_unit.get(unit, []) for unit in called]
-        return tuple(dict.fromkeys(one for some in ids for one in some)) if called and all(ids) else ()
+        return tuple(dict.fromkeys(item for some in ids for item in some)) if called and all(ids) else ()
 
     def _closing(self, unit: CodeUnit) -> Iterator[str]:
         """Yields the patches on the ways back from a function to the entry, the nearest of each way."""
         seen, pending, found = {unit}, [unit], False
         while pending:
             callee = pending.pop()
-            for caller, line in sorted(self._before.callers.get(callee, ()), key=lambda one: (one[0].target, one[1])):
+            for caller, line in sorted(
+                self._before.callers.get(callee, ()), key=lambda call: (call[0].target, call[1])
+            ):
                 ids = self._patches.at(caller, line)
                 found = found or bool(ids)
                 yield from ids

@@ -89,9 +89,9 @@ class _Reader:
         """Reads what runs at import, and each definition as a body of its own."""
         for statement in block:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                own = Body(prefix + statement.name, statement, owner)
-                self.bodies.append(own)
-                _Walk(own.events).function(statement)
+                unit = Body(prefix + statement.name, statement, owner)
+                self.bodies.append(unit)
+                _Walk(unit.events).function(statement)
             elif isinstance(statement, ast.ClassDef):
                 self._read_class(statement, body, prefix, guards)
             elif isinstance(statement, (ast.If, ast.Try, ast.With)):
@@ -109,9 +109,9 @@ class _Reader:
         name = prefix + node.name
         self.classes[name] = node
         if node.decorator_list:
-            own = Body(name, node, name)
-            self.bodies.append(own)
-            _Walk(own.events).decorators(node)
+            unit = Body(name, node, name)
+            self.bodies.append(unit)
+            _Walk(unit.events).decorators(node)
         self.read_block(node.body, body, f"{name}.", name, guards)
 
 

@@ -134,7 +134,7 @@ class Tensors:
         if isinstance(target, ast.Name):
             if isinstance(value, ast.Constant) and value.value is None and target.id in self.kinds:
                 return  # on the other side of a branch it is what it was
-            self.kinds[target.id] = self.of(value)
+            self.kinds[target.id] = self.kind(value)
             self.made_from[target.id] = value
             if not loops_over:
                 collects = isinstance(value, (ast.List, ast.ListComp, ast.Tuple, ast.Dict, ast.DictComp))
@@ -170,7 +170,7 @@ class Tensors:
         """Returns whether an expression is a list or dictionary of tensors and none itself."""
         return isinstance(node, ast.Name) and node.id in self._containers
 
-    def of(self, node: ast.expr) -> Kind:
+    def kind(self, node: ast.expr) -> Kind:
         """Returns what an expression is; of a list of tensors, what is in it."""
         if isinstance(node, ast.Name):
             kind = self.kinds.get(node.id, Kind.UNKNOWN)
@@ -182,35 +182,35 @@ class Tensors:
         if isinstance(node, ast.Attribute):
             return self._of_attribute(node)
         if isinstance(node, ast.Subscript):
-            return self.of(node.value)
+            return self.kind(node.value)
         if isinstance(node, ast.Compare):
             return self._of_comparison(node)
         if isinstance(node, ast.UnaryOp):
-            return Kind.PLAIN if isinstance(node.op, ast.Not) else self.of(node.operand)
+            return Kind.PLAIN if isinstance(node.op, ast.Not) else self.kind(node.operand)
         return self._of_several(node)
 
     def _of_several(self, node: ast.expr) -> Kind:
         if isinstance(node, ast.BinOp):
-            kind = _join([self.of(node.left), self.of(node.right)])
+            kind = _join([self.kind(node.left), self.kind(node.right)])
             bits = isinstance(node.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
             return Kind.TENSOR if kind is Kind.MASK and not bits else kind
         if isinstance(node, (ast.Tuple, ast.List)):
-            return _join([self.of(one) for one in node.elts]) if node.elts else Kind.UNKNOWN
+            return _join([self.kind(element) for element in node.elts]) if node.elts else Kind.UNKNOWN
         if isinstance(node, ast.IfExp):
-            return _join([self.of(node.body), self.of(node.orelse)])
+            return _join([self.kind(node.body), self.kind(node.orelse)])
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
-            return self.of(node.elt)
+            return self.kind(node.elt)
         if isinstance(node, ast.NamedExpr):
-            return self.of(node.value)
+            return self.kind(node.value)
         return Kind.PLAIN if isinstance(node, (ast.JoinedStr, ast.Dict, ast.BoolOp)) else Kind.UNKNOWN
 
     def _of_attribute(self, node: ast.Attribute) -> Kind:
         if node.attr in _PLAIN_ATTRIBUTES:
             return Kind.PLAIN
         if node.attr in _TENSOR_ATTRIBUTES:
-            return self.of(node.value)
-        own = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
-        return Kind.TENSOR if own and node.attr in self._attributes else Kind.UNKNOWN
+            return self.kind(node.value)
+        on_self = isinstance(node.value, ast.Name) and node.value.id == self._self and bool(self._self)
+        return Kind.TENSOR if on_self and node.attr in self._attributes else Kind.UNKNOWN
 
     def _of_comparison(self, node: ast.Compare) -> Kind:
         if any(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops):
@@ -218,7 +218,7 @@ class Tensors:
         sides = [node.left, *node.comparators]
         if any(isinstance(side, ast.Constant) and isinstance(side.value, (str, type(None))) for side in sides):
             return Kind.PLAIN
-        kinds = [self.of(side) for side in sides]
+        kinds = [self.kind(side) for side in sides]
         if any(kind in ON_DEVICE for kind in kinds):
             return Kind.MASK
         return _join(kinds)
@@ -232,14 +232,14 @@ class Tensors:
             return Kind.TENSOR
         if isinstance(node.func, ast.Name):
             if node.func.id in _SAME and node.args and not name:
-                return self.of(node.args[0])
+                return self.kind(node.args[0])
             return Kind.UNKNOWN if name or node.func.id in self.kinds else Kind.PLAIN
         if isinstance(node.func, ast.Attribute):
             return self._of_method(node, node.func)
         return Kind.UNKNOWN
 
     def _of_method(self, node: ast.Call, func: ast.Attribute) -> Kind:
-        kind, method = self.of(func.value), func.attr
+        kind, method = self.kind(func.value), func.attr
         if kind in (*ON_DEVICE, Kind.HOST) or method in _ONLY_TENSORS:
             if method in _PLAIN_METHODS:
                 return Kind.PLAIN
@@ -252,9 +252,9 @@ class Tensors:
                 if kind is Kind.MASK and method not in ("float", "long", "int", "sum", "cumsum")
                 else Kind.TENSOR
             )
-        given = [self.of(argument) for argument in node.args]
-        own = isinstance(func.value, ast.Name) and func.value.id == self._self
-        if own and any(one in ON_DEVICE for one in given):  # a submodule over a tensor
+        given = [self.kind(argument) for argument in node.args]
+        on_self = isinstance(func.value, ast.Name) and func.value.id == self._self
+        if on_self and any(name in ON_DEVICE for name in given):  # a submodule over a tensor
             return Kind.TENSOR
         return Kind.UNKNOWN
 
@@ -267,7 +267,7 @@ def _of_torch(name: str, node: ast.Call, tensors: Tensors) -> Kind:
         return Kind.PLAIN
     if last in _MASK_FUNCTIONS:
         return Kind.MASK
-    first = tensors.of(node.args[0]) if node.args else Kind.UNKNOWN
+    first = tensors.kind(node.args[0]) if node.args else Kind.UNKNOWN
     if first is Kind.MASK and last in ("cat", "concat", "stack", "zeros_like", "ones_like", "pad"):
         return Kind.MASK
     dtype = next((chain_of(keyword.value)[-1:] for keyword in node.keywords if keyword.arg == "dtype"), ())
@@ -276,7 +276,7 @@ def _of_torch(name: str, node: ast.Call, tensors: Tensors) -> Kind:
 
 def _join(kinds: list[Kind]) -> Kind:
     for kind in (Kind.TENSOR, Kind.MASK, Kind.HOST, Kind.PLAIN):
-        if kind in kinds and (kind is not Kind.PLAIN or all(one is Kind.PLAIN for one in kinds)):
+        if kind in kinds and (kind is not Kind.PLAIN or all(kind is Kind.PLAIN for kind in kinds)):
             return kind
     return Kind.UNKNOWN
 

@@ -29,7 +29,7 @@ from torchport import engine
 from torchport.compile.failure.frames import live
 from torchport.errors import HostTensorError
 from torchport.load.foreign import is_cuda
-from torchport.porting.trace.notes import OWN, Notes, Raised
+from torchport.porting.trace.notes import PACKAGE, Notes, Raised
 from torchport.source import parsing
 from torchport.stages import constants
 
@@ -129,13 +129,13 @@ class GoingOn(TorchFunctionMode):
 
     def _unlowered(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns zeros of the shapes that the operator has on meta."""
-        like = _first_network(args, kwargs)
+        template = _first_network(args, kwargs)
         meta = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
         self.notes.record(error, "the result is zeros")
         with torch._C.DisableTorchFunction():
             output = function(*meta[0], **meta[1])
         return pytree.tree_map_only(
-            torch.Tensor, lambda leaf: like.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
+            torch.Tensor, lambda leaf: template.new_zeros(tuple(leaf.shape), dtype=leaf.dtype), output
         )
 
     def _without_host(self, error: BaseException, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -147,12 +147,12 @@ class GoingOn(TorchFunctionMode):
             self.notes.record_made(error, "the numbers are drawn once", made)
             with torch._C.DisableTorchFunction():
                 return torch.zeros(tuple(function(*args, **kwargs).shape))
-        like = next(leaf for leaf in tensors if is_networks(leaf))
+        template = next(leaf for leaf in tensors if is_networks(leaf))
         if "writes" in str(error):
             self.notes.record_made(error, "nothing is written", made)
             return args[0]
         self.notes.record_made(error, "the host's tensor is zeros of the network", made)
-        args, kwargs = _replaced(args, kwargs, hosts, like)
+        args, kwargs = _replaced(args, kwargs, hosts, template)
         return function(*args, **kwargs)
 
     def _off_cuda(self, value: Any) -> Any:
@@ -160,14 +160,14 @@ class GoingOn(TorchFunctionMode):
         return "cpu" if is_device or (isinstance(value, str) and re.match(r"cuda(:\d+)?$", value)) else value
 
 
-def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], like: torch.Tensor) -> Any:
+def _replaced(args: Any, kwargs: Any, hosts: list[torch.Tensor], template: torch.Tensor) -> Any:
     """Returns arguments with zeros of the network in place of the host's tensors."""
-    ids = {id(one) for one in hosts}
+    ids = {id(host) for host in hosts}
 
     def replaced(leaf: torch.Tensor) -> torch.Tensor:
         if id(leaf) not in ids:
             return leaf
-        return like.new_zeros(tuple(leaf.shape), dtype=_narrow(leaf.dtype))
+        return template.new_zeros(tuple(leaf.shape), dtype=_narrow(leaf.dtype))
 
     return pytree.tree_map_only(torch.Tensor, replaced, (args, kwargs))
 
@@ -206,7 +206,7 @@ class Anything(types.ModuleType):
         if len(args) == 1 and isinstance(args[0], type | types.FunctionType) and not kwargs:
             return args[0]  # it decorates
         error = ModuleNotFoundError(f"{self.__name__} is called", name=self.__name__.partition(".")[0])
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        first = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)), None)
         assumed = "the call returns its first tensor" if first is not None else "the call returns a stand-in"
         self.__dict__["_notes"].record(error, assumed)
         return Anything(f"{self.__name__}()", self.__dict__["_notes"]) if first is None else first
@@ -249,9 +249,13 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Does nothing: there is no code."""
 
     def _is_needed(self, name: str) -> bool:
-        every = [one for one in live(self.notes.owners) if not one.module.startswith((OWN, "torchport.patch.live"))]
+        stack = [
+            frame for frame in live(self.notes.owners) if not frame.module.startswith((PACKAGE, "torchport.patch.live"))
+        ]
         # An import that torch makes is torch's own to do without.
-        plain = (one for one in reversed(every) if not one.file.startswith("<") and "importlib" not in one.module)
+        plain = (
+            frame for frame in reversed(stack) if not frame.file.startswith("<") and "importlib" not in frame.module
+        )
         importer = next(plain, None)
         if importer is None or importer.owner != "upstream":
             return False
@@ -262,12 +266,12 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def is_needed(file: str, line: int) -> bool:
     """Returns whether a line of a file is an import statement that no `try` around it does without."""
     tree = parsing.tree("".join(linecache.getlines(file)), file)
-    imports = [one for one in ast.walk(tree) if isinstance(one, ast.Import | ast.ImportFrom)]
-    if not any(one.lineno <= line <= (one.end_lineno or one.lineno) for one in imports):
+    imports = [statement for statement in ast.walk(tree) if isinstance(statement, ast.Import | ast.ImportFrom)]
+    if not any(statement.lineno <= line <= (statement.end_lineno or statement.lineno) for statement in imports):
         return False  # it asks whether the package is there
     for node in ast.walk(tree):
         if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
-            names = {ast.unparse(one.type) if one.type is not None else "" for one in node.handlers}
+            names = {ast.unparse(handler.type) if handler.type is not None else "" for handler in node.handlers}
             words = ("ImportError", "ModuleNotFoundError", "Exception")
             if "" in names or any(word in name for name in names for word in words):
                 return False
@@ -354,11 +358,11 @@ def returned(module: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any
     source = parsing.tree(textwrap.dedent(inspect.getsource(forward)), inspect.getfile(forward))
     for node in ast.walk(source):
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-            names = [one.id for one in node.value.elts if isinstance(one, ast.Name) and one.id in given]
+            names = [element.id for element in node.value.elts if isinstance(element, ast.Name) and element.id in given]
             if len(names) == len(node.value.elts):
                 return f"its arguments {', '.join(names)}", tuple(given[name] for name in names)
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-    return "its first tensor", next((one for one in tensors if one.is_floating_point()), None)
+    tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)]
+    return "its first tensor", next((tensor for tensor in tensors if tensor.is_floating_point()), None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torchport.compile.failure.explained import MOST_FRAMES
 from torchport.compile.failure.frames import OURS, Frame, Owners, culprit, frames, live
 from torchport.errors import HostTensorError, TorchportError
 
-OWN = "torchport.porting.trace"
+PACKAGE = "torchport.porting.trace"
 
 
 @dataclasses.dataclass
@@ -66,12 +66,12 @@ class Notes:
         Raises:
             BaseException: The exception itself, where no foreign code is at fault.
         """
-        every = [one for one in live(self.owners) if not one.module.startswith(OWN)]
-        every += [one for one in frames([error], self.owners) if not one.module.startswith(OWN)]
-        frame = culprit(error, [one for one in every if one.owner != "torchport"])
+        stack = [other for other in live(self.owners) if not other.module.startswith(PACKAGE)]
+        stack += [other for other in frames([error], self.owners) if not other.module.startswith(PACKAGE)]
+        frame = culprit(error, [other for other in stack if other.owner != "torchport"])
         if frame is None:
             raise error
-        failure = Failure(self.owners, error, frame, every)
+        failure = Failure(self.owners, error, frame, stack)
         kind = type(error) if isinstance(error, HostTensorError) else failure.kind()
         key = kind.id, frame.place
         if key in self.stoppers:
@@ -82,9 +82,9 @@ class Notes:
             fact, remedy, entry = error.fact, error.remedy, None
         else:
             fact, remedy, entry = CURES[kind](failure)
-        listed = _listed(every, frame)
+        listed = _listed(stack, frame)
         text = "" if entry is None else entry.text
-        folded = len(every) - len(listed)
+        folded = len(stack) - len(listed)
         self.stoppers[key] = Stopper(kind.id, self.stage, frame.place, fact, remedy, listed, folded, text, assumed)
 
     def record_made(self, error: BaseException, assumed: str, made: str | None) -> None:
@@ -104,7 +104,7 @@ class Notes:
     def of_another_job(self) -> Iterator[None]:
         """Forgets what is noted while the context lasts: it is another job's."""
         before = self.stoppers, self.constants
-        self.stoppers = {key: dataclasses.replace(one) for key, one in self.stoppers.items()}
+        self.stoppers = {key: dataclasses.replace(stopper) for key, stopper in self.stoppers.items()}
         self.constants = dict(self.constants)
         try:
             yield
@@ -121,13 +121,13 @@ class Notes:
 
     def here(self) -> Frame | None:
         """Returns the innermost frame of upstream, of the family or of a patch."""
-        return next((one for one in reversed(live(self.owners)) if one.owner in OURS), None)
+        return next((frame for frame in reversed(live(self.owners)) if frame.owner in OURS), None)
 
 
-def _listed(every: Sequence[Frame], frame: Frame) -> list[str]:
-    ours = [one for one in every if one.owner in OURS or one == frame]
-    distinct = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner]
-    return [one.text().strip() for one in distinct[-MOST_FRAMES:]]
+def _listed(stack: Sequence[Frame], frame: Frame) -> list[str]:
+    ours = [other for other in stack if other.owner in OURS or other == frame]
+    distinct = [outer for outer, inner in zip(ours, [*ours[1:], None], strict=True) if outer != inner]
+    return [other.text().strip() for other in distinct[-MOST_FRAMES:]]
 
 
 class Raised:

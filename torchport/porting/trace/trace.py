@@ -80,7 +80,7 @@ def called(request: Request) -> Calls:
                 parts = network.as_shapes(task, stage)
                 module, how = network.module_of(stage, parts), network.how(stage, task)
                 found = recorder.network_calls(stage, parts, module, how, task.settings, count=False)
-                result[stage.name] = [_without_output(one) for one in found]
+                result[stage.name] = [_without_output(call) for call in found]
     return result
 
 
@@ -119,17 +119,17 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
             if raised.error is not None:
                 notes.record(raised.error, ends)
     report.stoppers = list(notes.stoppers.values())
-    report.constants = sorted(notes.constants.values(), key=lambda one: -one.bytes)
+    report.constants = sorted(notes.constants.values(), key=lambda constant: -constant.bytes)
     return report
 
 
 def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> list[Program]:
     """Traces one stage's network for each set of its inputs."""
-    every = task.patches([stage])
-    entries = every if calls is None else [one for one in every if one.upstream == "torchax"]
+    patches = task.patches([stage])
+    entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
     going = functools.partial(_going_on, notes, stage.call or _plain, False)
     lowering = functools.partial(_going_on, notes, stage.call or _plain, True)
-    quiet, loud = (dataclasses.replace(stage, call=one, prepare=_guarded(stage, notes)) for one in (going, lowering))
+    quiet, loud = (dataclasses.replace(stage, call=call, prepare=_guarded(stage, notes)) for call in (going, lowering))
     with assumed(notes), modules_go_on(notes):
         with in_force(task, [stage], entries=entries, explained=False) as ledger, lowerings(ledger):
             network.check_classes(task)
@@ -138,8 +138,8 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> li
             parts = network.as_shapes(task, loud)
             module = network.module_of(loud, parts)
             compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
-            for one in found:
-                compiled.lowered(compiled.shapes(one.inputs), one.static)
+            for call in found:
+                compiled.lowered(compiled.shapes(call.inputs), call.static)
         if calls is not None:
             return []
         with in_force(task, [stage], entries=entries, explained=False):
@@ -191,12 +191,12 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
     """
     first = calls[0]
     result = [Program(stage.name, first.times, "")]
-    result += [Program(stage.name, one.times, _difference(first, one)) for one in calls[1:]]
+    result += [Program(stage.name, call.times, _difference(first, call)) for call in calls[1:]]
     for words, other in _others(task):
         try:
             with notes.of_another_job(), Raised() as raised:
-                new = [one for one in _calls(other, stage) if all(_difference(one, old) for old in calls)]
-                result += [Program(stage.name, 0, f"{words}: {_difference(first, one)}") for one in new]
+                new = [call for call in _calls(other, stage) if all(_difference(call, old) for old in calls)]
+                result += [Program(stage.name, 0, f"{words}: {_difference(first, call)}") for call in new]
             error: BaseException | None = raised.error
         except TorchportError as refusal:
             error = refusal
@@ -210,19 +210,19 @@ def _programs(task: Task, stage: Stage, calls: Sequence[recorder.NetworkCall], n
 
 def _others(task: Task) -> list[tuple[str, Task]]:
     """Returns other jobs that a service may be asked for, in words and as such; all of a job has the same settings."""
-    now = task.settings
-    scale = 1.0 if now.guidance_scale > 1.0 else 5.0
+    current = task.settings
+    scale = 1.0 if current.guidance_scale > 1.0 else 5.0
     word = "without guidance" if scale == 1.0 else "with guidance"
     others = [
-        (f"{word} (guidance_scale {scale})", dataclasses.replace(now, guidance_scale=scale)),
-        (f"with {now.steps + 1} steps", dataclasses.replace(now, steps=now.steps + 1)),
+        (f"{word} (guidance_scale {scale})", dataclasses.replace(current, guidance_scale=scale)),
+        (f"with {current.steps + 1} steps", dataclasses.replace(current, steps=current.steps + 1)),
     ]
     return [(words, dataclasses.replace(task, settings=settings)) for words, settings in others]
 
 
-def _difference(one: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
+def _difference(first: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
     """Returns in words how the arguments of two calls differ; empty if one program takes both."""
-    before, after = outputs.leaves(one.inputs), outputs.leaves(other.inputs)
+    before, after = outputs.leaves(first.inputs), outputs.leaves(other.inputs)
     words = [f"'{name}' is only in one of them" for name in sorted(before.keys() ^ after.keys())]
     for name in sorted(before.keys() & after.keys()):
         old, new = before[name], after[name]
@@ -230,10 +230,10 @@ def _difference(one: recorder.NetworkCall, other: recorder.NetworkCall) -> str:
             words.append(f"'{name}' is {list(new.shape)}, not {list(old.shape)}")
         elif old.dtype != new.dtype:
             words.append(f"'{name}' is {new.dtype}, not {old.dtype}".replace("torch.", ""))
-    was, now = dict(one.static), dict(other.static)
+    was, statics = dict(first.static), dict(other.static)
     words += [
-        f"'{key}' is {now.get(key)!r}, not {was.get(key)!r}"
-        for key in sorted(was | now)
-        if was.get(key) != now.get(key)
+        f"'{key}' is {statics.get(key)!r}, not {was.get(key)!r}"
+        for key in sorted(was | statics)
+        if was.get(key) != statics.get(key)
     ]
     return "; ".join(words)

@@ -13,4 +13,4 @@ if __name__ == "sitecustomize":  # and not where somebody imports all modules of
 
     if added:
         sys.path.remove(root)
-    script.begin()
+    script.start()
