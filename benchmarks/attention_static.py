@@ -21,7 +21,7 @@ import sys
 
 from torchport.config.machine import parse_machine
 from torchport.kernels.attention import tiles
-from torchport.plan.tune import sized_workload, tried
+from torchport.plan.tuning import sized_workload, tried
 
 MACHINES = {"v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 JOBS = {128: (31 * 45 * 80 + 1256, 4), 64: (39_826, 12)}

@@ -27,7 +27,7 @@ from torchport.errors import BadValueError, TorchportError
 from torchport.kernels.attention import tiles
 from torchport.plan import step_time
 from torchport.plan.figures import KernelAttention, Parts
-from torchport.plan.plan import plan
+from torchport.plan.planning import plan
 from torchport.plan.step_time import Calibration
 from torchport.processes import child
 from torchport.progress import size_text

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchport.processes import path as importable
+from torchport.processes import import_path as importable
 
 # `python -m torchport` puts the current folder first: before anything else is imported, it goes.
 if (entries := importable.trusted(sys.path, started=__name__ == "__main__")) != sys.path:

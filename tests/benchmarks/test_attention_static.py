@@ -7,7 +7,7 @@ import json
 import pytest
 
 from torchport.plan.tpu.cost import Figures
-from torchport.plan.tune import Candidate
+from torchport.plan.tuning import Candidate
 
 KEYS = [
     "name",

@@ -10,7 +10,7 @@ from torchport.__main__ import cli
 from torchport.commands import plan as command
 from torchport.commands.plan import PlanFlags
 from torchport.errors import BadValueError
-from torchport.plan import plan, report, sweep
+from torchport.plan import plan_report, planning, sweep
 from torchport.task import Request
 
 JOB = {"model": "hunyuan", "config": "configs/720p.yaml"}
@@ -46,9 +46,9 @@ def test_each_flag_reaches_what_it_is_for(monkeypatch):
 
         return call
 
-    for module, function in ((plan, "plan"), (sweep, "sweep")):
+    for module, function in ((planning, "plan"), (sweep, "sweep")):
         monkeypatch.setattr(module, function, stand_in(function))
-    for module in (report, sweep):
+    for module in (plan_report, sweep):
         monkeypatch.setattr(module, "lines", lambda found: [found.what])
     monkeypatch.setattr(sweep, "data", lambda found: found.model_dump("json"))
 

@@ -11,8 +11,8 @@ from torchport.commands import shard
 from torchport.compile.in_force import in_force
 from torchport.config.machine import parse_machine
 from torchport.errors import ForeignError, TracedValueError
-from torchport.plan import aot, sweep, tune
-from torchport.porting.trace import trace
+from torchport.plan import aot, sweep, tuning
+from torchport.porting.trace import tracing
 from torchport.run.path import run
 from torchport.task import Request, accept
 from torchport.task.devices import devices
@@ -53,13 +53,13 @@ def verified(request):
 IN_FORWARD = {
     "run": run,
     "plan": planned,
-    "trace without patches": trace.called,
+    "trace without patches": tracing.called,
     "verify": verified,
     "port": ported,
 }
 IN_IMPORT = {
     "sweep": lambda request: sweep.sweep(request, "v6e:2x4"),
-    "tune": lambda request: tune.workload_of_model(request, parse_machine("v6e:2x4", "--topology")),
+    "tune": lambda request: tuning.workload_of_model(request, parse_machine("v6e:2x4", "--topology")),
     "shard": shard.rule_rows,
 }
 """These call no network: they build it, and read its configuration."""
@@ -78,7 +78,7 @@ def test_an_exception_of_upstream_is_the_same_error_with_its_line_everywhere(pla
     request = Request("plain", "configs/small.yaml", prompt="A cat", out=plain.root / "out", paths=(str(plain.root),))
     fact = f"{what} raises ValueError: the config has no heads"
     if command == "trace":  # it goes on, and says at the end what would stop a run
-        stopper = trace.traced(request, None).stoppers[0]
+        stopper = tracing.traced(request, None).stoppers[0]
         assert (stopper.id, stopper.place, stopper.fact) == (ForeignError.id, place, fact)
         return
     with pytest.raises(ForeignError) as caught:

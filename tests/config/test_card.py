@@ -25,7 +25,7 @@ from torchport.errors import (
     UnknownNameError,
     WrongTypeError,
 )
-from torchport.task.family import family as family_of
+from torchport.task.family_file import family as family_of
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torchport import load
 from torchport.config import checkout
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, CheckpointMissingError, LoadError
 from torchport.stages import family as families
-from torchport.task.family import family as family_of
+from torchport.task.family_file import family as family_of
 
 OTHERS = [torch.int8, torch.uint8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -15,8 +15,8 @@ from fakes.artefacts import difference
 from torchport import engine, patch
 from torchport.config.pack import find_pack
 from torchport.kernels.attention import dispatch as attention
-from torchport.kernels.convolution import canvas, dispatch, kernel
-from torchport.kernels.convolution.plain import ConvolutionRequest
+from torchport.kernels.convolution import canvas, forms, kernel
+from torchport.kernels.convolution.by_xla import ConvolutionRequest
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
 INTERPRETED = attention.Context(interpret=True)
@@ -106,7 +106,7 @@ def test_the_kernel_packs_channels_and_taps(inputs, outputs):
     )
 
     def run():
-        return dispatch.convolved(ConvolutionRequest(False), x, weight, None, gains=gains, lead=jnp.int32(3))[0]
+        return forms.convolved(ConvolutionRequest(False), x, weight, None, gains=gains, lead=jnp.int32(3))[0]
 
     with jax.default_matmul_precision("highest"):
         reference = run()

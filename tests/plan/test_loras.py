@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torchport import patch
 from torchport.compile import network
 from torchport.errors import CheckpointForeignError
-from torchport.plan import aot, plan
+from torchport.plan import aot, planning
 from torchport.task import Request, accept
 
 KEY = "transformer_blocks.0.attn.to_q"
@@ -17,7 +17,7 @@ KEY = "transformer_blocks.0.attn.to_q"
 def task_of(file):
     sizes = ("height=64", "width=96", "frames=9")
     sets = (*sizes, f"lora=[{{path: {file}}}]")
-    return accept(plan.on_slice(Request("hunyuan", "configs/demo.yaml", overrides=sets), None), dry=True)
+    return accept(planning.on_slice(Request("hunyuan", "configs/demo.yaml", overrides=sets), None), dry=True)
 
 
 def write(file, key, shape):
@@ -29,7 +29,7 @@ def write(file, key, shape):
 def test_a_file_that_is_not_here_is_taken_for_granted_and_the_plan_says_so(tmp_path):
     task = task_of(tmp_path / "absent.safetensors")
     assert aot.unchecked_loras(task) == [f"the LoRA '{tmp_path}/absent.safetensors' fits: the file is not here"]
-    assert plan._assumptions(task, True)[-1] == aot.unchecked_loras(task)[0]
+    assert planning._assumptions(task, True)[-1] == aot.unchecked_loras(task)[0]
 
 
 def test_a_file_that_is_here_is_checked_by_its_header(tmp_path):

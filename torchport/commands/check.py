@@ -455,7 +455,7 @@ def not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
 
     from torchport.stages.family import ALWAYS
     from torchport.task import Request
-    from torchport.task.family import family
+    from torchport.task.family_file import family
 
     card, document = pack.card(model)
     paths = tuple(str(layer.root) for layer in pack.layers() if layer.chosen)

@@ -37,16 +37,16 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.porting.draft import draft, folder
+    from torchport.porting.draft import draft, home
     from torchport.porting.draft.draft import PatchDraftRequest
 
     wish = PatchDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        drafted = draft.write_draft(wish, folder.home(out, draft.upstreams(wish, checkout)))
+        drafted = draft.write_draft(wish, home.home(out, draft.upstreams(wish, checkout)))
     listed = f"List {wish.names} under 'patches' of the card, for the stages that need it"
     left = [f"fill in     {step}." for step in (*drafted.left, listed)]
-    last = f"then        {folder.check_command(out, upstream_path, wish.package)}"
+    last = f"then        {home.check_command(out, upstream_path, wish.package)}"
     terminal.say("\n".join([*drafted.lines, *left, last]))
 
 
@@ -68,13 +68,13 @@ def new_model(out: Path, upstream_path: str | None, **given: Any) -> None:
 
     Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
     """
-    from torchport.porting.draft import folder, model
+    from torchport.porting.draft import home, model
 
     wish = model.ModelDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):
-        lines = model.write(wish, folder.home(out, model.upstreams(wish, checkout)), checkout)
-    terminal.say("\n".join([*lines, f"then        {folder.check_command(out, upstream_path)}"]))
+        lines = model.write(wish, home.home(out, model.upstreams(wish, checkout)), checkout)
+    terminal.say("\n".join([*lines, f"then        {home.check_command(out, upstream_path)}"]))
 
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:

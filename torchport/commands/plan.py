@@ -75,16 +75,16 @@ def answer(request: Request, flags: PlanFlags, line: str) -> terminal.Answer:
     if flags.file is not None:
         folder.check_writable("--report", flags.file)
     _check(flags)
-    from torchport.plan import plan, report, sweep
+    from torchport.plan import plan_report, planning, sweep
 
     bounded = flags.scores != "any"
     if flags.sweep:
         swept = sweep.sweep(request, flags.topology, flags.keep, bounded, flags.jobs)
         return terminal.Answer(sweep.data(swept), sweep.lines(swept))
-    job = plan.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
+    job = planning.plan(request, flags.topology, flags.keep, bounded, stages=(flags.stage,) if flags.stage else ())
     if flags.file is not None:
-        report.write(flags.file, job, line)
-    return terminal.Answer(job.model_dump(mode="json"), report.lines(job), int(not job.fits))
+        plan_report.write(flags.file, job, line)
+    return terminal.Answer(job.model_dump(mode="json"), plan_report.lines(job), int(not job.fits))
 
 
 def _check(flags: PlanFlags) -> None:

@@ -22,7 +22,7 @@ import click
 
 from torchport.errors import BadValueError, OutputError, StoppedError, TorchportError, printable
 from torchport.files.folder import refused
-from torchport.processes import path, watch
+from torchport.processes import import_path, watch
 
 log = logging.getLogger("torchport")
 AGAIN = 0.05
@@ -41,7 +41,7 @@ class Command(click.Command):
             for value in _texts(values.get(str(option.name))):
                 if isinstance(option, click.Option) or isinstance(option.type, click.Path):
                     _check(option, value)
-        if path.current() is None:
+        if import_path.current() is None:
             raise BadValueError("the current folder", "It was removed", "Run cd, to a folder that is there")
         return rest
 

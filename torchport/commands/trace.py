@@ -14,7 +14,7 @@ from torchport.progress import size_text
 
 if TYPE_CHECKING:
     from torchport.porting.trace.notes import Stopper
-    from torchport.porting.trace.trace import TraceReport
+    from torchport.porting.trace.tracing import TraceReport
     from torchport.task import Request
 
 SHOWN = 10
@@ -36,7 +36,7 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     the programs, and what makes a second program.
     """
     terminal.log_to_stderr()
-    from torchport.porting.trace.trace import trace
+    from torchport.porting.trace.tracing import trace
 
     report = trace(request_of(**given), not without_patches)
     terminal.Answer(data(report), lines(report, not without_patches)).say(as_json)

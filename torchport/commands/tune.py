@@ -45,16 +45,16 @@ def command(implementation: Any, scores: str, as_json: bool, file: Path | None, 
     Head size, heads and tokens are those of --model and --config; --topology replaces the config's machine.
     """
     terminal.log_to_stderr()
-    from torchport.plan import tune
-    from torchport.plan.tune import workload_of_flags
+    from torchport.plan import tuning
+    from torchport.plan.tuning import workload_of_flags
 
     job = workload_of_flags(**given)
     if file is not None:
-        tune.check_writable(file)
-    results = tune.tune_all(job, implementation, scores)
+        tuning.check_writable(file)
+    results = tuning.tune_all(job, implementation, scores)
     if as_json:
-        terminal.say_json([row for result in results for row in tune.rows(result)])
+        terminal.say_json([row for result in results for row in tuning.rows(result)])
     else:
-        terminal.say("\n\n".join("\n".join(tune.lines(result)) for result in results))
+        terminal.say("\n\n".join("\n".join(tuning.lines(result)) for result in results))
     if file is not None:
-        tune.write(file, results)
+        tuning.write(file, results)

@@ -89,7 +89,7 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     """
     _check(flags)
     from torchport.config.pack import find_pack
-    from torchport.verify import capture, report
+    from torchport.verify import reference, report
     from torchport.verify.verification import Options, capture_original, verify
 
     if request.prompt is None:
@@ -98,7 +98,7 @@ def answer(request: Request, flags: VerifyFlags) -> tuple[terminal.Answer, Verif
     wanted = Options(steps, flags.decode, flags.floor, _reference(flags.against))
     if flags.capture is not None:
         _make_folder(flags.capture)
-        limit = capture.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
+        limit = reference.LIMIT if flags.capture_limit is None else int(flags.capture_limit * 2**30)
         words = capture_original(request, wanted, flags.capture, limit)
         lines = [f"captured in {flags.capture}: {words}"]
         return terminal.Answer({"capture": str(flags.capture), "holds": words}, lines), None

@@ -40,7 +40,7 @@ from torchport.load.foreign import reading
 from torchport.progress import log
 from torchport.stages.family import Stage
 from torchport.task import Task
-from torchport.task.family import builder
+from torchport.task.family_file import builder
 
 
 def loaded(task: Task, stage: Stage, folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
-from torchport.plan.plan import of_task, on_slice, require_tpu
+from torchport.plan.planning import of_task, on_slice, require_tpu
 from torchport.processes import child
 from torchport.progress import table
 from torchport.save.manifest import versions

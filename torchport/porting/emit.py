@@ -13,10 +13,10 @@ from torchport.config.pack import find_pack
 from torchport.errors import ConfigError, ConflictError, PatchError, TakenNameError, printable
 from torchport.files.folder import as_named, has_file
 from torchport.patch import Entry, read, upstreams
-from torchport.porting.draft import draft, folder
+from torchport.porting.draft import draft, home
 from torchport.porting.draft.draft import PatchDraftRequest
-from torchport.porting.draft.folder import Home
-from torchport.porting.draft.target import folder_of
+from torchport.porting.draft.home import Home
+from torchport.porting.draft.target_source import folder_of
 from torchport.porting.scan.finding import ScanFinding, ScanReport
 from torchport.porting.scan.syntax import MODULE
 
@@ -69,7 +69,7 @@ def home_of(report: ScanReport, path: Path, out: Path) -> Home:
     modules = {finding.target.partition(":")[0] for finding in report.findings if finding.target}
     packages = {name.partition(".")[0] for name in modules}
     found = [folder_of(name) for name in sorted(packages)]
-    return folder.home(out, [path, *(reason for reason in found if reason is not None)], "--emit")
+    return home.home(out, [path, *(reason for reason in found if reason is not None)], "--emit")
 
 
 def _search_folder(path: Path, report: ScanReport) -> Path:
@@ -230,7 +230,7 @@ def _lines(report: ScanReport, outcome: Outcome, out: Path, root: Path, paths: S
         yield f"list        {', '.join(listed)} under 'patches' of the card, for the stages that need them"
     packages = sorted({drafted.names.partition("/")[0] for drafted in outcome.written})
     if packages:
-        yield f"then        {folder.check_command(out, as_named(root), *packages)}"
+        yield f"then        {home.check_command(out, as_named(root), *packages)}"
 
 
 def _many(count: int, singular: str, several: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchport.errors import TorchportError
-from torchport.processes import path
+from torchport.processes import import_path
 from torchport.progress import note, track
 
 _CODE = "import sys; sys.path[:] = {path!r}; from torchport.processes import child; child.answer({folder!r})"
@@ -89,7 +89,7 @@ def call(
         TorchportError: What the function refuses, with its culprit; what `ended` returns.
     """
     root = str(Path(__file__).resolve().parents[2])
-    trusted = path.trusted(sys.path)
+    trusted = import_path.trusted(sys.path)
     # The process must import the torchport that this one has, also where that lies in the current folder alone.
     folders = [] if root in trusted else [root]
     entries = [*(str(folder.absolute()) for folder in first), *folders, *trusted]
@@ -133,7 +133,7 @@ def _end_of(process: subprocess.Popen[str], stop: threading.Event | None) -> End
 def _environment(additions: Mapping[str, str]) -> dict[str, str]:
     """Returns a child's variables: this process's, some additions, and a `PYTHONPATH` without empty entries."""
     variables = {**os.environ, **additions}
-    search_path = path.without_empty(variables.pop("PYTHONPATH", ""))
+    search_path = import_path.without_empty(variables.pop("PYTHONPATH", ""))
     return variables | ({"PYTHONPATH": search_path} if search_path else {})
 
 

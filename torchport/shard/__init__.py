@@ -1,6 +1,6 @@
 """Where weights, inputs and activations lie on a mesh, and which devices of a slice are neighbours."""
 
-from torchport.shard.rules import (
+from torchport.shard.placement import (
     AXES,
     KINDS,
     RuleT,

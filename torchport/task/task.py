@@ -25,7 +25,7 @@ from torchport.load.lora import check_format
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
 from torchport.task.execution import COMPILED, Execution, check
-from torchport.task.family import family as load_family
+from torchport.task.family_file import family as load_family
 
 Backend = Literal["torchax", "original"]
 DEFAULT_SEED = 42

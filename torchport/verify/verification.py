@@ -30,7 +30,7 @@ from torchport.processes import child
 from torchport.progress import log, waiting
 from torchport.stages.family import Stage
 from torchport.task import Request, Task, accept, devices
-from torchport.verify import capture, decoder, seams
+from torchport.verify import decoder, reference, seams
 from torchport.verify.borders import Port, inner_values
 from torchport.verify.comparing import Measurements
 from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call
@@ -63,7 +63,7 @@ def verify(request: Request, options: Options) -> Verification:
     clock = _Clock()
     with tempfile.TemporaryDirectory(prefix="torchport-verify-") as name:
         file = Path(name, "original.pt")
-        notes, left_out = ([], 0) if options.reference is None else capture.check(options.reference, task)
+        notes, left_out = ([], 0) if options.reference is None else reference.check(options.reference, task)
         found = _side_by_side(task, options, file, clock)
         if options.reference is None and any(item.unit.verdict is Verdict.OTHER for item in found.measured):
             with clock.lap("the faulty block"):

@@ -9,9 +9,9 @@ import pytest
 
 from torchport.config.machine import parse_machine
 from torchport.kernels.attention.dispatch import Pass
-from torchport.kernels.convolution import kernel, plain
+from torchport.kernels.convolution import by_xla, kernel
+from torchport.kernels.convolution.by_xla import ConvolutionRequest, Operands
 from torchport.kernels.convolution.kernel import Conv
-from torchport.kernels.convolution.plain import ConvolutionRequest, Operands
 from torchport.plan.tpu import absent, cost
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
@@ -73,7 +73,7 @@ def test_the_kernel_computes_the_convolution(name):
     arrays = arrays_of(conv, chunks=2 if conv.carried else 1)
     ours = by_kernel(conv, **arrays)
     with jax.default_matmul_precision("highest"):
-        reference, _ = plain.convolved(ConvolutionRequest(conv.edges), conv.rows, **arrays)
+        reference, _ = by_xla.convolved(ConvolutionRequest(conv.edges), conv.rows, **arrays)
     assert ours.shape == reference.shape and 0.5 < float(jnp.abs(reference).max()) < 20
     assert float(jnp.abs(ours - reference).max() / jnp.abs(reference).max()) < BOUNDS[conv.parts]
 
@@ -87,7 +87,7 @@ def test_bfloat16_is_rounded_once():
     ours = by_kernel(conv, **{**arrays, **narrow})
     wide = {key: jax.tree.map(lambda a: a.astype(jnp.float32), value) for key, value in narrow.items()}
     with jax.default_matmul_precision("highest"):
-        reference, _ = plain.convolved(ConvolutionRequest(edges=True), False, **{**arrays, **wide})
+        reference, _ = by_xla.convolved(ConvolutionRequest(edges=True), False, **{**arrays, **wide})
     assert ours.dtype == jnp.bfloat16
     step = jnp.abs(reference).max() * 2.0**-8
     assert float(jnp.abs(ours.astype(jnp.float32) - reference).max()) <= float(step)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from torchport.porting.draft import model
-from torchport.porting.draft.target import find
+from torchport.porting.draft.target_source import find
 
 CODE = """
 import torch

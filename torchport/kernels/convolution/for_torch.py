@@ -50,10 +50,10 @@ def spread(
         return
     import jax
 
-    from torchport.kernels.convolution import dispatch
+    from torchport.kernels.convolution import forms
 
-    multiple = multiple if dispatch.uses_kernel() else 1
-    multiple = dispatch.pair_multiple(frames) if paired else multiple
+    multiple = multiple if forms.uses_kernel() else 1
+    multiple = forms.pair_multiple(frames) if paired else multiple
     form = canvas.of_latents(frames, height, width, multiple=multiple, paired=paired)
     first = latents_BCTHW[:, :, :1].expand(-1, -1, form.lead, -1, -1)
     last = latents_BCTHW[:, :, -1:].expand(-1, -1, form.tail, -1, -1)
@@ -129,15 +129,15 @@ def conv3d(
         x_BCTHW = x_BCTHW if scaling is None else _scaled(x_BCTHW, *scaling)
         x_BCTHW = x_BCTHW.repeat_interleave(zoom, 3).repeat_interleave(zoom, 4)
         return _eager(x_BCTHW, weight_DCTHW, bias_D, edges, still, gains_C, residual_BDTHW, lead or 0)
-    from torchport.kernels.convolution import dispatch, plain
+    from torchport.kernels.convolution import by_xla, forms
 
     tape = _tape(x_BCTHW) if taps > 1 else None
-    request = plain.ConvolutionRequest(edges, chunked=tape is not None, still=still, zoom=zoom)
+    request = by_xla.ConvolutionRequest(edges, chunked=tape is not None, still=still, zoom=zoom)
     operands = {"gains": gains_C, "residual": residual_BDTHW, "lead": lead}
     operands |= {} if scaling is None else {"scale": scaling[0], "shift": scaling[1]}
     if tape is not None and (carry := tape.take()) is not None:
         operands |= {"carry": carry, "first": tape.first}
-    run = functools.partial(dispatch.convolved, request)
+    run = functools.partial(forms.convolved, request)
     out, left = engine.call_jax(run, x_BCTHW, weight_DCTHW, bias_D, **operands)
     if tape is not None:
         tape.leave(left)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from torchport.kernels.convolution.plain import Operands
+from torchport.kernels.convolution.by_xla import Operands
 
 LANES = 128
 ROWS = 256

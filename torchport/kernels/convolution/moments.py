@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from torchport.kernels.attention import dispatch as attention
-from torchport.kernels.convolution import canvas, dispatch
+from torchport.kernels.convolution import canvas, forms
 from torchport.kernels.convolution.canvas import Canvas
 from torchport.kernels.convolution.kernel import VMEM
 
@@ -45,7 +45,7 @@ def _local(groups: int, form: Canvas, x: jax.Array) -> tuple[jax.Array, jax.Arra
     rows, columns = _valid(form.rows, height, form.valid_rows), _valid(form.columns, width, form.valid_columns)
     # A device that has padding alone counts for nothing.
     is_padded = form.height != form.valid_height or form.width != form.valid_width
-    takes = dispatch.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
+    takes = forms.uses_kernel() and x.shape[2] % 8 == 0 and x.dtype in (jnp.float32, jnp.bfloat16)
     run = _by_kernel if takes else _by_xla
     samples = [run(is_padded, part.transpose(2, 3, 1, 0), rows, columns) for part in x]
     near, total, squares = (jnp.stack(each).swapaxes(1, 2) for each in zip(*samples, strict=True))

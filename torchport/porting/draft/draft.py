@@ -20,8 +20,8 @@ from torchport.patch import patch_set
 from torchport.patch.declared.entry import Entry
 from torchport.patch.declared.reading import LOCK, read_file
 from torchport.patch.source import checks, drift, proposal
-from torchport.porting.draft.folder import Home, Piece
-from torchport.porting.draft.target import Target, check_name, find, folder_of, parameters
+from torchport.porting.draft.home import Home, Piece
+from torchport.porting.draft.target_source import Target, check_name, find, folder_of, parameters
 from torchport.source import parsing
 from torchport.source.modules import is_there, read_source
 from torchport.source.parameters import Function

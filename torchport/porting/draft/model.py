@@ -19,8 +19,8 @@ from torchport.errors import BadValueError, TakenNameError, TargetError
 from torchport.files.folder import as_named
 from torchport.patch.source import proposal
 from torchport.porting.draft.draft import name_of
-from torchport.porting.draft.folder import Home, Piece
-from torchport.porting.draft.target import Target, find, folder_of, is_literal
+from torchport.porting.draft.home import Home, Piece
+from torchport.porting.draft.target_source import Target, find, folder_of, is_literal
 from torchport.source import parsing
 from torchport.source.modules import SourceFile
 from torchport.source.names import Classes, definition

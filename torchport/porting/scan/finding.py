@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from torchport.porting.scan.rules import RULES, ScanRule
+from torchport.porting.scan.meanings import RULES, ScanRule
 
 Reach = Literal["path", "training", "off", "unknown"]
 """Whether the entry leads there: on its inference path, in training alone, not at all; or nobody named an entry."""

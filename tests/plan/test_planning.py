@@ -15,7 +15,7 @@ from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
 from torchport.kernels.attention import dispatch, tiles
-from torchport.plan import aot, plan, report, step_time
+from torchport.plan import aot, plan_report, planning, step_time
 from torchport.plan.figures import Collective, KnownTime, Overflow, StageLeftOut, StepTime
 from torchport.plan.tpu import absent, hlo
 from torchport.processes import child
@@ -25,7 +25,7 @@ from torchport.task import Execution, Request, accept
 
 needs_libtpu = pytest.mark.skipif(
     not absent.installed(),
-    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_plan.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_planning.py`",
 )
 SMALL = ("height=64", "width=96", "frames=9", "dtypes={transformer: bfloat16}")
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
@@ -39,7 +39,7 @@ def request(*overrides, config="configs/demo.yaml"):
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     keep = tmp_path_factory.mktemp("plan")
-    return plan.plan(request(*ULYSSES), "v6e:2x4", keep, stages=("denoise",)), keep
+    return planning.plan(request(*ULYSSES), "v6e:2x4", keep, stages=("denoise",)), keep
 
 
 @needs_libtpu
@@ -71,7 +71,7 @@ def test_ulysses_moves_tokens_and_heads_and_tp_sums_what_was_split(planned):
     collectives = planned[0].stage("denoise").per_block.collectives
     shapes = {(one.group, one.links, one.ports) for one in collectives}
     assert shapes == {(4, "2x2 square", 2.0)}
-    found = plan.plan(request(*SMALL), "v6e:2x4", stages=("denoise",))
+    found = planning.plan(request(*SMALL), "v6e:2x4", stages=("denoise",))
     kinds = [one.kind for one in found.stage("denoise").per_block.collectives]
     assert set(kinds) == {"all-reduce"}
 
@@ -105,7 +105,7 @@ def test_the_model_of_a_step_is_its_attention_and_the_other_parts_over_the_facto
 
 @needs_libtpu
 def test_a_plan_reads_as_text(planned):
-    text = "\n".join(report.lines(planned[0]))
+    text = "\n".join(plan_report.lines(planned[0]))
     assert text.startswith("hunyuan on v6e:2x4, ulysses, dp=2 x sp=4: fits")
     assert "\nencode: not ported. It runs on the host, in PyTorch" in text
     assert "\ndenoise: 1 program(s), called 8 x [2, 33, 3, 4, 6]" in text
@@ -115,7 +115,7 @@ def test_a_plan_reads_as_text(planned):
 
 @needs_libtpu
 def test_unrolled_blocks_have_no_figure_per_block():
-    found = plan.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4", stages=("denoise",))
+    found = planning.plan(request(*ULYSSES, "stacked=false"), "v6e:2x4", stages=("denoise",))
     assert found.stage("denoise").per_block is None
     assert found.stage("denoise").step.model_s > 0
 
@@ -137,12 +137,12 @@ def compiled_program(memory, **fields):
 
 def test_what_does_not_fit_is_a_finding(monkeypatch, torchport, capsys, root):
     monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
-    found = plan.plan(request(*ULYSSES), "v5e:2x4")
+    found = planning.plan(request(*ULYSSES), "v5e:2x4")
     stage = found.stage("denoise")
     assert not found.fits and stage.per_device.peak_bytes == 20 * 2**30
     assert stage.step.floor_s == pytest.approx(1e15 / (197e12 * 8)) and stage.step.model_s is None
     assert (stage.dtypes, stage.precision) == ({"transformer": "bfloat16"}, {"transformer": "default"})
-    text = report.lines(found)
+    text = plan_report.lines(found)
     assert text[0].endswith("DOES NOT FIT") and text[3] == "  bytes per device  20.0 GiB of 16.0 GiB"
     assert text[4] == "  DOES NOT FIT: HBM: 21,474,836,480 bytes, limit 17,179,869,184. Too large for HBM"
     arguments = ("--model", "hunyuan", "--config", "configs/demo.yaml", "--topology", "v5e:2x4", "--path", root)
@@ -161,16 +161,16 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
     mesh = shard.make_mesh({}, jax.devices()[:1])
     network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
     called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None, borders=10**9)
-    result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, plan.Path("nowhere"))
+    result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, planning.Path("nowhere"))
     assert outputs is None
     overflow = result.memory
     assert (overflow.kernel, overflow.limit_bytes) == ("splash_transposed", 120 * 2**20) and result.dump is None
     monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [compiled_program(overflow)])
-    found = plan.plan(request(*ULYSSES), "v6e:2x4")
+    found = planning.plan(request(*ULYSSES), "v6e:2x4")
     [finding] = found.stage("denoise").findings
     assert finding.what == "vmem" and finding.asked_bytes > finding.limit_bytes == 120 * 2**20
     assert finding.kernel == "splash_transposed" and finding.tile == "20096/2048/512"
-    text = "\n".join(report.lines(found))
+    text = "\n".join(plan_report.lines(found))
     assert f"DOES NOT FIT: VMEM splash_transposed 20096/2048/512: {finding.asked_bytes:,} bytes, limit" in text
     assert not found.fits and found.stage("denoise").per_device.hbm_bytes == 32 * 2**30
 
@@ -180,11 +180,11 @@ def test_a_verification_takes_the_weights_in_two_dtypes_and_the_blocks_values(bo
     task = accept(dataclasses.replace(request(*SMALL), stage="denoise"))
     program = types.SimpleNamespace(borders_bytes=borders, times=8)
     planned = {"denoise": types.SimpleNamespace(step=types.SimpleNamespace(flops=1e12), programs=[program], steps=8)}
-    cost = plan.verification_cost(task, planned)
+    cost = planning.verification_cost(task, planned)
     assert cost.values_bytes == borders
     assert cost.host_bytes - borders == 3 * cost.device_bytes > 0  # bfloat16, and float32 beside it
     assert (cost.flops, cost.host_s) == (calls * 1e12, calls)
-    assert plan.verification_cost(task, {}) is None
+    assert planning.verification_cost(task, {}) is None
 
 
 def test_the_compilers_words_for_too_little_vector_memory_name_the_kernel():
@@ -219,13 +219,13 @@ def test_scores_without_a_bound_are_planned_with_a_running_maximum(monkeypatch):
     monkeypatch.setattr(child, "call", call)
     for bounded in (True, False):
         assert refusal(
-            TopologyError, lambda bounded=bounded: plan.plan(request(*ULYSSES), "v6e:2x4", None, bounded)
+            TopologyError, lambda bounded=bounded: planning.plan(request(*ULYSSES), "v6e:2x4", None, bounded)
         ) == (
             "plan v6e:2x4: The compiler ended with exit code 1 and said: stopped here. Mend that, or plan another size."
         )
         assert asked["bounded"] is bounded
     task = accept(dataclasses.replace(request(*ULYSSES), stage="denoise"))
-    assert plan._assumptions(task, False)[0] == "no bound of the scores 'joint'"
+    assert planning._assumptions(task, False)[0] == "no bound of the scores 'joint'"
     [stage] = task.stages
     for bounded in (True, False):
         with aot.outlined(task, stage, jax.devices(), bounded) as found:
@@ -250,10 +250,10 @@ def refusal(kind, call):
 
 
 def test_a_machine_that_is_no_tpu_and_a_mesh_that_does_not_fit_are_refused():
-    assert refusal(BadValueError, lambda: plan.plan(request(), None)) == (
+    assert refusal(BadValueError, lambda: planning.plan(request(), None)) == (
         "machine cpu:8: It is no TPU, and a plan is for one. Name a slice with --topology v6e:2x4."
     )
-    text = refusal(MeshError, lambda: plan.plan(request(), "v6e:4x4"))
+    text = refusal(MeshError, lambda: planning.plan(request(), "v6e:4x4"))
     assert "dp=2 x tp=4 takes 8 device(s), and v6e:4x4 has 16" in text
 
 
@@ -267,7 +267,7 @@ def test_a_machine_that_is_no_tpu_and_a_mesh_that_does_not_fit_are_refused():
     ids=["a mesh", "a slice"],
 )
 def test_a_refusal_in_the_compilers_process_is_this_process_refusal(mesh, machine, kind, text):
-    assert text in refusal(kind, lambda: plan.plan(request(*SMALL, f"mesh={mesh}"), machine))
+    assert text in refusal(kind, lambda: planning.plan(request(*SMALL, f"mesh={mesh}"), machine))
 
 
 def recorded(name, *overrides):
@@ -335,12 +335,12 @@ def test_tiles_that_a_run_refuses_are_refused_by_a_plan_of_the_decoder_before_it
     tiled = Request("cogvideox", "configs/cogvideox_720p.yaml", overrides=("vae_tiling=true",))
     for stages in ((), ("decode",), ("all",)):
         assert "the VAE of 'cogvideox' is compiled whole and split over the mesh" in refusal(
-            BadValueError, lambda stages=stages: plan.plan(tiled, "v6e:2x4", stages=stages)
+            BadValueError, lambda stages=stages: planning.plan(tiled, "v6e:2x4", stages=stages)
         )
 
 
 def test_a_stage_of_which_nothing_is_compiled_is_refused():
-    assert refusal(BadValueError, lambda: plan.plan(request(), "v6e:2x4", stages=("encode",))) == (
+    assert refusal(BadValueError, lambda: planning.plan(request(), "v6e:2x4", stages=("encode",))) == (
         "--stage encode: Nothing of it is compiled: it runs on the host, in PyTorch. "
         "Name one of denoise, decode, or all."
     )
@@ -355,13 +355,13 @@ def stages_compiled(monkeypatch, task, *names):
         return [compiled_program(unfit("hbm", 3, 2).memory)]
 
     monkeypatch.setattr(aot, "compiled_in_child", compiled_in_child)
-    found = plan.of_task(task, None, True, names)
+    found = planning.of_task(task, None, True, names)
     return compiled, found
 
 
 def test_every_stage_with_a_network_is_planned_one_after_the_other_and_named_while_it_is(monkeypatch, caplog):
     caplog.set_level("INFO", "torchport")
-    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
+    task = accept(planning.on_slice(request(*ULYSSES), "v6e:2x4"))
     compiled, found = stages_compiled(monkeypatch, task)
     assert compiled == ["denoise", "decode"] and found.stages["encode"].status == "not_ported"
     assert caplog.messages == ["compile denoise (1 of 2) ...", "compile decode (2 of 2) ..."]
@@ -373,7 +373,7 @@ def test_every_stage_with_a_network_is_planned_one_after_the_other_and_named_whi
 
 
 def test_a_decoder_whose_inputs_are_not_known_beforehand_is_left_out_unless_it_is_named(monkeypatch):
-    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
+    task = accept(planning.on_slice(request(*ULYSSES), "v6e:2x4"))
     known = [
         stage if stage.name == "denoise" else dataclasses.replace(stage, like=None) for stage in task.family.STAGES
     ]
@@ -402,8 +402,8 @@ def test_a_product_that_is_estimated_below_its_arithmetic_is_a_finding_and_fits(
     (tmp_path / "a.txt").write_text(LOW.replace("COST", high).replace("[1,4,", "[1,40000,"))
     memory = aot.DeviceBytes(1, 1, 1, 0, 0)
     one = compiled_program(memory, dump="a.txt", times=1)
-    task = accept(plan.on_slice(request(*ULYSSES), "v6e:2x4"))
-    found = plan._program_plan(task, one, tmp_path, denoises=False)
+    task = accept(planning.on_slice(request(*ULYSSES), "v6e:2x4"))
+    found = planning._program_plan(task, one, tmp_path, denoises=False)
     flops = 3 * 2 * 40_000 * 5 * 6
     floor = 1e3 * -(-flops // 524_288) / 1.755e9
     [finding] = found.findings
@@ -417,7 +417,7 @@ def test_a_product_that_is_estimated_below_its_arithmetic_is_a_finding_and_fits(
 def test_a_dump_is_not_mixed_with_an_earlier_one(tmp_path):
     (tmp_path / "denoise").mkdir()
     (tmp_path / "denoise" / "module.after_codegen.txt").write_text("")
-    text = refusal(OutputError, lambda: plan.plan(request(*ULYSSES), "v6e:2x4", tmp_path))
+    text = refusal(OutputError, lambda: planning.plan(request(*ULYSSES), "v6e:2x4", tmp_path))
     assert text == f"{tmp_path / 'denoise'}: It holds the dump of an earlier plan. Name a new folder with --keep."
 
 
@@ -438,7 +438,7 @@ def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes
         return results
 
     monkeypatch.setattr(aot, "compiled_in_child", compiled_in_child)
-    whole = plan.plan(request(*ULYSSES), "v6e:2x4", stages=("decode",))
+    whole = planning.plan(request(*ULYSSES), "v6e:2x4", stages=("decode",))
     stage = whole.stage("decode")
     first, second = stage.programs
     assert whole.fits and stage.per_device.peak_bytes == 120 and stage.steps == 1
@@ -449,17 +449,17 @@ def test_a_stage_of_several_programs_is_their_sum_and_the_largest_of_their_bytes
     assert sent == 21 * sum(one.count for one in first.per_step.collectives)
     assert stage.largest[0].ms == pytest.approx(18 * first.largest[0].ms)
     assert stage.per_block is None and stage.compile_s == 4.0
-    assert "decode: 2 program(s), called 18 x [1, 32, 3, 16, 16], 3 x [1, 32, 3, 9, 16]" in report.lines(whole)
+    assert "decode: 2 program(s), called 18 x [1, 32, 3, 16, 16], 3 x [1, 32, 3, 9, 16]" in plan_report.lines(whole)
 
 
 def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
     task = accept(dataclasses.replace(request(*ULYSSES, "machine=v6e:2x4"), stage="denoise"))
     large = unfit("hbm", 20 * 2**30, 16 * 2**30)
-    known = plan._unfit(task, large, large.memory, None)
+    known = planning._unfit(task, large, large.memory, None)
     seconds = dict.fromkeys(KnownTime.model_fields, 1.0)
     fits = {"fits": True, "times": 3, "step": StepTime(**seconds, floor_s=0.5, flops=7)}
     programs = [known.model_copy(update={"times": 2}), known.model_copy(update=fits)]
-    stage = plan.combined(programs, 1, dtypes={}, precision={})
+    stage = planning.combined(programs, 1, dtypes={}, precision={})
     assert not stage.fits and stage.step.model_s is None and stage.step.flops == 2 * 10**15 + 21
 
 
@@ -467,7 +467,7 @@ def test_a_stage_of_which_one_program_does_not_fit_has_no_time():
 @pytest.mark.slow
 def test_a_decoder_compiles_for_a_slice_with_the_cards_precision_and_exchanges_its_edges(tmp_path):
     sizes = ("height=32", "width=64", "frames=1", *ULYSSES[-2:])
-    stage = plan.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",)).stage("decode")
+    stage = planning.plan(request(*sizes), "v6e:2x4", tmp_path, stages=("decode",)).stage("decode")
     [one] = stage.programs
     assert stage.fits and one.inputs == {"hidden_states": [1, 16, 1, 2, 4]} and one.times == 1
     assert {one.kind for one in stage.per_step.collectives} >= {"collective-permute"}
@@ -516,16 +516,16 @@ def test_a_plan_says_what_is_lossy_and_with_which_flags_it_was_compiled(monkeypa
     monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
     sets = (*ULYSSES, "attention=splash_int8", "cache={kind: deepcache}")
     asked = dataclasses.replace(request(*sets), execution=Execution(xla_flags="less-memory"))
-    job = plan.plan(asked, "v6e:2x4", stages=("denoise",))
+    job = planning.plan(asked, "v6e:2x4", stages=("denoise",))
     assert job.lossy == [
         "attention splash_int8 multiplies queries and keys in eight bits where scores have a bound",
         "cache deepcache computes 5 of 8 steps: 0-2, 6-7",
     ]
     assert job.assumptions[-1] == "--xla-flags less-memory"
-    lines, page = report.lines(job), report.page_of(job, "torchport plan")
+    lines, page = plan_report.lines(job), plan_report.page_of(job, "torchport plan")
     assert all(f"  lossy: {said}" in lines and f"<li>Lossy: {said}</li>" in page for said in job.lossy)
-    exact = plan.plan(request(*ULYSSES, "cache={kind: calibrate}"), "v6e:2x4", stages=("denoise",))
-    assert exact.lossy == [] and not any("lossy" in line for line in report.lines(exact))
+    exact = planning.plan(request(*ULYSSES, "cache={kind: calibrate}"), "v6e:2x4", stages=("denoise",))
+    assert exact.lossy == [] and not any("lossy" in line for line in plan_report.lines(exact))
 
 
 def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
@@ -537,7 +537,7 @@ def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
 
     monkeypatch.setattr(child, "call", call)
     asked = dataclasses.replace(request(*ULYSSES), execution=Execution(xla_flags="less-memory"))
-    task = accept(plan.on_slice(asked, "v6e:2x4"), dry=True)
+    task = accept(planning.on_slice(asked, "v6e:2x4"), dry=True)
     aot.compiled_in_child(task, "denoise", tmp_path / "dump")
     chosen = xla_flags.set_of("less-memory", task.machine)
     assert all(text in seen[chosen.variable] for text in chosen.texts) and "xla_dump_to" in seen["XLA_FLAGS"]
@@ -545,19 +545,19 @@ def test_named_flags_reach_the_compiler(monkeypatch, tmp_path):
 
 def test_rules_for_a_mesh_are_checked_for_every_stage_that_is_planned(monkeypatch):
     checked = []
-    monkeypatch.setattr(plan.shard, "check_axes", lambda strategy, networks, *_: checked.append(networks))
+    monkeypatch.setattr(planning.shard, "check_axes", lambda strategy, networks, *_: checked.append(networks))
     monkeypatch.setattr(aot, "compiled_in_child", lambda *_: [unfit("hbm", 20 * 2**30, 16 * 2**30)])
-    plan.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
+    planning.plan(request(*ULYSSES), "v6e:2x4", stages=("denoise", "decode"))
     assert checked[-1] == ["transformer", "vae"]
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_step_cache_is_planned_as_two_programs_and_their_average():
-    found = plan.plan(request(*SMALL, "cache={kind: taylorseer, order: 1}"), "v6e:2x4").stage("denoise")
+    found = planning.plan(request(*SMALL, "cache={kind: taylorseer, order: 1}"), "v6e:2x4").stage("denoise")
     whole, reused = found.programs
     assert (whole.times, reused.times, found.steps) == (5, 3, 8)
     assert reused.step.flops == 0 < whole.step.flops and "step_cache_kept.0.0" in reused.inputs
     assert found.step.flops == whole.step.flops * 5 / 8
-    alone = plan.plan(request(*SMALL), "v6e:2x4").stage("denoise")
+    alone = planning.plan(request(*SMALL), "v6e:2x4").stage("denoise")
     assert found.per_device.peak_bytes > alone.per_device.peak_bytes, "what is kept lies there, too"

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from torchport.kernels.attention import dispatch
 from torchport.kernels.attention.problem import platform
-from torchport.kernels.convolution import canvas, halo, kernel, plain
+from torchport.kernels.convolution import by_xla, canvas, halo, kernel
+from torchport.kernels.convolution.by_xla import ConvolutionRequest, Operands
 from torchport.kernels.convolution.canvas import Canvas
-from torchport.kernels.convolution.plain import ConvolutionRequest, Operands
 
 PARTS = {None: 1, "default": 1, "high": 2, "highest": 3}
 """Parts of a float32 operand, by the precision of a card."""
@@ -95,7 +95,7 @@ def _local(
     """Convolves a device's part, one sample after the other: where they lie, no two have a frame in common."""
     height = x_BCTHW.shape[3] * _ways(form.rows)
     width = x_BCTHW.shape[4] * _ways(form.columns)
-    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else plain.convolved
+    run = _by_kernel if _takes(x_BCTHW, weight_DCTHW) else by_xla.convolved
     outs, carries = [], []
     for n in range(x_BCTHW.shape[0]):
         x = x_BCTHW[n].transpose(2, 3, 1, 0)

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from torchport.errors import ArtefactBrokenError, ArtefactForeignError, ArtefactMissingError, BadValueError
 from torchport.task import Request, accept
-from torchport.verify import capture
+from torchport.verify import reference
 from torchport.verify.borders import Border
-from torchport.verify.capture import TensorTable, restored
 from torchport.verify.loop import ConditionCall, LoopRecord, SchedulerStep
 from torchport.verify.recording import RecordedCall, Recording
+from torchport.verify.reference import TensorTable, restored
 from torchport.verify.seams import SideRecord
 from torchport.verify.yardstick import LARGE, distance, sampled
 
@@ -62,10 +62,10 @@ def recording(width=8):
 
 
 def test_what_is_written_is_read_again(tmp_path, task):
-    words = capture.write(tmp_path, recording(), task)
+    words = reference.write(tmp_path, recording(), task)
     assert words.startswith("2 call(s) of step 0, 1: ")
     assert "left out" not in words
-    again, first = capture.read(tmp_path), recording()
+    again, first = reference.read(tmp_path), recording()
     assert torch.equal(again.encoded["encode"]["prompt_embeds"], first.encoded["encode"]["prompt_embeds"])
     assert again.calls[1].inputs["mask_type"] == "t2v"
     assert again.calls[0].values.keys() == first.calls[0].values.keys()
@@ -81,20 +81,20 @@ def test_what_is_written_is_read_again(tmp_path, task):
 
 
 def test_it_is_plain_safetensors(tmp_path, task):
-    capture.write(tmp_path, recording(), task)
+    reference.write(tmp_path, recording(), task)
     assert [file.name for file in tmp_path.iterdir()] == ["capture.safetensors"]
     tensors = load_file(tmp_path / "capture.safetensors")
     assert len(tensors) == len({(str(t.dtype), tuple(t.shape), t.float().sum().item()) for t in tensors.values()})
 
 
 def test_blocks_that_do_not_fit_are_left_out_evenly_and_named(tmp_path, task):
-    full = capture.write(tmp_path / "full", recording(256), task)
-    words = capture.write(tmp_path / "small", recording(256), task, limit=260_000)
+    full = reference.write(tmp_path / "full", recording(256), task)
+    words = reference.write(tmp_path / "small", recording(256), task, limit=260_000)
     assert "left out" not in full
     assert "left out: transformer.blocks." in words
     size = (tmp_path / "small" / "capture.safetensors").stat().st_size
     assert size < 300_000
-    kept = {border.path for border in capture.read(tmp_path / "small").calls[0].outer}
+    kept = {border.path for border in reference.read(tmp_path / "small").calls[0].outer}
     assert {"blocks.0", "blocks.4"} <= kept < set(BLOCKS)
 
 
@@ -102,14 +102,14 @@ def test_a_limit_below_what_every_port_needs_is_refused(tmp_path, task):
     with pytest.raises(
         BadValueError, match=r"--capture-limit .*: The loop's values and the networks' inputs alone take"
     ):
-        capture.write(tmp_path, recording(), task, limit=10)
+        reference.write(tmp_path, recording(), task, limit=10)
     assert not list(tmp_path.iterdir())
 
 
 def test_blocks_are_kept_from_both_ends_to_the_middle():
-    assert capture.spread(BLOCKS) == ["blocks.0", "blocks.4", "blocks.2", "blocks.1", "blocks.3"]
-    assert sorted(capture.spread([str(n) for n in range(54)]), key=int) == [str(n) for n in range(54)]
-    assert capture.spread([]) == []
+    assert reference.spread(BLOCKS) == ["blocks.0", "blocks.4", "blocks.2", "blocks.1", "blocks.3"]
+    assert sorted(reference.spread([str(n) for n in range(54)]), key=int) == [str(n) for n in range(54)]
+    assert reference.spread([]) == []
 
 
 def test_a_large_tensor_is_compared_in_some_rows():
@@ -136,61 +136,61 @@ def test_a_large_tensor_is_compared_in_some_rows():
     ],
 )
 def test_another_job_is_refused_by_name(tmp_path, root, task, changes, fact):
-    capture.write(tmp_path, recording(), task)
-    assert capture.check(tmp_path, task) == ([], 0)
+    reference.write(tmp_path, recording(), task)
+    assert reference.check(tmp_path, task) == ([], 0)
     known = {"model": "hunyuan", "config": "configs/demo.yaml", "prompt": "A cat", "paths": (str(root),)}
     with pytest.raises(ArtefactForeignError) as error:
-        capture.check(tmp_path, accept(Request(**known | changes)))
+        reference.check(tmp_path, accept(Request(**known | changes)))
     assert fact in str(error.value)
     assert "capture again: torchport verify --capture DIR" in str(error.value)
 
 
 def test_another_version_of_an_upstream_is_refused(tmp_path, task, monkeypatch):
-    capture.write(tmp_path, recording(), task)
-    monkeypatch.setattr(capture, "versions", lambda: {"diffusers": "0.1", "transformers": "5", "torch": "9"})
+    reference.write(tmp_path, recording(), task)
+    monkeypatch.setattr(reference, "versions", lambda: {"diffusers": "0.1", "transformers": "5", "torch": "9"})
     with pytest.raises(ArtefactForeignError, match=r"captured for diffusers '.*', and this verification has '0\.1'"):
-        capture.check(tmp_path, task)
+        reference.check(tmp_path, task)
 
 
 def test_another_version_of_torch_is_noted(tmp_path, task, monkeypatch):
-    capture.write(tmp_path, recording(), task)
-    known = capture.versions()
-    monkeypatch.setattr(capture, "versions", lambda: {**known, "torch": "9.9"})
-    [note], left_out = capture.check(tmp_path, task)
+    reference.write(tmp_path, recording(), task)
+    known = reference.versions()
+    monkeypatch.setattr(reference, "versions", lambda: {**known, "torch": "9.9"})
+    [note], left_out = reference.check(tmp_path, task)
     assert note == f"the capture is of torch {known['torch']}, and this machine has 9.9" and left_out == 0
 
 
 def test_another_checkpoint_is_refused(tmp_path, task, monkeypatch):
-    capture.write(tmp_path, recording(), task)
-    monkeypatch.setattr(capture, "_digests", lambda task: {"tiny": "another"})
+    reference.write(tmp_path, recording(), task)
+    monkeypatch.setattr(reference, "_digests", lambda task: {"tiny": "another"})
     with pytest.raises(ArtefactForeignError, match="captured for checkpoint tiny"):
-        capture.check(tmp_path, task)
+        reference.check(tmp_path, task)
 
 
 def test_a_truncated_file_is_refused(tmp_path, task):
-    capture.write(tmp_path, recording(), task)
+    reference.write(tmp_path, recording(), task)
     file = tmp_path / "capture.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ArtefactBrokenError, match="It is not safetensors"):
-        capture.read(tmp_path)
+        reference.read(tmp_path)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ArtefactBrokenError, match="its header cannot be read"):
-        capture.read(tmp_path)
+        reference.read(tmp_path)
 
 
 def test_changed_values_are_refused(tmp_path, task):
-    capture.write(tmp_path, recording(), task)
+    reference.write(tmp_path, recording(), task)
     file = tmp_path / "capture.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(ArtefactBrokenError, match="Its tensors are not those that were written"):
-        capture.read(tmp_path)
+        reference.read(tmp_path)
 
 
 def test_a_folder_without_a_capture_is_refused(tmp_path):
     with pytest.raises(
         ArtefactMissingError, match=r"There is no such file\. Make it with: torchport verify --capture DIR"
     ):
-        capture.read(tmp_path)
+        reference.read(tmp_path)
 
 
 def test_what_is_no_tensor_and_no_text_is_left_out():
@@ -211,13 +211,13 @@ def test_a_tensor_without_strides_is_kept():
 
 
 def test_another_schema_is_refused(tmp_path, task, monkeypatch):
-    monkeypatch.setattr(capture, "SCHEMA", 99)
-    capture.write(tmp_path, recording(), task)
+    monkeypatch.setattr(reference, "SCHEMA", 99)
+    reference.write(tmp_path, recording(), task)
     monkeypatch.undo()
     with pytest.raises(ArtefactForeignError, match=r"Its schema version is 99\. This torchport reads 2"):
-        capture.read(tmp_path)
+        reference.read(tmp_path)
 
 
 def test_a_recording_without_some_calls_has_fewer(tmp_path, task):
-    capture.write(tmp_path, dataclasses.replace(recording(), calls=[call()]), task)
-    assert capture.read(tmp_path).steps == (0,)
+    reference.write(tmp_path, dataclasses.replace(recording(), calls=[call()]), task)
+    assert reference.read(tmp_path).steps == (0,)

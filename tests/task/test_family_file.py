@@ -8,8 +8,8 @@ import pytest
 from torchport.config.card import STAGES
 from torchport.config.pack import Pack
 from torchport.errors import ReplacementError, TorchportError, UnknownNameError, WrongTypeError
-from torchport.task.family import NAMES
-from torchport.task.family import family as family_of
+from torchport.task.family_file import NAMES
+from torchport.task.family_file import family as family_of
 
 GOOD = """
 from torchport.stages.family import Stage

@@ -10,7 +10,7 @@ from fakes.plans import GIB, memory, stage
 
 from torchport.errors import OutputError
 from torchport.files import folder
-from torchport.plan import report
+from torchport.plan import plan_report
 from torchport.plan.figures import JobPlan, VerificationCost
 
 VOID = {"meta", "rect"}
@@ -56,7 +56,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_a_page_is_well_formed_and_fetches_nothing():
-    text = report.page_of(plan(denoise=stage(), decode=stage(per_block=None, steps=1)), "torchport plan")
+    text = plan_report.page_of(plan(denoise=stage(), decode=stage(per_block=None, steps=1)), "torchport plan")
     page = Page(text)
     assert not re.search(r"https?:|//|@import|url\(|<script|<link|<img", text)
     assert {"svg", "table", "figure", "h2"} <= {tag for tag, _ in page.tags}
@@ -64,7 +64,7 @@ def test_a_page_is_well_formed_and_fetches_nothing():
 
 
 def test_the_numbers_of_a_page_are_the_plans():
-    text = Page(report.page_of(plan(), "torchport plan --model m")).text
+    text = Page(plan_report.page_of(plan(), "torchport plan --model m")).text
     for shown in (
         "4.75 s",
         "2.5 s",
@@ -82,7 +82,7 @@ def test_the_numbers_of_a_page_are_the_plans():
 
 
 def test_a_bar_is_divided_as_the_time_is():
-    page = Page(report.page_of(plan(), ""))
+    page = Page(plan_report.page_of(plan(), ""))
     kinds, starts, widths = zip(*page.rects(0), strict=True)
     assert kinds == ("attention", "rest", "communication", "floor")
     assert widths == pytest.approx([1000 * part / 4.75 for part in (3.0, 1.5, 0.25, 2.5)], abs=0.01)
@@ -103,18 +103,18 @@ def calibrated(**more):
 
 
 def test_a_calibrated_step_has_attention_as_it_is_and_all_else_divided():
-    [line] = [line for line in report.lines(plan(denoise=calibrated())) if "by the model" in line]
+    [line] = [line for line in plan_report.lines(plan(denoise=calibrated())) if "by the model" in line]
     assert line == (
         "  per step  4.4 s by the model (attention 3, other 1.5, communication 0.25; the last two divided by 1.25 make "
         "1.4); the arithmetic alone at peak takes 2.5 s"
     )
-    [line] = [line for line in report.lines(plan()) if "by the model" in line]
+    [line] = [line for line in plan_report.lines(plan()) if "by the model" in line]
     assert "by the model (attention 3, other 1.5, communication 0.25); the" in line, "nothing was divided"
-    page = Page(report.page_of(plan(denoise=calibrated()), ""))
+    page = Page(plan_report.page_of(plan(denoise=calibrated()), ""))
     assert "One step, modelled, all but attention divided by 1.25: 4.4 s; below it" in page.text
     widths = [width for *_, width in page.rects(0)]
     assert widths == pytest.approx([1000 * part / 4.4 for part in (3.0, 1.2, 0.2, 2.5)], abs=0.01)
-    whole = Page(report.page_of(plan(decode=calibrated(per_block=None, steps=1)), ""))
+    whole = Page(plan_report.page_of(plan(decode=calibrated(per_block=None, steps=1)), ""))
     widths = [width for *_, width in whole.rects(0)]
     divided = (3.0, 0.008 / 1.25, 0.002 / 1.25, 1.49 / 1.25, 0.2, 2.5)
     assert widths == pytest.approx([1000 * part / 4.4 for part in divided], abs=0.01)
@@ -125,12 +125,12 @@ def test_a_calibrated_step_without_anything_but_attention_was_not_divided():
     alone = {"other_s": 0.0, "communication_s": 0.0, "uncalibrated_s": 3.0, "model_s": 3.0}
     one = stage()
     found = plan(denoise=one | {"step": one["step"] | alone})
-    assert "(attention 3, other 0, communication 0); the" in "\n".join(report.lines(found))
-    assert "One step, modelled: 3 s" in Page(report.page_of(found, "")).text
+    assert "(attention 3, other 0, communication 0); the" in "\n".join(plan_report.lines(found))
+    assert "One step, modelled: 3 s" in Page(plan_report.page_of(found, "")).text
 
 
 def test_without_blocks_the_whole_stage_is_divided_by_operation():
-    page = Page(report.page_of(plan(decode=stage(per_block=None, steps=1)), ""))
+    page = Page(plan_report.page_of(plan(decode=stage(per_block=None, steps=1)), ""))
     assert [kind for kind, *_ in page.rects(0)] == [
         "attention",
         "operation",
@@ -150,7 +150,7 @@ def test_hostile_text_stays_text():
     one["largest"][0]["source"] = one["per_block"]["collectives"][0]["source"] = HOSTILE
     one["not_modelled"] = [HOSTILE]
     hostile["stages"]["encode"]["why"] = HOSTILE
-    page = Page(report.page_of(JobPlan.model_validate(hostile), HOSTILE))
+    page = Page(plan_report.page_of(JobPlan.model_validate(hostile), HOSTILE))
     assert "script" not in {tag for tag, _ in page.tags}
     assert page.text.count(HOSTILE) >= 8
 
@@ -173,18 +173,18 @@ def test_a_stage_that_does_not_fit_says_so_and_has_no_time():
         fits=False, step=unknown, per_device=device, per_block=None, per_step=None, largest=[], findings=[finding]
     )
     unfit = plan(denoise=found).model_copy(update={"fits": False})
-    page = Page(report.page_of(unfit, ""))
+    page = Page(plan_report.page_of(unfit, ""))
     said = "VMEM splash_transposed 4096/2048/512: 130,000,000 bytes, limit 125,829,120. It takes much"
     assert f"Does not fit: {said}" in page.text and "does not fit" in page.text
     assert [kind for kind, *_ in page.rects(0)] == ["rest", "free"]
-    assert f"  DOES NOT FIT: {said}" in report.lines(unfit)
+    assert f"  DOES NOT FIT: {said}" in plan_report.lines(unfit)
 
 
 def test_a_page_is_written_and_replaces_an_older_one(tmp_path):
     file = tmp_path / "plan.html"
     file.write_text("old")
     folder.check_writable("--report", file)
-    report.write(file, plan(), "torchport plan")
+    plan_report.write(file, plan(), "torchport plan")
     assert file.read_text().startswith("<!DOCTYPE html>") and [file] == list(tmp_path.iterdir())
 
 
@@ -212,7 +212,7 @@ def test_a_plan_can_be_read_again_from_its_json():
 def test_a_plan_of_two_networks_says_whether_both_would_fit_at_once():
     def at_once(**changes):
         both = plan(denoise_first=stage(per_device=memory(**changes)), denoise=stage())
-        return [line for line in report.lines(both) if "take turns" in line]
+        return [line for line in plan_report.lines(both) if "take turns" in line]
 
     turns = "two networks take turns, one is on the devices at a time; both would"
     assert at_once() == [f"{turns} not fit at once: 35.0 GiB of 32.0 GiB"]
@@ -226,7 +226,7 @@ def test_a_plan_states_what_a_verification_takes():
         host_bytes=72 * GIB, values_bytes=24 * GIB, device_bytes=16 * GIB, flops=5.6e16, host_s=56000.0
     )
     job = plan(denoise=stage()).model_copy(update={"verification": cost})
-    [line] = [line for line in report.lines(job) if line.startswith("verify: ")]
+    [line] = [line for line in plan_report.lines(job) if line.startswith("verify: ")]
     assert line == (
         "verify: a step takes about 72.0 GiB on the host, 24.0 GiB of them in TMPDIR, too, and weights of 16.0 GiB "
         "on one device; 5.6e+16 FLOP on the host, 5.6e+04 s at 1 TFLOP/s"
@@ -237,15 +237,15 @@ def test_products_that_are_estimated_too_low_are_named_and_change_nothing_of_wha
     finding = {"what": "estimate", "count": 12, "negative": 3, "estimated_ms": 2.15, "charged_ms": 5.6}
     finding |= {"source": "vae.py:64 in forward", "fact": "The arithmetic counts"}
     found = plan(decode=stage(per_block=None, steps=1, findings=[finding]))
-    text = report.lines(found)
+    text = plan_report.lines(found)
     said = "Estimated too low: 12 product(s), 2.15 ms by the compiler, 3 of them negative; 5.6 ms count, their "
     said += "arithmetic at peak. Furthest off: vae.py:64 in forward"
     assert f"  {said}" in text and text[0].endswith(": fits") and "DOES NOT FIT" not in "\n".join(text)
-    page = Page(report.page_of(found, ""))
+    page = Page(plan_report.page_of(found, ""))
     assert said in page.text and "Does not fit" not in page.text
     assert [one.model_dump(mode="json") for one in found.stage("decode").findings] == [finding]
 
 
 def test_a_decode_is_read_as_one():
-    lines = report.lines(plan(decode=stage(per_block=None, steps=1)))
+    lines = plan_report.lines(plan(decode=stage(per_block=None, steps=1)))
     assert [line[:12] for line in lines if " a decode" in line] == ["  a decode  ", "  a decode  "]

@@ -58,10 +58,10 @@ def trace(request: Request, patched: bool = True) -> TraceReport:
             the patched stages make.
     """
     accept(request, dry=True)  # refusals come before a process is started
-    calls = None if patched else child.call("torchport.porting.trace.trace:called", request, ended=_ended)
+    calls = None if patched else child.call("torchport.porting.trace.tracing:called", request, ended=_ended)
     if not patched:  # blocks that a stopper changes cannot be stacked, and patches may be what makes them equal
         request = dataclasses.replace(request, overrides=(*request.overrides, "stacked=false"))
-    report: TraceReport = child.call("torchport.porting.trace.trace:traced", request, calls, ended=_ended)
+    report: TraceReport = child.call("torchport.porting.trace.tracing:traced", request, calls, ended=_ended)
     return report
 
 

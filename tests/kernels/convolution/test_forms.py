@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from torchport import shard
 from torchport.kernels.attention import dispatch as attention
-from torchport.kernels.convolution import canvas, dispatch
-from torchport.kernels.convolution.plain import ConvolutionRequest
+from torchport.kernels.convolution import canvas, forms
+from torchport.kernels.convolution.by_xla import ConvolutionRequest
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")
 MESHES = [{}, {"sp": 8}, {"dp": 2, "sp": 4}]
@@ -40,7 +40,7 @@ def parted(mesh, x, weight, bias, edges, **options):
         more = ((0, 0), (0, 0), (0, 0), (0, form.height - x.shape[3]), (0, form.width - x.shape[4]))
         x = jnp.pad(jnp.asarray(x), more, constant_values=1e6)
         with canvas.using(form):
-            run = jax.jit(lambda *a: dispatch.convolved(ConvolutionRequest(edges), *a)[0])
+            run = jax.jit(lambda *a: forms.convolved(ConvolutionRequest(edges), *a)[0])
             out = run(x, jnp.asarray(weight), jnp.asarray(bias))
     return numpy.asarray(out)[..., : form.valid_height, : form.valid_width]
 
@@ -63,7 +63,7 @@ def test_the_kernel_on_parts_makes_the_whole(mesh, edges):
 
 
 def test_more_frames_than_vector_memory_takes_are_several_calls(monkeypatch):
-    monkeypatch.setattr(dispatch, "MOST_FRAMES", 16)
+    monkeypatch.setattr(forms, "MOST_FRAMES", 16)
     x, weight, bias = draw(1, 4, 32, 2, 3), draw(6, 4, 3, 3, 3) / 10, draw(6)
     names = []
     ours = parted({}, x, weight, bias, True, interpret=True, note=lambda call: names.append(call.kernel))
@@ -78,7 +78,5 @@ def test_the_precision_says_how_many_products_are_made():
     with attention.context(attention.Context(interpret=True, note=lambda call: names.append(call.kernel))):
         for precision in ("default", "high", "highest"):
             with jax.default_matmul_precision(precision):
-                jax.eval_shape(
-                    lambda: dispatch.convolved(ConvolutionRequest(True), *map(jnp.asarray, (x, weight, bias)))
-                )
+                jax.eval_shape(lambda: forms.convolved(ConvolutionRequest(True), *map(jnp.asarray, (x, weight, bias))))
     assert [name.rsplit("_", 2)[1] for name in names] == ["p1", "p2", "p3"]

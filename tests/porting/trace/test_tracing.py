@@ -5,7 +5,7 @@ import torch
 from fakes.plain_pack import PlainPack
 
 from torchport.commands import trace as command
-from torchport.porting.trace import trace
+from torchport.porting.trace import tracing
 from torchport.task import Request
 
 FORWARD = """    def forward(self, x, context):
@@ -31,7 +31,7 @@ def write(pack, statements, head=""):
 
 def traced(pack, **changes):
     request = Request("plain", str(pack.root / "configs/small.yaml"), paths=(str(pack.root),), **changes)
-    return trace.traced(request, None)
+    return tracing.traced(request, None)
 
 
 def rows(report):

@@ -10,13 +10,13 @@ from torchport.config.machine import MIB, parse_machine
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.kernels.attention import tiles
 from torchport.kernels.attention.tiles import SplashTile, Tile
-from torchport.plan import tune
+from torchport.plan import tuning
 from torchport.plan.tpu.cost import Figures, Work, least
-from torchport.plan.tune import sized_workload, workload_of_flags
+from torchport.plan.tuning import sized_workload, workload_of_flags
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_tune.py`",
+    reason="libtpu is not installed; pip install 'torchport[plan]' and run `pytest tests/plan/test_tuning.py`",
 )
 V6E = parse_machine("v6e:2x4", "a.yaml:1")
 JOB = sized_workload(V6E, tokens=2304, heads=1, head_size=128)
@@ -40,8 +40,8 @@ def schedules(monkeypatch):
             raise outcome
         return type("CompiledKernel", (), {"bundles": outcome})
 
-    monkeypatch.setattr(tune, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(tune, "figures", lambda kernel, work, tile, chip, width: kernel)
+    monkeypatch.setattr(tuning, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(tuning, "figures", lambda kernel, work, tile, chip, width: kernel)
     return found
 
 
@@ -51,7 +51,7 @@ def test_tiles_are_ranked_by_the_whole_calls_share_of_peak_and_the_dropped_come_
     schedules[2048, 1024, 512] = dataclasses.replace(FIGURES, peak_percent=70.0, steady_bundles=16_001)
     schedules[1024, 256, 512] = dataclasses.replace(FIGURES, peak_percent=70.0, dma_share=0.91)
     schedules[1024, 512, 512] = VmemError("m:f()", "It takes much", "Take less", asked=130_000_000, limit=125_829_120)
-    found = tune.tune(JOB, "splash_transposed", True, [Tile(*sides) for sides in schedules])
+    found = tuning.tune(JOB, "splash_transposed", True, [Tile(*sides) for sides in schedules])
     assert [(candidate.tile.block_q, candidate.tile.block_kv) for candidate in found.candidates[:2]] == [
         (2048, 512),
         (2048, 256),
@@ -68,7 +68,7 @@ def test_tiles_are_ranked_by_the_whole_calls_share_of_peak_and_the_dropped_come_
 
 def test_a_tile_that_declares_too_much_is_dropped_without_a_compilation(schedules):
     job = sized_workload(V6E, tokens=40_000, heads=1, head_size=128)
-    [found] = tune.tune(job, "splash_transposed", False, [Tile(20_480, 2048)]).candidates
+    [found] = tuning.tune(job, "splash_transposed", False, [Tile(20_480, 2048)]).candidates
     asked_bytes = (
         Tile(20_480, 2048).fitted(40_000, 40_000).vmem_bytes(head_size=128, heads=1, itemsize=2, bounded=False)
     )
@@ -79,44 +79,44 @@ def test_where_the_chip_is_time_decides(schedules, monkeypatch):
     seconds = {256: 0.002, 512: 0.001}
     schedules[2048, 256, 512] = FIGURES
     schedules[2048, 512, 512] = dataclasses.replace(FIGURES, peak_percent=50.0)
-    monkeypatch.setattr(tune, "visible_devices", lambda platform: (8, "TPU v6 lite", 32 * 2**30))
-    monkeypatch.setattr(tune, "_seconds", lambda job, implementation, bounded, tile: seconds[tile.block_kv])
-    found = tune.tune(JOB, "splash_transposed", True, [Tile(*sides) for sides in schedules])
+    monkeypatch.setattr(tuning, "visible_devices", lambda platform: (8, "TPU v6 lite", 32 * 2**30))
+    monkeypatch.setattr(tuning, "_seconds", lambda job, implementation, bounded, tile: seconds[tile.block_kv])
+    found = tuning.tune(JOB, "splash_transposed", True, [Tile(*sides) for sides in schedules])
     assert found.ranked_by == "time" and [c.seconds for c in found.candidates] == [0.001, 0.002]
-    assert tune.percent_of_peak(found, found.candidates[0]) == pytest.approx(100 * JOB.work.flops / 0.001 / 918e12)
-    monkeypatch.setattr(tune, "visible_devices", lambda platform: (4, "TPU v5p", 95 * 2**30))
-    assert tune.tune(JOB, "splash_transposed", True, [Tile(2048, 256)]).ranked_by == "schedule", "another chip's time"
+    assert tuning.percent_of_peak(found, found.candidates[0]) == pytest.approx(100 * JOB.work.flops / 0.001 / 918e12)
+    monkeypatch.setattr(tuning, "visible_devices", lambda platform: (4, "TPU v5p", 95 * 2**30))
+    assert tuning.tune(JOB, "splash_transposed", True, [Tile(2048, 256)]).ranked_by == "schedule", "another chip's time"
 
 
 def test_a_call_is_timed_on_the_devices_that_are_there(monkeypatch):
     from torchport.kernels.attention import transposed
-    from torchport.plan import tune
+    from torchport.plan import tuning
 
     attention = transposed.attention
-    monkeypatch.setattr(tune.transposed, "attention", lambda *a, **k: attention(*a, **k, interpret=True))
+    monkeypatch.setattr(tuning.transposed, "attention", lambda *a, **k: attention(*a, **k, interpret=True))
     job = sized_workload(V6E, tokens=256, heads=1, head_size=128)
-    assert 0 < tune._seconds(job, "splash_transposed", True, Tile(256, 256, 256)) < 60
+    assert 0 < tuning._seconds(job, "splash_transposed", True, Tile(256, 256, 256)) < 60
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_only_tiles_whose_products_alone_fit_the_largest_body_are_tried(machine, head_size):
     job = sized_workload(parse_machine(machine, "a.yaml:1"), 100_000, 4, head_size)
-    found = tune.candidates(job, "splash_transposed")
+    found = tuning.candidates(job, "splash_transposed")
     assert 3 <= len(found) <= 12
     width = tiles.UNIT_WIDTH[job.chip.name]
     assert all(4000 <= least(job.work, tile, width, job.chip.bundle_flops) <= 16_000 for tile in found)
-    assert all(isinstance(tile, SplashTile) for tile in tune.candidates(job, "splash"))
+    assert all(isinstance(tile, SplashTile) for tile in tuning.candidates(job, "splash"))
 
 
 def test_the_best_tiles_are_written_and_read_back(schedules, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune.importlib.metadata, "version", lambda name: f"{name} 0.1")
+    monkeypatch.setattr(tuning.importlib.metadata, "version", lambda name: f"{name} 0.1")
     schedules[2048, 256, 512] = schedules[1024, 512, 512] = FIGURES
     results = [
-        tune.tune(JOB, "splash_transposed", True, [Tile(2048, 256)]),
-        tune.tune(JOB, "splash", False, [SplashTile(1024, 512, 512)]),
+        tuning.tune(JOB, "splash_transposed", True, [Tile(2048, 256)]),
+        tuning.tune(JOB, "splash", False, [SplashTile(1024, 512, 512)]),
     ]
-    tune.write(tmp_path / "tiles.yaml", results)
+    tuning.write(tmp_path / "tiles.yaml", results)
     found = tiles.read_table(tmp_path / "tiles.yaml")
     assert [row.model_dump() for row in found.splash_transposed] == [
         {
@@ -132,7 +132,7 @@ def test_the_best_tiles_are_written_and_read_back(schedules, tmp_path, monkeypat
         }
     ]
     assert found.splash[0].tile.model_dump() == {"block_q": 1024, "block_kv": 512, "block_kv_compute": 512}
-    text = refusal(lambda: tune.write(tmp_path / "none" / "tiles.yaml", results), OutputError)
+    text = refusal(lambda: tuning.write(tmp_path / "none" / "tiles.yaml", results), OutputError)
     assert text == (
         f"{tmp_path / 'none' / 'tiles.yaml'}: It cannot be written (No such file or directory). "
         "Name a file in a folder that can be written."
@@ -141,8 +141,8 @@ def test_the_best_tiles_are_written_and_read_back(schedules, tmp_path, monkeypat
 
 def test_a_result_without_a_tile_is_not_written(schedules, tmp_path):
     schedules[2048, 256, 512] = dataclasses.replace(FIGURES, steady_bundles=20_000)
-    result = tune.tune(JOB, "splash_transposed", True, [Tile(2048, 256)])
-    text = refusal(lambda: tune.write(tmp_path / "tiles.yaml", [result]), TopologyError)
+    result = tuning.tune(JOB, "splash_transposed", True, [Tile(2048, 256)])
+    text = refusal(lambda: tuning.write(tmp_path / "tiles.yaml", [result]), TopologyError)
     assert text == (
         "tune splash_transposed on v6e: Every tile was dropped; the first: body: 20,000 bundles, limit 16,000. "
         "Name another chip or head size."
@@ -186,14 +186,14 @@ def test_half_a_job_is_refused(how, has):
 def test_eight_bits_are_for_chips_and_heads_that_they_make_faster(schedules):
     tile = Tile(2048, 512, 256)
     schedules[(2048, 512, 256)] = FIGURES
-    found = tune.tune(JOB, "splash_int8", True, [tile])
+    found = tuning.tune(JOB, "splash_int8", True, [tile])
     assert [row.tile for row in found.candidates] == [tile] and not found.candidates[0].dropped
     other = sized_workload(parse_machine("tpu7x:2x2x1", "a.yaml:1"), tokens=2304, heads=1, head_size=128)
-    assert refusal(lambda: tune.tune(other, "splash_int8", True, [tile]), BadValueError) == (
+    assert refusal(lambda: tuning.tune(other, "splash_int8", True, [tile]), BadValueError) == (
         "--implementation splash_int8: tpu7x multiplies int8 no faster. It is for v5e, v5p, v6e."
     )
     small = sized_workload(V6E, tokens=2304, heads=2, head_size=64)
-    assert refusal(lambda: tune.tune(small, "splash_int8", True, [tile]), BadValueError) == (
+    assert refusal(lambda: tuning.tune(small, "splash_int8", True, [tile]), BadValueError) == (
         "--implementation splash_int8: Heads have 64 features. It is for heads that are padded to 128: "
         "65 to 128 features."
     )
@@ -222,7 +222,7 @@ def test_a_slice_that_does_not_exist_is_refused(torchport, capsys):
 
 @REAL
 def test_the_command_compiles_ranks_prints_and_writes(torchport, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "candidates", lambda job, implementation: [Tile(512, 256), Tile(1024, 256)])
+    monkeypatch.setattr(tuning, "candidates", lambda job, implementation: [Tile(512, 256), Tile(1024, 256)])
     arguments = ("--topology", "v6e:2x4", "--tokens", 2304, "--heads", 1, "--head-size", 128, "--scores", "bounded")
     code, out, err = torchport("tune", *arguments, "--json", "--write", tmp_path / "t.yaml", capsys=capsys)
     assert (code, err) == (0, [])
@@ -236,7 +236,7 @@ def test_the_command_compiles_ranks_prints_and_writes(torchport, capsys, tmp_pat
 def test_the_table_for_people_is_aligned(schedules):
     schedules[2048, 256, 512] = FIGURES
     schedules[2048, 512, 512] = VmemError("m:f()", "It takes much", "Take less", asked=130_000_000, limit=125_829_120)
-    shown = tune.lines(tune.tune(JOB, "splash_transposed", True, [Tile(2048, 256), Tile(2048, 512)]))
+    shown = tuning.lines(tuning.tune(JOB, "splash_transposed", True, [Tile(2048, 256), Tile(2048, 512)]))
     assert shown == [
         "splash_transposed bounded, v6e, by schedule: 2,304 tokens, 1 head(s) of 128",
         "  tile                peak %  steady %  matrix   HBM  spills  bundles",
@@ -248,6 +248,6 @@ def test_the_table_for_people_is_aligned(schedules):
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
     for file in (tmp_path, tmp_path / "none" / "table.yaml"):
         with pytest.raises(OutputError) as caught:
-            tune.check_writable(file)
+            tuning.check_writable(file)
         assert "It is no file, or lies in no folder. Name a file in a folder that is there." in str(caught.value)
-    tune.check_writable(tmp_path / "new.yaml")
+    tuning.check_writable(tmp_path / "new.yaml")
