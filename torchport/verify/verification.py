@@ -75,7 +75,7 @@ def verify(request: Request, options: Options) -> Verification:
                 verification = _blame(verification, found, request, file)
         elif verification.decoded is not None and verification.decoded.verdict is not Verdict.SAME:
             with clock.lap("the patch at fault"):
-                search = _call("causes:of_decoder", request, file, found.folder, verification.decoded)
+                search = _call("verification:causes_of_decoder", request, file, found.folder, verification.decoded)
                 verification = _with_causes(verification, search, lambda: _decoder_clue(search))
         if options.floor is not None and verification.drift:
             with clock.lap("the floor"):
@@ -139,7 +139,7 @@ def _record_original(task: Task, options: Options, file: Path, clock: _Clock, st
     """Records the original, or takes a capture for it."""
     if options.reference is not None:
         with clock.lap("the capture"):
-            _call("capture:unpack", options.reference, file, stop=stop)
+            _call("reference:unpack", options.reference, file, stop=stop)
         return
     original = dataclasses.replace(task.request, backend="original")
     with clock.lap("the original"):
@@ -151,7 +151,7 @@ def capture_original(request: Request, options: Options, folder: Path, limit: in
     original = dataclasses.replace(request, backend="original")
     _check_steps(_accept(request), options.steps)
     with _Clock().lap("the original"):
-        words: str = _call("capture:record", original, options.steps, options.decodes, folder, limit)
+        words: str = _call("reference:record", original, options.steps, options.decodes, folder, limit)
     return words
 
 
@@ -251,16 +251,16 @@ def _blame(verification: Verification, found: Measurements, request: Request, fi
     """Returns a verification with the patch at fault, or with where to look."""
     if verification.bad_seams:
         seam = verification.bad_seams[0]
-        search: Search = _call("causes:of_seam", request, file, found.folder, seam, found.loop_patches)
+        search: Search = _call("verification:causes_of_seam", request, file, found.folder, seam, found.loop_patches)
         clue = "no patch is at fault: look at the family's loop, and at the card"
         return _with_causes(verification, search, lambda: clue)
     unit = verification.culprits[0]
     measured = next((item for item in found.measured if item.unit == unit), None)
     if measured is None:
         inputs = found.network_inputs[unit.network, unit.step]
-        search = _call("causes:of_network", request, file, found.folder, unit, inputs)
+        search = _call("verification:causes_of_network", request, file, found.folder, unit, inputs)
         return _with_causes(verification, search, lambda: _network_clue(search, verification.strategy))
-    search = _call("causes:of_unit", request, file, found.folder, measured)
+    search = _call("verification:causes_of_unit", request, file, found.folder, measured)
     return _with_causes(verification, search, lambda: _clue(search))
 
 
