@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy
 from PIL import Image
 
-from torchport.config.prompts import read_prompts
 from torchport.run import series
+from torchport.run.series import read_prompts
 from torchport.task import Request
 from torchport.verify import runs
 

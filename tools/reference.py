@@ -15,7 +15,7 @@ from typing import Any
 
 from torchport.commands.explain import scan_section
 from torchport.commands.schema import meanings, schema, summary
-from torchport.porting.scan.meanings import RULES
+from torchport.porting.scan.finding import RULES
 from torchport.stages import family
 from torchport.stages.module import NAMES, WITH_VARIANTS
 

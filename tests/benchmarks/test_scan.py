@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from torchport.porting import scan
-from torchport.porting.scan.meanings import BY_KIND
+from torchport.porting.scan.finding import BY_KIND
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from fakes.small_videos import small_videos
 
 from torchport import run, save
 from torchport.compile import network, program
-from torchport.config.prompts import read_prompts
 from torchport.errors import StoppedError
 from torchport.run import path, resume, series
+from torchport.run.series import read_prompts
 from torchport.task import Request
 
 PATIENCE = 300

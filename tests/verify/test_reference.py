@@ -11,10 +11,9 @@ from torchport.errors import ArtefactBrokenError, ArtefactForeignError, Artefact
 from torchport.task import Request, accept
 from torchport.verify import reference
 from torchport.verify.borders import Border
-from torchport.verify.loop import ConditionCall, LoopRecord, SchedulerStep
 from torchport.verify.recording import RecordedCall, Recording
 from torchport.verify.reference import TensorTable, restored
-from torchport.verify.seams import SideRecord
+from torchport.verify.seams import ConditionCall, LoopRecord, SchedulerStep, SideRecord
 from torchport.verify.yardstick import LARGE, distance, sampled
 
 BLOCKS = [f"blocks.{n}" for n in range(5)]

@@ -132,9 +132,9 @@ def lines(summary: Summary, quiet: bool = False) -> list[str]:
 
 def _make_series(file: Path, request: Request, flags: RunFlags, cluster: Cluster | None) -> int:
     """Makes the videos of a file of prompts, prints a table of them, and returns the exit code: 1 if one failed."""
-    from torchport.config.prompts import read_prompts
     from torchport.processes import hosts
     from torchport.run import series
+    from torchport.run.series import read_prompts
 
     out = _folder_of_series(file, request)
     videos = series.accepted(request, read_prompts(file))

@@ -25,9 +25,8 @@ from torchport.save.manifest import versions
 from torchport.task import Request, Task, accept
 from torchport.verify import recording
 from torchport.verify.borders import Border, Values
-from torchport.verify.loop import ConditionCall, LoopRecord, SchedulerStep
 from torchport.verify.recording import RecordedCall, Recording
-from torchport.verify.seams import SideRecord
+from torchport.verify.seams import ConditionCall, LoopRecord, SchedulerStep, SideRecord
 from torchport.verify.yardstick import ROWS, SHAPE, sampled, shape_of
 
 SCHEMA = 2

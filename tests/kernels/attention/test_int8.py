@@ -11,8 +11,7 @@ from attention_reference import poisoned, reference
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention import dispatch, int8, transposed
-from torchport.kernels.attention.dispatch import Context
-from torchport.kernels.attention.problem import Problem
+from torchport.kernels.attention.dispatch import Context, Problem
 from torchport.kernels.attention.tiles import Tile
 
 pytestmark = pytest.mark.usefixtures("plainly_compiled")

@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec
 
 from torchport.errors import AttentionError
 from torchport.kernels.attention import transposed
-from torchport.kernels.attention.dispatch import Traced, current, score_bound, transposed_options
-from torchport.kernels.attention.problem import Problem, platform
+from torchport.kernels.attention.dispatch import Problem, Traced, current, platform, score_bound, transposed_options
 from torchport.kernels.attention.rotary import Heads, Norm, norm_rotary, normalised
 from torchport.kernels.attention.tiles import LANES, TAIL
 

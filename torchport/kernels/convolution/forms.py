@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from torchport.kernels.attention import dispatch
-from torchport.kernels.attention.problem import platform
+from torchport.kernels.attention.dispatch import platform
 from torchport.kernels.convolution import by_xla, canvas, halo, kernel
 from torchport.kernels.convolution.by_xla import ConvolutionRequest, Operands
 from torchport.kernels.convolution.canvas import Canvas

@@ -4,7 +4,7 @@
 
 From the first step to the last: `syntax` (a file as events), `codebase` (the files, and who is meant by a name in
 them), `detect` (the findings of a function), `reach` (what an entry leads to), and `scanning`, where they meet what
-shipped patches take care of. `rules` says what each finding means, and `finding` holds all that a draft needs.
+shipped patches take care of. `finding` says what each finding means, and holds all that a draft needs.
 """
 
 from __future__ import annotations

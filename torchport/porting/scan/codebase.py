@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
-from torchport.porting.scan.meanings import BY_KIND
+from torchport.porting.scan.finding import BY_KIND
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
 from torchport.source.flow import taken

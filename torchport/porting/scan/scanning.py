@@ -24,8 +24,7 @@ from torchport.files import folder
 from torchport.patch.rewriting import pattern
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Source, Unread, read_sources
 from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, Site, is_kernel, sites
-from torchport.porting.scan.finding import Absent, Reach, ScanFinding, ScanReport
-from torchport.porting.scan.meanings import BY_KIND
+from torchport.porting.scan.finding import BY_KIND, Absent, Reach, ScanFinding, ScanReport
 from torchport.porting.scan.reach import Closed, Reached, roots
 from torchport.porting.scan.syntax import MODULE, Act, Event, chain_of
 from torchport.source.modules import is_there

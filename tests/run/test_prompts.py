@@ -2,8 +2,8 @@
 
 import pytest
 
-from torchport.config.prompts import read_prompts
 from torchport.errors import ConfigError
+from torchport.run.series import read_prompts
 
 
 @pytest.fixture
