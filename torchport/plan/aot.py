@@ -168,13 +168,7 @@ class CompiledProgram:
 
 
 def compiled(task: Task, dump: Path, bounded: bool) -> list[CompiledProgram]:
-    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side.
-
-    Args:
-        task: Of one stage.
-        dump: The folder into which the compiler writes.
-        bounded: Whether scores are.
-    """
+    """Compiles a stage's programs, one for each set of shapes that its verb calls with: the child's side."""
     [stage] = task.stages
     devices = absent.describe(task.machine).devices
     with outlined(task, stage, devices, bounded) as outline:

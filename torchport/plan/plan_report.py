@@ -156,12 +156,7 @@ def write(file: Path, job: JobPlan, command: str) -> None:
 
 
 def page_of(job: JobPlan, command: str) -> str:
-    """Returns a plan as one HTML page that refers to nothing outside itself.
-
-    Args:
-        job: The plan.
-        command: The command that it is the plan of.
-    """
+    """Returns a plan as one HTML page that refers to nothing outside itself."""
     return page.rendered(
         TEMPLATE,
         plan=job,

@@ -185,14 +185,7 @@ class ProgramTime:
 def program_time(
     task: Task, compiled: aot.CompiledProgram, program: hlo.HloProgram, denoises: bool = True
 ) -> ProgramTime:
-    """Returns a program of a task with the times that its compiler does not estimate.
-
-    Args:
-        task: The job, on a TPU slice.
-        compiled: What is known of the program beside its text.
-        program: Its text, as the compiler scheduled it.
-        denoises: Whether it is of a stage that denoises.
-    """
+    """Returns a program of a task with the times that its compiler does not estimate."""
     calls = [_attention(task, call) for call in compiled.calls]
     passes = {call.kernel: cost.pass_seconds(call, task.machine) for call in compiled.passes}
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)

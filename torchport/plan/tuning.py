@@ -109,14 +109,7 @@ def candidates(job: Workload, implementation: KernelName) -> list[Tile | SplashT
 
 
 def tune(job: Workload, implementation: KernelName, bounded: bool, among: Sequence[Tile | SplashTile] = ()) -> Result:
-    """Returns the candidates, ranked.
-
-    Args:
-        job: What for.
-        implementation: The kernel.
-        bounded: Whether scores are bounded.
-        among: The tiles to try; `candidates` by default.
-    """
+    """Returns the candidates, ranked."""
     count, kind, _ = visible_devices("tpu")
     present = count > 0 and kind in job.chip.kinds
     what = f"tune {implementation}{' bounded' * bounded} {job.chip.name} {job.work.head_size}"

@@ -46,14 +46,7 @@ class Outcome:
 
 
 def emit(report: ScanReport, path: Path, out: Path, paths: Sequence[str] = ()) -> tuple[list[str], int]:
-    """Drafts patches into the folder of a pack; returns the lines to print and the exit code: 1 if something is left.
-
-    Args:
-        report: What a scan of the codebase found.
-        path: The codebase.
-        out: The folder of the pack.
-        paths: The packs whose patches count.
-    """
+    """Drafts patches into the folder of a pack; returns the lines to print and the exit code, 1 if some are left."""
     root = _search_folder(path, report)
     outcome = Outcome()
     with on_path(root):

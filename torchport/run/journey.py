@@ -309,10 +309,6 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
 
     The video comes first. If the process is killed before the manifest is written, the next run writes both again.
 
-    Args:
-        task: The run; its last stage is finished.
-        digests: Of the checkpoint in use.
-
     Returns:
         The new manifest of the last stage; None where the video has the job's rate, or there is none.
     """

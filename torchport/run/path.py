@@ -183,11 +183,6 @@ def at_stage(common: Shared, stage: family.Stage) -> Iterator[StageAtHand]:
 class StageAtHand:
     """A stage that is loaded once, for one run or for several of one shape.
 
-    Args:
-        common: What the runs share.
-        stage: The stage.
-        ledger: Of its patches, which are in force.
-
     Attributes:
         is_loading: Whether it is being loaded: an error of that moment is one of all runs.
     """

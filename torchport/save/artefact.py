@@ -67,12 +67,7 @@ def write_file(file: Path, tensors: Mapping[str, torch.Tensor], text: str) -> No
 
 
 def read_file(file: Path, made_by: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """Returns the text and the tensors of a file that `write_file` wrote.
-
-    Args:
-        file: The file, which is there.
-        made_by: The command that makes it, for the error.
-    """
+    """Returns the text and the tensors of a file that `write_file` wrote."""
     return _manifest_text(file, made_by), _load(file, made_by)
 
 
@@ -89,7 +84,7 @@ def sha256_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """Returns a checksum of tensors that two runs share if they agree in every bit."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name}\0{_dtype_and_shape(tensor)}\0".encode())
+        sha.update(f"{name}\0{_dtype(tensor)} {list(tensor.shape)}\0".encode())
         sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
@@ -136,10 +131,6 @@ def remove(folder: Path, name: str) -> None:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _dtype_and_shape(tensor: torch.Tensor) -> str:
-    return f"{_dtype(tensor)} {list(tensor.shape)}"
 
 
 def read(
@@ -224,10 +215,6 @@ def _bytes(file: Path, head: bool = False) -> bytes:
 
 def read_manifest(file: Path, made_by: str = "the command that made it") -> Manifest:
     """Returns the manifest that an artefact holds; the tensors are not read.
-
-    Args:
-        file: `<stage>.safetensors`.
-        made_by: The command that makes it, for the error.
 
     Raises:
         ArtefactForeignError: Of another schema version.

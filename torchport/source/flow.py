@@ -138,14 +138,7 @@ def _exposed_by(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def read_after(function: Function, chain: Chain, block: list[ast.stmt], end: int) -> set[str]:
-    """Returns the names that may be read after a run and before they are written again.
-
-    Args:
-        function: The function that the run stands in.
-        chain: The way to its block, as `blocks` yields it.
-        block: The block.
-        end: The index of the first statement after the run.
-    """
+    """Returns the names that may be read after a run and before they are written again."""
     live, sure = exposed(block[end:])
     for parent, outer, index in reversed(chain):
         if isinstance(parent, _LOOPS):

@@ -120,13 +120,7 @@ def package_folder(source: SourceFile) -> Path:
 
 
 def imported_from(node: ast.ImportFrom, module: str, is_package: bool) -> str:
-    """Returns the module that a statement imports from, a relative one resolved.
-
-    Args:
-        node: The statement.
-        module: The module that it stands in.
-        is_package: Whether that is the `__init__.py` of a folder.
-    """
+    """Returns the module that a statement imports from, a relative one resolved."""
     if not node.level:
         return node.module or ""
     above = module.split(".")

@@ -314,7 +314,7 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
     arguments = {**{f"weight {name}": leaf for name, leaf in compiled.weights.items()}, **leaves(arrays)}
     constants = Counter(shape for shape in _CONSTANT.findall(text) if "x" in shape)
     return LoweredProgram(
-        {path: _argument_words(leaf) for path, leaf in arguments.items()},
+        {path: f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in arguments.items()},
         {name: repr(value) for name, value in static},
         [f"{leaf.dtype} {list(leaf.shape)}" for leaf in jax.tree.leaves(whole.out_info)],
         _module_classes(compiled.network.module),
@@ -325,10 +325,6 @@ def lower(compiled: Compiled, arrays: Mapping[str, Any], static: Any) -> Lowered
 
 def _module_classes(module: torch.nn.Module) -> dict[str, str]:
     return {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
-
-
-def _argument_words(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)} {leaf.sharding.spec}"
 
 
 def run_programs(compiled: Compiled) -> list[LoweredProgram]:

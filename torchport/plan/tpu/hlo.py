@@ -323,10 +323,6 @@ class _LoopTrips(dict[str, int]):
 
     Where the compiler did not write the number, the loop is run: its condition and its state are computed from the
     program's integers, as far as these depend on constants alone.
-
-    Args:
-        file: Where the program was read, for the error.
-        computations: The program's, by name.
     """
 
     def __init__(self, file: Path, computations: Mapping[str, Computation]) -> None:

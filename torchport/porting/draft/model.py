@@ -260,7 +260,7 @@ def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | N
     """Returns the card."""
     network = components[0]
     package = network.target.module.partition(".")[0]
-    lines = [f"model: {wish.name}", f"title: {_flow(f'{_title(network)}, from {package}')}"]
+    lines = [f"model: {wish.name}", f"title: {_flow(f'{network.target.path[-1]}, from {package}')}"]
     lines += [f"family: {wish.name}/stages", f"artefacts: {wish.name}"]
     if checkout is None:
         lines.append(f"upstream: {_flow(proposal.fits(package))}")
@@ -301,10 +301,6 @@ def job(components: Sequence[Part]) -> str:
         f"{{height: 64, width: 64, frames: {frames}, fps: 8, steps: 2, guidance_scale: 1.0,\n"
         ' machine: "cpu:1", strategy: replicated, checkpoint: tiny}\n'
     )
-
-
-def _title(network: Part) -> str:
-    return network.target.path[-1]
 
 
 def _flow(value: Any) -> str:

@@ -221,12 +221,7 @@ class _Default:
 
 
 def parameters(node: Function, before: str | None = None) -> Parameters:
-    """Returns a function's parameters.
-
-    Args:
-        node: Its definition.
-        before: A parameter that stands before all of them.
-    """
+    """Returns a function's parameters."""
     found = written(node)
     first = found[0].kind if found and found[0].kind in POSITIONAL else Parameter.POSITIONAL_OR_KEYWORD
     result = [Parameter(before, first)] if before is not None else []

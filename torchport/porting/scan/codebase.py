@@ -384,7 +384,7 @@ def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
             path = Path(entry.path)
             if _is_loop(path):
                 unread.append(Unread(_below(root, path), 0, "PS905", "It is a link that leads back to itself"))
-            elif entry.is_dir() and _is_entered(entry.name):
+            elif entry.is_dir() and not entry.name.startswith(".") and entry.name not in _NOT_ENTERED:
                 real, top = os.path.realpath(path), Path(os.path.realpath(root))
                 if entry.is_symlink() and top.is_relative_to(real):
                     unread.append(Unread(_below(root, path), 0, "PS905", "It is a link to a folder that it lies in"))
@@ -399,10 +399,6 @@ def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
 
 def _below(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
-
-
-def _is_entered(name: str) -> bool:
-    return not name.startswith(".") and name not in _NOT_ENTERED
 
 
 def _is_loop(path: Path) -> bool:

@@ -39,13 +39,7 @@ class Site:
 
 
 class FunctionContext:
-    """One function, for detectors.
-
-    Args:
-        codebase: Its codebase.
-        unit: The function.
-        attributes: The parameters and buffers of its class.
-    """
+    """One function, for detectors."""
 
     def __init__(self, codebase: Codebase, unit: CodeUnit, attributes: frozenset[str]) -> None:
         self.unit = unit
@@ -396,7 +390,7 @@ def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[s
         return node.id, ""
     if isinstance(node, ast.Subscript):
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(_adds_dim(part) for part in parts):
+        if any(isinstance(part, ast.Constant) and part.value is None for part in parts):
             return ast.unparse(node.value), ast.unparse(node.slice)
     if isinstance(node, ast.Call):
         func = node.func
@@ -406,10 +400,6 @@ def _spread(context: FunctionContext, node: ast.expr, depth: int = 0) -> tuple[s
             inside = _spread(context, node.args[0], depth + 1)
             return (inside[0] or ast.unparse(node.args[0])), ast.unparse(node.args[1])
     return "", ""
-
-
-def _adds_dim(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 _BY_ACT: dict[Act, tuple[Detector, ...]] = {

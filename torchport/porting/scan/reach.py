@@ -51,13 +51,7 @@ class Closed:
 
 
 class Reached:
-    """What some functions lead to.
-
-    Args:
-        codebase: The codebase.
-        closed: What patches close.
-        trains: Whether the code is read as training.
-    """
+    """What some functions lead to."""
 
     def __init__(self, codebase: Codebase, closed: Closed | None = None, trains: bool = False) -> None:
         self._codebase = codebase

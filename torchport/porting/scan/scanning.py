@@ -473,14 +473,7 @@ def _add_given(result: Patches, folder: Path) -> None:
 
 
 class Coverage:
-    """What patches do for the findings of one entry.
-
-    Args:
-        patches: The patches.
-        before: What the entry leads to without them.
-        after: What it leads to under them.
-        sites: All findings.
-    """
+    """What patches do for the findings of one entry."""
 
     def __init__(self, patches: Patches, before: Reached, after: Reached, sites: Iterable[Site]) -> None:
         self._patches = patches
