@@ -133,24 +133,24 @@ def report_of(flags: CheckFlags) -> Report:
         return report
     called = None
     if flags.model is not None:
-        called = functools.partial(not_called_by, pack, flags.model, flags.upstream_path)
-    report.extend(check(pack.folders, names, checkout, called, stage_patches(pack, cards), chosen))
+        called = functools.partial(_not_called_by, pack, flags.model, flags.upstream_path)
+    report.extend(check(pack.folders, names, checkout, called, _stage_patches(pack, cards), chosen))
     return report
 
 
 def _names_of(pack: Pack, cards: Iterable[Card]) -> list[str]:
     """Returns the patches that cards name and the pack has; what it has not is a finding of the card."""
     known = patch.upstreams(pack.folders)
-    names = dict.fromkeys(name for stage in stage_patches(pack, cards) for name in stage.names)
+    names = dict.fromkeys(name for stage in _stage_patches(pack, cards) for name in stage.names)
     return [name for name in names if name.partition("/")[0] in known]
 
 
 def stages_of(pack: Pack) -> list[StagePatches]:
     """Returns what the stages of a pack's cards put in force; what cannot be read is left to `torchport check`."""
-    return stage_patches(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
+    return _stage_patches(pack, (card for card, _ in static_check.read_cards(pack, pack.models(), Report())))
 
 
-def stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
+def _stage_patches(pack: Pack, cards: Iterable[Card]) -> list[StagePatches]:
     """Returns what the stages of some cards put in force."""
     return [
         StagePatches(("torchax", *names), tuple(card.original), pack.home(card.model).patches)
@@ -443,7 +443,7 @@ def _identities(modules: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
     return result
 
 
-def not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
+def _not_called_by(pack: Pack, model: str, upstream_path: str | None) -> Report:
     """Runs a card's tiny weights down the path in a fresh process; returns the patches that were not called.
 
     Args:

@@ -63,7 +63,7 @@ def command(**given: Any) -> None:
     terminal.log_to_stderr()
     flags = ScanFlags(**given)
     form = flags.form()
-    writers = formats_of(flags.everything)
+    writers = _formats_of(flags.everything)
     if flags.file is not None:
         findings.check_report_file(flags.file, writers)
     report = scan(flags.codebase, flags.entries, find_pack(flags.paths).folders)
@@ -146,7 +146,7 @@ def _as_finding(finding: ScanFinding) -> findings.Finding:
     return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
 
 
-def formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
+def _formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
     """Returns what writes a report, by the name of its format."""
     writers = {"text": text, "json": as_json, "sarif": sarif}
     return {name: functools.partial(writer, everything=everything) for name, writer in writers.items()}

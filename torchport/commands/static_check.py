@@ -349,12 +349,12 @@ def _conflicts(pack: Pack, names: Sequence[str], home: Path) -> Iterator[Torchpo
     """Yields the refusal of two patches of one stage that claim one target."""
     entries = read(pack.folders, names, Report(), home)  # what cannot be read is another finding
     try:
-        patch_set.check_claims([], [entry for entry in entries if versions_fit(entry)])
+        patch_set.check_claims([], [entry for entry in entries if _versions_fit(entry)])
     except TorchportError as error:
         yield error
 
 
-def versions_fit(entry: patch.Entry) -> bool:
+def _versions_fit(entry: patch.Entry) -> bool:
     """Returns whether an entry is to be applied here, as far as versions say."""
     try:
         return versions.outcome(entry, probe=False) is None

@@ -274,7 +274,7 @@ def _refusal(model: type[Frozen], document: Document, location: Location, error:
     name = ".".join(str(part) for part in location) or "the file"
     if error["type"] == "extra_forbidden":
         key = str(location[-1])
-        names = fields_at(model, location[:-1], document.data)
+        names = _fields_at(model, location[:-1], document.data)
         return UnknownKeyError(place, f"Unknown key '{name}'", nearest(key, names), key=name)
     if error["type"] == "missing":
         return MissingKeyError(place, f"'{name}' is missing", f"Add '{location[-1]}'", key=name)
@@ -350,7 +350,7 @@ _KINDS = {
 }
 
 
-def fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = None) -> list[str]:
+def _fields_at(model: type[Frozen], location: Sequence[str | int], data: Any = None) -> list[str]:
     """Returns the keys that a model reads at a location inside it.
 
     Args:

@@ -42,7 +42,7 @@ def writing(file: Path) -> Iterator[Path]:
         # Without this a power cut may undo the renaming, and with it the order of two files.
         _flush_folder(file.parent)
     except OSError as error:
-        raise unwritable(file, error) from error
+        raise _unwritable(file, error) from error
     finally:
         if temporary is not None:
             # If this fails, the writing has failed too; that error matters more.
@@ -64,7 +64,7 @@ def _umask() -> int:
     return mask
 
 
-def unwritable(file: Path, error: OSError) -> OutputError:
+def _unwritable(file: Path, error: OSError) -> OutputError:
     """Returns the refusal of a file or folder that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(str(file), "The disk is full", "Free some space, or choose another folder with --out")
@@ -92,7 +92,7 @@ def remove(*files: Path) -> None:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
-            raise unwritable(file, error) from error
+            raise _unwritable(file, error) from error
 
 
 def make_folder(folder: Path) -> None:
@@ -102,7 +102,7 @@ def make_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0")
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise _unwritable(folder, error) from error
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise _unwritable(folder, error) from error
     try:
         if _lock(folder, handle):
             remove(*sorted(file for file in folder.glob(f"{TEMPORARY}*") if not file.is_dir()))
@@ -133,7 +133,7 @@ def _lock(folder: Path, handle: int) -> bool:
             fact, remedy = "Another run writes to this folder", "Wait until it has ended, or choose another --out"
             raise OutputError(str(folder), fact, remedy, held=True) from error
         if error.errno not in _NO_LOCKS_HERE:
-            raise unwritable(folder, error) from error
+            raise _unwritable(folder, error) from error
         log.warning("%s cannot be locked: do not start a second run with this --out", folder)
         return False
     return True

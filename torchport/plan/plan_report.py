@@ -67,7 +67,7 @@ def _verification_lines(job: JobPlan) -> list[str]:
 
 def _stage_lines(name: str, stage: StagePlan) -> list[str]:
     text = [_memory_line(stage.per_device)]
-    text += [f"  DOES NOT FIT: {overflow_line(finding)}" for finding in _overflows(stage)]
+    text += [f"  DOES NOT FIT: {_overflow_line(finding)}" for finding in _overflows(stage)]
     text += _block_lines(stage.per_block) if stage.per_block else []
     whole = "per step" if name in DENOISING else f"a {name}"
     if stage.per_step:
@@ -86,7 +86,7 @@ def _stage_lines(name: str, stage: StagePlan) -> list[str]:
         scope = " of a block" if stage.per_block else ""
         text.append(f"  the most expensive operations{scope}:")
     text += [f"    {operation.ms:6.3f} ms  {operation.opcode:8} {operation.source}" for operation in stage.largest]
-    text += [f"  {estimate_line(finding)}" for finding in _underestimates(stage)]
+    text += [f"  {_estimate_line(finding)}" for finding in _underestimates(stage)]
     text += [f"  not modelled: {fact}" for fact in stage.not_modelled]
     text.append(f"  traced in {stage.trace_s:.1f} s, compiled in {stage.compile_s:.1f} s")
     return text
@@ -100,7 +100,7 @@ def _underestimates(stage: StagePlan) -> list[Underestimate]:
     return [finding for finding in stage.findings if isinstance(finding, Underestimate)]
 
 
-def estimate_line(finding: Underestimate) -> str:
+def _estimate_line(finding: Underestimate) -> str:
     """Returns what counts with more than the compiler's estimate, in words."""
     negative = f", {finding.negative} of them negative" if finding.negative else ""
     return (
@@ -143,7 +143,7 @@ def _divided(step: KnownTime) -> str:
     return "" if factor == 1.0 else f"; the last two divided by {factor:.3g} make {left:.3g}"
 
 
-def overflow_line(finding: Overflow) -> str:
+def _overflow_line(finding: Overflow) -> str:
     """Returns what does not fit, in words."""
     where = "".join(f" {name}" for name in (finding.kernel, finding.tile) if name)
     sizes = "" if finding.asked_bytes is None else f": {finding.asked_bytes:,} bytes, limit {finding.limit_bytes:,}"
@@ -172,8 +172,8 @@ def _section(name: str, stage: StagePlan | StageLeftOut) -> dict[str, Any]:
         return {"name": name, "status": stage.status.replace("_", " "), "why": stage.why}
     return {
         "name": name,
-        "findings": [f"Does not fit: {overflow_line(finding)}" for finding in _overflows(stage)],
-        "estimates": [estimate_line(finding) for finding in _underestimates(stage)],
+        "findings": [f"Does not fit: {_overflow_line(finding)}" for finding in _overflows(stage)],
+        "estimates": [_estimate_line(finding) for finding in _underestimates(stage)],
         "charts": [*_times(name, stage), _memory(stage.per_device)],
         "tables": [_programs(stage), _collectives(name, stage), _operations(stage)],
         "not_modelled": stage.not_modelled,

@@ -65,7 +65,7 @@ class ProgramTime:
     @functools.cached_property
     def loop(self) -> hlo.HloLoop | None:
         """The loop over blocks, if they run in one; unrolled ones cannot be told apart."""
-        return block_loop(self.program) if self.denoises else None
+        return _block_loop(self.program) if self.denoises else None
 
     @property
     def attention(self) -> Attention | None:
@@ -101,7 +101,7 @@ class ProgramTime:
         # Attention that is no kernel is XLA's, and in its estimate. What a loop repeats is traced once, and its
         # attention is the largest.
         spent = sorted(call.ms for call in self.calls if isinstance(call, KernelAttention))
-        loop = block_loop(self.program) if spent else None
+        loop = _block_loop(self.program) if spent else None
         more = loop.trips * loop.times - 1 if loop else 0
         return Parts[float](
             attention_s=(sum(spent) + more * max(spent, default=0.0)) / 1e3,
@@ -191,7 +191,7 @@ def program_time(
     return ProgramTime(program, task.machine, compiled.spots, calls, passes, compiled.flops, denoises)
 
 
-def block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:
+def _block_loop(program: hlo.HloProgram) -> hlo.HloLoop | None:
     """Returns the loop over blocks: of those with a kernel, the one that takes longest."""
     loops = [loop for loop in program.loop_bodies() if program.kernels(loop.body)]
     return max(loops, key=lambda loop: loop.cycles, default=None)

@@ -158,7 +158,7 @@ def read(
     if not file.is_file():
         old = folder / HAND_WRITTEN.get(name, "")
         if old.is_file():
-            return read_hand_written(old, identity, embeddings), None
+            return _read_hand_written(old, identity, embeddings), None
         raise ArtefactMissingError(str(file), f"The artefact of '{name}' is not there", f"Make it with: {made_by}")
     manifest = read_manifest(file, made_by)
     if manifest.stage != name.partition(".")[0]:
@@ -319,7 +319,7 @@ _DTYPES = {
 }
 
 
-def read_hand_written(
+def _read_hand_written(
     file: Path, identity: Mapping[str, Any], embeddings: Collection[str] | None
 ) -> dict[str, torch.Tensor]:
     """Returns a stage file of a hand-written port, in the dtypes that its metadata names.

@@ -57,10 +57,10 @@ def order(sizes: Sizes, where: Sequence[Spot], candidates: Sequence[Order] = ())
     """
     # Devices that do not fill a box keep their order: there is nothing to choose from.
     orders = [*candidates, *_boxes(sizes, where)] or [list(range(len(where)))]
-    return min(orders, key=lambda candidate: compactness(sizes, [where[n] for n in candidate]))
+    return min(orders, key=lambda candidate: _compactness(sizes, [where[n] for n in candidate]))
 
 
-def compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
+def _compactness(sizes: Sizes, where: Sequence[Spot]) -> list[tuple[int, ...]]:
     """Returns the worst group of each axis with more than one device, the innermost axis first; lower is better.
 
     Returns:

@@ -251,7 +251,7 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     dim, axes = _uneven_dims(shape, rule.spec, mesh)[0]
     raise MeshError(
         place,
-        f"{axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
+        f"{_axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
         f"Choose {' x '.join(axes)} among the divisors of {shape[dim]}",
         name=name,
         axis=axes[0],
@@ -268,7 +268,7 @@ def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
-def axes_text(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
+def _axes_text(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> str:
     """Returns axes with their sizes as text for errors: `dp=2 x tp=4`."""
     return " x ".join(f"{axis}={mesh.get(axis, 1)}" for axis in axes)
 

@@ -75,7 +75,7 @@ def read_source(module: str) -> SourceFile | None:
         ModuleNotFoundError: No such module.
         UnreadableError: It is too large, or its bytes are no text.
     """
-    file = spec_of(module).origin
+    file = _spec_of(module).origin
     if file is None or not file.endswith(".py"):
         return None
     try:
@@ -90,13 +90,13 @@ def _source_file(module: str, file: str, mtime_ns: int, size: int) -> SourceFile
     """Returns a module's source, read once for each version of its file."""
     if Path(file).is_file():
         return SourceFile(module, file, parsing.text_of(Path(file), shown(file)))
-    loader: Any = spec_of(module).loader
+    loader: Any = _spec_of(module).loader
     with parsing.decoded(shown(file)):
         text = loader.get_source(module) if hasattr(loader, "get_source") else None
     return None if text is None else SourceFile(module, file, text)
 
 
-def spec_of(module: str) -> ModuleSpec:
+def _spec_of(module: str) -> ModuleSpec:
     """Returns the spec that an import of a module would use. No parent package is imported.
 
     Raises:
@@ -131,7 +131,7 @@ def imported_from(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 def is_there(module: str) -> bool:
     """Returns whether an import would find a module."""
     try:
-        spec_of(module)
+        _spec_of(module)
     except ModuleNotFoundError:
         return False
     return True

@@ -122,7 +122,7 @@ def checkpoint_folder(task: Task) -> Path:
     return checkpoint.locate(task.checkpoint, task.card, task.settings.variant).folder
 
 
-def encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+def _encoder_outputs(task: Task, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Returns what each stage before denoising returns; the original's patches must be in force."""
     outputs: dict[str, dict[str, torch.Tensor]] = {}
     for stage in task.family.STAGES[: task.family.STAGES.index(task.denoising[0])]:
@@ -176,7 +176,7 @@ def recording_of(task: Task, steps: tuple[int, ...] | None, decodes: bool) -> Re
     with in_force(task, task.family.STAGES):
         preflight.check(task)
         folder = checkpoint_folder(task)
-        recording = Recording(encoder_outputs(task, folder))
+        recording = Recording(_encoder_outputs(task, folder))
         for stage in task.denoising:
             if _is_over(recording, steps, decodes):
                 break

@@ -47,7 +47,7 @@ class Verdict(enum.StrEnum):
     OTHER = "different"
 
 
-def verdict_of(ratio: float) -> Verdict:
+def _verdict_of(ratio: float) -> Verdict:
     """Returns the verdict of an error over the original's own."""
     if math.isnan(ratio) or ratio > FAULT:
         return Verdict.OTHER
@@ -101,7 +101,7 @@ class Unit:
 
         A unit behind the first fault is no fault: whether the output shows its error is not known.
         """
-        verdict = verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
+        verdict = _verdict_of(self.ratio if self.effect is None else min(self.ratio, self.effect))
         return Verdict.UNCLEAR if self.is_behind and verdict is Verdict.OTHER else verdict
 
 
@@ -172,7 +172,7 @@ class Decoded:
     @property
     def verdict(self) -> Verdict:
         """A difference of one level is rounding's: frames are whole levels."""
-        return Verdict.SAME if self.added <= 1 else verdict_of(self.added / max(self.rounding, 1.0))
+        return Verdict.SAME if self.added <= 1 else _verdict_of(self.added / max(self.rounding, 1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +461,7 @@ def page_of(verification: Verification) -> str:
         TEMPLATE,
         verification=verification,
         lines=lines(verification)[1:],
-        heat=heat_of(verification.units),
+        heat=_heat_of(verification.units),
         charts=_charts(verification.units),
         causes=_cause_table(verification),
         drift=_drift_table(verification),
@@ -488,7 +488,7 @@ class Heat(NamedTuple):
     rows: list[tuple[str, list[Cell | None]]]
 
 
-def heat_of(units: Sequence[Unit]) -> Heat:
+def _heat_of(units: Sequence[Unit]) -> Heat:
     """Returns the ratios of networks and blocks in each call of each step; modules are in the table."""
     outer = sorted((u for u in units if u.kind in ("network", "block")), key=lambda u: (u.network, u.depth))
     calls = sorted({(unit.step, unit.call) for unit in outer})

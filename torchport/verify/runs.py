@@ -83,7 +83,7 @@ class FinishedRun:
         theirs, ours = origin(manifest), origin(self.manifests[stage])
         other = [field for field in {**ours, **theirs} if theirs.get(field) != ours.get(field)]
         if other or manifest.done != number or "latents" not in tensors:
-            what = field_words(other[0]) if other else "the step"
+            what = _field_words(other[0]) if other else "the step"
             fact = f"It is not of the run that made {stage}.safetensors: {what} is another"
             remedy = "Finish the run that left it, or remove it"
             raise ArtefactForeignError(str(save.file_of(self.folder, name)), fact, remedy)
@@ -141,7 +141,7 @@ class Difference:
     def words(self) -> str:
         """Returns the difference as a person reads it."""
         where = f" (in {' and '.join(self.stages)})" if self.stages else ""
-        return f"{field_words(self.field)}: {value_words(self.a)} and {value_words(self.b)}{where}"
+        return f"{_field_words(self.field)}: {_value_words(self.a)} and {_value_words(self.b)}{where}"
 
 
 def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]) -> list[Difference]:
@@ -153,7 +153,7 @@ def differences(a: Mapping[StageName, Manifest], b: Mapping[StageName, Manifest]
         for field in {**ours, **theirs}:
             mine, other = ours.get(field), theirs.get(field)
             if mine != other:
-                rows.setdefault(row := (field, value_words(mine), value_words(other)), []).append(stage)
+                rows.setdefault(row := (field, _value_words(mine), _value_words(other)), []).append(stage)
                 values[row] = mine, other
     return [
         Difference(row[0], *values[row], () if len(among) == _stages_with(row[0], stages) else tuple(among))
@@ -228,13 +228,13 @@ def lossy(manifests: Mapping[StageName, Manifest]) -> str | None:
     return None
 
 
-def field_words(field: str) -> str:
+def _field_words(field: str) -> str:
     """Returns what a person calls a field: `the dtype of vae`."""
     key, _, rest = field.partition(".")
     return _NAMES[key].format(rest) if key in _NAMES else field.replace("_", " ")
 
 
-def value_words(value: Any) -> str:
+def _value_words(value: Any) -> str:
     """Returns a value as a person reads it: `dp=2 x tp=4`, `'A cat'`, `none`."""
     if isinstance(value, dict):
         return " x ".join(f"{key}={item}" for key, item in value.items()) or "none"
@@ -299,13 +299,13 @@ def distance(a: FinishedRun, b: FinishedRun) -> Distance:
     _check_shape(b, "decode", "frames", b.frames, a.frames)
     _check_shape(b, "denoise", "latents", b.latents, a.latents)
     numbers, unkept = _steps(a, b)
-    steps = [compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
+    steps = [_compare_latents(number, a.latents_after(number), b.latents_after(number)) for number in numbers]
     return Distance(
         b,
         differences(a.manifests, b.manifests),
-        compare_frames(a.frames, b.frames, str(b.folder)),
+        _compare_frames(a.frames, b.frames, str(b.folder)),
         yardstick.is_same(a.frames, b.frames),
-        [*steps, compare_latents(None, a.latents, b.latents)],
+        [*steps, _compare_latents(None, a.latents, b.latents)],
         unkept,
     )
 
@@ -328,12 +328,12 @@ def _steps(a: FinishedRun, b: FinishedRun) -> tuple[list[int], str]:
     return both, ", and ".join(kept) + remedy
 
 
-def compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
+def _compare_latents(step: int | None, a: torch.Tensor, b: torch.Tensor) -> Latents:
     """Returns how alike latents are; see `Latents`."""
     return Latents(step, yardstick.cosine(a, b), yardstick.difference(a, b), yardstick.is_same(a, b))
 
 
-def compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
+def _compare_frames(a_FCHW: torch.Tensor, b_FCHW: torch.Tensor, what: str) -> Frames:
     """Returns how alike two videos of bytes are. The progress bar says `what` the second one is."""
     squares, ssims, greatest = [], [], 0
     for a, b in track(list(zip(a_FCHW, b_FCHW, strict=True)), f"compare {what}", "frame"):

@@ -219,12 +219,12 @@ class UpstreamLoop(Loop):
         return self.real(*args, **kwargs)
 
 
-def has_upstream_loop(task: Task) -> bool:
+def _has_upstream_loop(task: Task) -> bool:
     """Returns whether upstream's own loop can be called; otherwise port and original share the family's."""
     return task.card.pipeline is not None or hasattr(task.family, "upstream_loop")
 
 
-def run_upstream(
+def _run_upstream(
     task: Task, parts: Mapping[str, Any], calls: Mapping[str, MadeUpNetwork], inputs: Mapping[str, Any]
 ) -> None:
     """Takes the denoising steps of the original in upstream's own loop.
@@ -335,7 +335,7 @@ def against(
         unlike.append(f"the loop after step {len(side.loop.steps)}: the port's stops with {brief(side.stopped)}")
     if any(stage.network for stage in _encoders(port)):
         unlike.append("the image's moments: the port takes the original's, whose VAE encodes it in PyTorch")
-    if not has_upstream_loop(port):
+    if not _has_upstream_loop(port):
         unlike.append("the loop: that of the family is both the port's and the original's")
     return Seams(tuple(rows), tuple(unlike))
 
@@ -407,11 +407,11 @@ def _denoise(
     """Takes all denoising steps with made-up outputs."""
     calls = {name: MadeUpNetwork(name, template, inputs, record, not task.original) for name, template in likes.items()}
     start = {**inputs, **task.noise(task.denoising[0])}
-    if task.original and has_upstream_loop(task):
+    if task.original and _has_upstream_loop(task):
         with patch.applied(task.patches(task.denoising)):
             by_stage = [network.loaded(task, _bare(stage), folder) for stage in task.denoising]
             parts = {name: part for loaded in by_stage for name, part in loaded.items()}
-            run_upstream(task, parts, calls, start)
+            _run_upstream(task, parts, calls, start)
         return
     done: Mapping[str, torch.Tensor] = {}
     for stage in task.denoising:
@@ -440,7 +440,7 @@ def differences(original: SideRecord, port: SideRecord) -> list[Seam]:
     # A loop that stopped took fewer steps because of what differs before.
     return [
         *rows,
-        *sorted(loop_seams(original.loop, port.loop), key=lambda row: row.name == STEPS and bool(port.stopped)),
+        *sorted(_loop_seams(original.loop, port.loop), key=lambda row: row.name == STEPS and bool(port.stopped)),
     ]
 
 
@@ -466,7 +466,7 @@ def value_seams(
         yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), _allowed(expected))
 
 
-def loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
+def _loop_seams(original: LoopRecord, port: LoopRecord) -> Iterator[Seam]:
     """Yields the seams of two loops, in the order in which the loops pass them on."""
     counts = str(len(original.steps)), str(len(port.steps))
     yield Seam(STEPS, LOOP, None, *counts, _distance_unless(counts[0] == counts[1]), 0.0)

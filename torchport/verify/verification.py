@@ -301,7 +301,7 @@ class TaskWithout(Task):
         return [entry for entry in super().patches(stages) if entry.id not in self.without]
 
 
-def task_without(task: Task, ids: Collection[str]) -> TaskWithout:
+def _task_without(task: Task, ids: Collection[str]) -> TaskWithout:
     """Returns a task without some of its patches."""
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
     return TaskWithout(**fields, without=frozenset(ids))
@@ -392,7 +392,7 @@ def causes_of_decoder(request: Request, file: Path, folder: Path, decoded: Decod
     tried: dict[str, float | None] = {}
     unit = f"frame {decoded.frame} of {stage.name}"
     for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
-        rest, without = task_without(task, [entry.id]), list[Decoded]()
+        rest, without = _task_without(task, [entry.id]), list[Decoded]()
         with _refusals_logged(entry), in_force(rest, [stage]):
             without.append(decoder.compare(rest, folder, recorded))
         tried[entry.id] = without[0].added / LEVELS if without else None
@@ -411,7 +411,7 @@ def causes_of_seam(request: Request, file: Path, folder: Path, seam: Seam, calle
     task, recorded = accept(request), read(file)
 
     def distance_without(ids: Collection[str]) -> float:
-        found = seams.against(task_without(task, ids), folder, recorded.steps, recorded.seams, recorded.likes)
+        found = seams.against(_task_without(task, ids), folder, recorded.steps, recorded.seams, recorded.likes)
         key = seam.name, seam.stage, seam.step
         same = [other.distance for other in found.seams if (other.name, other.stage, other.step) == key]
         return max(same, default=0.0)
@@ -454,7 +454,7 @@ def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
     """Returns an error without a patch, or with all; None where the network cannot be called without it."""
-    with _refusals_logged(entry), in_force(task_without(task, [entry.id] if entry else []), [stage]) as ledger:
+    with _refusals_logged(entry), in_force(_task_without(task, [entry.id] if entry else []), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
     return None

@@ -88,7 +88,7 @@ def platform() -> tuple[str, str | None]:
     return ("gpu" if platform in ("cuda", "gpu") else platform), (chips[0] if chips else None)
 
 
-def int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
+def _int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array:
     """Returns lengths as int32 [B]; numbers that are known here must lie within the tokens, others are cut to them."""
     traced = isinstance(lengths, jax.core.Tracer)
     values = lengths if traced else numpy.asarray(lengths)
@@ -101,7 +101,7 @@ def int32_lengths(name: str, lengths: Any, batch: int, tokens: int) -> jax.Array
     return jnp.clip(jnp.asarray(values).astype(jnp.int32), 0, tokens)
 
 
-def check_window(window: Any) -> None:
+def _check_window(window: Any) -> None:
     """Refuses a window that is no pair of distances."""
     sides = window if isinstance(window, tuple) and len(window) == 2 else ("none",)
     if window is not None and not all(side is None or (type(side) is int and side >= 0) for side in sides):
@@ -109,7 +109,7 @@ def check_window(window: Any) -> None:
         raise AttentionError("attention", f"window is {window!r}", remedy)
 
 
-def check_bound(bound: Any) -> None:
+def _check_bound(bound: Any) -> None:
     """Refuses a bound that bounds nothing."""
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
         raise AttentionError("attention", f"bound is {bound!r}", "It must be a positive number, or the name of one")
@@ -117,7 +117,7 @@ def check_bound(bound: Any) -> None:
 
 def check_call(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, window: Any) -> None:
     """Refuses tensors that do not belong together, and a window that is none."""
-    check_window(window)
+    _check_window(window)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or q.shape[:2] + q.shape[3:] != k.shape[:2] + k.shape[3:]:
         raise AttentionError("attention", shapes, "They must be [B, H, S, D], [B, H, T, D] and [B, H, T, D]")
@@ -253,7 +253,7 @@ def attention(
     check_call(q_BHSD, k_BHTD, v_BHTD, mask, window)
     batch, _, queries, size = q_BHSD.shape
     keys = k_BHTD.shape[2]
-    lengths_B = None if lengths is None else int32_lengths("lengths", lengths, batch, keys)
+    lengths_B = None if lengths is None else _int32_lengths("lengths", lengths, batch, keys)
     if query_lengths is None and queries == keys:
         query_lengths = lengths_B
     factor = size**-0.5 if scale is None else float(scale)
@@ -268,14 +268,14 @@ def attention(
 def score_bound(bound: float | str | None, factor: float) -> float | None:
     """Returns the bound of scores: `factor` times the bound of |q . k|, which may be a name in the context."""
     limit = current().bounds.get(bound) if isinstance(bound, str) else bound
-    check_bound(limit)
+    _check_bound(limit)
     return None if limit is None else limit * abs(factor)
 
 
 def _zero_from_length(o_BHSD: jax.Array, query_lengths: jax.Array) -> jax.Array:
     """Returns outputs with zeros from each sample's length on."""
     batch, _, queries, _ = o_BHSD.shape
-    valid_BS = jnp.arange(queries) < int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
+    valid_BS = jnp.arange(queries) < _int32_lengths("query_lengths", query_lengths, batch, queries)[:, None]
     return jnp.where(valid_BS[:, None, :, None], o_BHSD, jnp.zeros_like(o_BHSD))
 
 

@@ -99,7 +99,7 @@ def parts(wish: ModelDraftRequest) -> list[Part]:
 def _check_network(target: Target, place: str) -> None:
     """Refuses a class that is no network, as far as its source and that of its bases says."""
     assert isinstance(target.node, ast.ClassDef)
-    if derives_from_nothing(target.source, target.node):
+    if _derives_from_nothing(target.source, target.node):
         fact = f"{target.name} ({target.place}) is no torch.nn.Module, and the first class is the network"
         raise BadValueError(place, fact, "Name the network first, and this one after it as NAME=MODULE:CLASS")
 
@@ -462,7 +462,7 @@ def _classes(homes: Iterable[SourceHome]) -> Iterator[Place]:
             yield place[0], place[1]
 
 
-def derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
+def _derives_from_nothing(source: SourceFile, node: ast.ClassDef) -> bool:
     """Returns whether every class above a class is known from source, and none of them is of torch."""
     return all(
         home.module.partition(".")[0] != "torch"

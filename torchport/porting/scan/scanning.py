@@ -91,7 +91,7 @@ def _without_collection() -> Iterator[None]:
 def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
     codebase = Codebase(sources, _package_of(path))
     chosen = [_entry(codebase, entry) for entry in entries]
-    patches = read_patches(codebase, folders)
+    patches = _read_patches(codebase, folders)
     before, after = Reached(codebase), Reached(codebase, patches.closed())
     for reached in (before, after):
         for item in chosen:
@@ -416,7 +416,7 @@ class Patches:
         ]
 
 
-def read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
+def _read_patches(codebase: Codebase, folders: Sequence[Path]) -> Patches:
     """Returns the patches of a codebase's packages, and those of torch."""
     result = Patches()
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]

@@ -112,7 +112,7 @@ class Tensors:
                 continue
             default = defaults.get(parameter.arg)
             if parameter.annotation is not None:
-                kind = Kind.TENSOR if names_tensor(parameter.annotation) else Kind.UNKNOWN
+                kind = Kind.TENSOR if _names_tensor(parameter.annotation) else Kind.UNKNOWN
                 if _is_collection(parameter.annotation):
                     self._containers.add(parameter.arg)
             else:
@@ -155,7 +155,7 @@ class Tensors:
             values = [ast.Constant(0), *[value.args[0]] * (len(targets) - 1)]
         for number, target in enumerate(targets):
             if len(parts) == len(targets) and isinstance(target, ast.Name):
-                self.kinds[target.id] = Kind.TENSOR if names_tensor(parts[number]) else Kind.PLAIN
+                self.kinds[target.id] = Kind.TENSOR if _names_tensor(parts[number]) else Kind.PLAIN
             else:
                 self._bind(target, values[number], loops_over)
 
@@ -228,7 +228,7 @@ class Tensors:
         if name.startswith("torch."):
             return _of_torch(name, node, self)
         returned = self._returns(name)
-        if name.startswith("einops.") or (returned is not None and names_tensor(returned)):
+        if name.startswith("einops.") or (returned is not None and _names_tensor(returned)):
             return Kind.TENSOR
         if isinstance(node.func, ast.Name):
             if node.func.id in _SAME and node.args and not name:
@@ -281,7 +281,7 @@ def _join(kinds: list[Kind]) -> Kind:
     return Kind.UNKNOWN
 
 
-def names_tensor(annotation: ast.expr) -> bool:
+def _names_tensor(annotation: ast.expr) -> bool:
     """Returns whether an annotation is a tensor, or may be one: `Tensor`, `Optional[Tensor]`, `Tensor | None`."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         try:
@@ -295,9 +295,9 @@ def names_tensor(annotation: ast.expr) -> bool:
         parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if outer in (("Dict",), ("dict",), ("Mapping",)):
             parts = parts[1:]
-        return outer != ("Callable",) and any(names_tensor(part) for part in parts)
+        return outer != ("Callable",) and any(_names_tensor(part) for part in parts)
     if isinstance(annotation, ast.BinOp):
-        return names_tensor(annotation.left) or names_tensor(annotation.right)
+        return _names_tensor(annotation.left) or _names_tensor(annotation.right)
     return chain_of(annotation)[-1:] != () and chain_of(annotation)[-1] in _TENSOR_NAMES
 
 
