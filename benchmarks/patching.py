@@ -24,7 +24,7 @@ from pathlib import Path
 from torchport import patch
 from torchport.patch.live import holders
 from torchport.patch.live.counted import Calls, wrapping
-from torchport.patch.live.proxy import Proxy
+from torchport.patch.live.proxy import proxy
 
 _TAIL = """\
   why: A benchmark.
@@ -168,7 +168,7 @@ def _proxied() -> types.FunctionType:
         return b  # noqa: RET504 - the same
 
     call, _ = wrapping(lambda original, a: original(a), function, Calls())
-    return Proxy(function, call)  # type: ignore[return-value]
+    return proxy(function, call, None)  # type: ignore[return-value]
 
 
 def calls() -> None:
@@ -186,7 +186,7 @@ def calls() -> None:
         "rewrite of one statement": _call("rewrite: {match: b = a, put: p.py:new}"),
         "wrap": _call("wrap: p.py:wrap"),
     }
-    rows["wrap, by wrapt"] = _nanoseconds(_proxied())
+    rows["wrap, by proxy"] = _nanoseconds(_proxied())
     for name, value in rows.items():
         print(f"{name:26} {value:6.0f} ns  {value / base:5.2f} x bare")
 

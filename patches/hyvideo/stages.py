@@ -21,7 +21,7 @@ import torch
 
 from torchport.errors import ArtefactForeignError, BadValueError
 from torchport.load.foreign import tokenizing
-from torchport.stages import frames
+from torchport.stages import frames, picture
 from torchport.stages.family import (
     Call,
     CallModule,
@@ -153,12 +153,10 @@ def encode(parts: Mapping[str, Any], call: None, settings: Settings, steps: Step
 def _image(pipe: Any, settings: Settings) -> dict[str, torch.Tensor]:
     """Returns the first frame's latents and features."""
     import numpy
-    from PIL import Image
 
-    with Image.open(str(settings.image)) as file:
-        picture = file.convert("RGB")
-    latents = pipe.get_image_condition_latents("i2v", picture, settings.height, settings.width)
-    states = pipe._prepare_vision_states(numpy.array(picture), pipe.ideal_resolution, latents, CPU)
+    first = picture.read(settings.image)
+    latents = pipe.get_image_condition_latents("i2v", first, settings.height, settings.width)
+    states = pipe._prepare_vision_states(numpy.array(first), pipe.ideal_resolution, latents, CPU)
     return {"image_latents": latents, "image_embeds": states[:1]}
 
 

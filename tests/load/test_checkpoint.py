@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -362,6 +363,25 @@ def test_what_is_not_safetensors_is_refused(tmp_path, data):
     assert text.startswith(f"{file}: ") and "Download the file again" in text
 
 
+SIZES = {code: getattr(torch, name).itemsize for name, code in checkpoint.CODES.items()}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [*SIZES.items(), ("F8_E8M0", 1), ("F4", 0.5), ("F6_E2M3", 0.75)])
+def test_a_tensor_has_as_many_bytes_as_its_dtype_and_shape_say(tmp_path, dtype, size):
+    file = tmp_path / "model.safetensors"
+    for shape in ([16], [4, 4]):
+        whole = int(16 * size)
+        for count in (whole, whole - 1, whole + 1, 0, 2 * whole):
+            data = entry(dtype=dtype, shape=shape, data_offsets=[0, count]).removesuffix(b"\0" * 8) + b"\0" * count
+            file.write_bytes(data)
+            if count == whole:
+                assert checkpoint.header(file)["a"]["shape"] == shape
+            else:
+                refusal(CheckpointBrokenError, lambda: checkpoint.header(file))
+    file.write_bytes(entry(dtype=dtype, shape=[2**62, 2**62, 16], data_offsets=[0, 8]))
+    refusal(CheckpointBrokenError, lambda: checkpoint.header(file))
+
+
 def test_a_sound_header_is_read(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(entry())
@@ -398,3 +418,47 @@ def test_a_file_whose_name_is_no_text_has_a_digest(copied, card):
     before = checkpoint.digests(copied, card)["hunyuan/vae"]
     (copied / "vae" / os.fsdecode(b"\xff")).touch()
     assert checkpoint.digests(copied, card)["hunyuan/vae"] != before
+
+
+def test_a_file_whose_name_is_no_utf8_is_refused_by_it(tmp_path):
+    save_file(A, tmp_path / "model.safetensors")
+    file = (tmp_path / "model.safetensors").rename(tmp_path / os.fsdecode(b"\xff.safetensors"))
+    said = (
+        f"{tmp_path}/\\udcff.safetensors: Its name, or that of a folder above it, is no UTF-8, and safetensors reads "
+    )
+    for read in (lambda: checkpoint.header(file), lambda: checkpoint.weight_files(tmp_path)):
+        assert refusal(CheckpointBrokenError, read) == said + "none of those. Rename it."
+    folder = tmp_path / os.fsdecode(b"\xfe")
+    folder.mkdir()
+    save_file(A, tmp_path / "model.safetensors")
+    shutil.move(tmp_path / "model.safetensors", folder)
+    refusal(CheckpointBrokenError, lambda: checkpoint.weight_files(folder))
+
+
+def test_a_link_to_what_is_no_file_of_weights_is_refused_and_the_hubs_links_are_followed(tmp_path):
+    for target in ("itself", "/dev/zero", "/proc/self/mem", "/etc/passwd", "/"):
+        folder = tmp_path / target.replace("/", "_")
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(folder / "model.safetensors" if target == "itself" else target)
+        refusal(
+            CheckpointBrokenError if target in ("/etc/passwd", "/proc/self/mem") else CheckpointMissingError,
+            lambda folder=folder: checkpoint.weight_files(folder),
+        )
+    hub, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    hub.mkdir()
+    blobs.mkdir()
+    save_file(A, blobs / "0123")
+    (hub / "model.safetensors").symlink_to(blobs / "0123")
+    (hub / "more").symlink_to("/")
+    assert set(checkpoint.weight_files(hub)) == set(A)
+    assert checkpoint._files(tmp_path, hub, None) == [hub / "model.safetensors"], "no folder outside is walked"
+
+
+def test_headers_are_read_in_linear_time(tmp_path):
+    spent = {}
+    for count in (300, 3000):
+        save_file({f"t{number}": torch.zeros(1) for number in range(count)}, tmp_path / "model.safetensors")
+        start = time.process_time()
+        assert len(checkpoint.weight_files(tmp_path)) == count
+        spent[count] = time.process_time() - start
+    assert spent[3000] < 40 * max(spent[300], 0.002)

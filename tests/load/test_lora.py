@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from torchport import load
 from torchport.config.card import LoraName, RenameRule
@@ -275,7 +275,7 @@ def pair(name=TO_Q, down=DOWN, up=UP, **more):
             "'blocks.1.to_q.dora_scale' is of DoRA. torchport merges pairs of matrices and whole differences: "
             "lora_A.weight, lora_A.default.weight, lora_down.weight, lora.down.weight, lora_B.weight, "
             "lora_B.default.weight, lora_up.weight, lora.up.weight, lora_B.bias, lora_B.default.bias, alpha, diff, "
-            "diff_b.",
+            "diff_b. Merge this one into the checkpoint, or name a plain LoRA.",
         ),
     ],
 )  # fmt: skip
@@ -310,12 +310,172 @@ def test_metadata_that_cannot_be_used_is_refused(filled):
         ("[1]", CheckpointBrokenError, "'lora_adapter_metadata' in its metadata is no JSON object"),
         ('{"use_dora": true}', CheckpointForeignError, "'lora_adapter_metadata' has 'use_dora'"),
         ('{"alpha_pattern": {"(": 1}}', CheckpointBrokenError, "has an alpha that is none"),
+        ('{"alpha_pattern": {"((([a-z0-9_.]+)+)+)+!": 1}}', CheckpointBrokenError, "it repeats a group, and may take"),
         ('{"lora_alpha": "much"}', CheckpointBrokenError, "has an alpha that is none"),
         ('{"lora_alpha": NaN}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is nan, and an alpha"),
         ('{"lora_alpha": 0}', CheckpointBrokenError, "'lora_alpha' in 'lora_adapter_metadata' is 0, and would add"),
         ('{"alpha_pattern": {"to_q": -1}}', CheckpointBrokenError, "The alpha of 'to_q' in 'lora_adapter_metadata' is"),
     ):
         assert fact in refusal(kind, lambda text=text: filled(pair(), metadata={"lora_adapter_metadata": text}))
+
+
+def test_settings_of_more_than_a_sum_of_pairs_are_refused_by_name(filled):
+    remedy = "Save it again with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    for config, fact in (
+        ({"init_lora_weights": "pissa"}, f"'pissa' changes the model's own weights. {remedy}"),
+        ({"transformer.init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16' changes the model's own weights"),
+        ({"network.init_lora_weights": "loftq"}, "'loftq' changes the model's own weights"),
+        ({"init_lora_weights": "olora"}, "'olora' changes the model's own weights"),
+        ({"use_dora": "True"}, "has 'use_dora', and a DoRA scales each row of the sum. torchport merges pairs"),
+        ({"peft_type": "LOHA"}, "has 'peft_type', and is a LOHA. torchport merges pairs of matrices alone: merge this"),
+        ({"fan_in_fan_out": True}, "has 'fan_in_fan_out', and its pairs are transposed"),
+        ({"layer_replication": [[0, 4], [2, 5]]}, "has 'layer_replication', and its network has layers several times"),
+    ):
+        for metadata in ({"lora_adapter_metadata": json.dumps(config)}, {k: str(v) for k, v in config.items()}):
+            assert fact in refusal(CheckpointForeignError, lambda m=metadata: filled(pair(), metadata=m))
+    plain = {"init_lora_weights": True, "use_dora": False, "peft_type": "LORA", "layer_replication": None}
+    assert_added(
+        filled(pair(), metadata={"lora_adapter_metadata": json.dumps(plain)}), blocks__1__to_q__weight=UP @ DOWN
+    )
+
+
+def test_a_difference_of_modulation_is_refused_with_the_command_that_leaves_it_out(filled, tmp_path):
+    text = refusal(CheckpointForeignError, lambda: filled(pair(**{"blocks.1.diff_m": drawn(1, 6, 6)})))
+    assert "'blocks.1.diff_m' is of a difference of modulation. Leave these keys out, if the LoRA may do less" in text
+    command = text.split('python -c "')[1].removesuffix('".')
+    exec(command, {})
+    left = load_file(tmp_path / "lora0.without_diff_m.safetensors")
+    assert left.keys() == pair().keys()
+
+
+METADATA_OF_TRAINERS = [
+    ({"transformer.lora_alpha": "8", "transformer.r": "2"}, 4.0),
+    ({"network.lora_alpha": "8", "network.r": "2", "transformer.lora_alpha": "2"}, 4.0),
+    ({"lora_alpha": "8", "r": "2"}, 4.0),
+    ({"lora_alpha": "8.0", "lora_rank": "2"}, 4.0),
+    ({"alpha": "1", "rank": "2"}, 0.5),
+    ({"network_alpha": "1", "network_dim": "2"}, 0.5),
+    ({"ss_network_alpha": "1.0", "ss_network_dim": "2", "ss_alpha_mask": "False"}, 0.5),
+    ({"ss_network_alpha": "8", "lora_adapter_metadata": json.dumps({"lora_alpha": 8})}, 4.0),
+    ({"lora_alpha": "8", "use_rslora": "True"}, 8 / 2**0.5),
+    ({"lora_alpha": "8", "use_rslora": "False"}, 4.0),
+    ({"lora_config": json.dumps({"r": 2, "lora_alpha": 8})}, 4.0),
+    ({"lora_alpha": "8", "alpha_pattern": '{"to_q": 3}'}, 1.5),
+    ({"lora_adapter_metadata": '{"r": 8, "lora_alpha": 8, "rank_pattern": {"to_q": 2}}'}, 4.0),
+    ({"text_encoder.lora_alpha": "8", "format": "pt"}, 1.0),
+]
+
+
+@pytest.mark.parametrize(("metadata", "factor"), METADATA_OF_TRAINERS)
+def test_every_trainers_metadata_has_the_alpha(filled, metadata, factor):
+    assert_added(filled(pair(), metadata=metadata), blocks__1__to_q__weight=factor * UP @ DOWN)
+    alone = pair(**{f"{TO_Q}.alpha": torch.tensor(4)})  # a tensor goes before what is said of all layers
+    rooted = "use_rslora" in metadata and metadata["use_rslora"] == "True"
+    assert_added(filled(alone, metadata=metadata), blocks__1__to_q__weight=4 / (2**0.5 if rooted else 2) * UP @ DOWN)
+
+
+def test_an_alpha_that_is_not_understood_is_refused_unless_tensors_have_it(filled):
+    for metadata, fact in (
+        (
+            {"weird_alpha": "8"},
+            "'weird_alpha' in its metadata is not known, and a pair has no alpha of its own. Call it",
+        ),
+        ({"networkAlpha": "8"}, "'networkAlpha' in its metadata is not known"),
+        ({"decoder.lora_alpha": "8"}, "'decoder.lora_alpha' in its metadata is not known"),
+        ({"lora_alpha": "Dynamic"}, "its metadata has an alpha that is none: 'lora_alpha'"),
+        ({"lora_adapter_metadata": '{"lora_alpha": true}'}, "has an alpha that is none: 'lora_alpha', it is True"),
+        (
+            {"lora_alpha": "8", "alpha": "4"},
+            "'alpha' in its metadata is 4 and 'lora_alpha' in its metadata is 8. Write",
+        ),
+        (
+            {"lora_alpha": "8", "r": "4"},
+            "'r' in its metadata is 4, and 'blocks.1.to_q' has rank 2. Write the file again",
+        ),
+        ({"ss_network_alpha": "8", "ss_network_dim": "Dynamic"}, "has an alpha that is none: 'ss_network_dim'"),
+        ({"lora_alpha": "8", "alpha_pattern": "[1]"}, "'alpha_pattern' in its metadata is no JSON object"),
+    ):
+        assert fact in refusal(CheckpointBrokenError, lambda m=metadata: filled(pair(), metadata=m))
+        own = pair(**{f"{TO_Q}.alpha": torch.tensor(4.0)})
+        assert_added(filled(own, metadata=metadata), blocks__1__to_q__weight=2 * UP @ DOWN)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8, torch.float16, torch.float64])
+def test_an_alpha_may_be_an_integer(filled, dtype):
+    state = filled(pair(**{f"{TO_Q}.alpha": torch.tensor(8, dtype=dtype)}))
+    assert_added(state, blocks__1__to_q__weight=4 * UP @ DOWN)
+
+
+def halves(before, down="lora_A.weight", up="lora_B.weight"):
+    return {f"{before}.{down}": DOWN, f"{before}.{up}": UP}
+
+
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "init_lora_weights": True, "lora_dropout": 0.0}
+COMMON = halves(f"diffusion_model.{TO_Q}", "lora_down.weight", "lora_up.weight")
+WHOLE = {"diffusion_model.blocks.0.norm.diff": drawn(6), "diffusion_model.blocks.1.to_q.diff_b": drawn(6)}
+KOHYA = halves("lora_unet_blocks_1_to_q", "lora_down.weight", "lora_up.weight")
+LAYOUTS = {
+    "diffusers": (
+        halves(f"transformer.{TO_Q}"),
+        {"format": "pt", "lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in CONFIG.items()})},
+    ),
+    "diffusers, older": (halves(f"transformer.{TO_Q}", "lora.down.weight", "lora.up.weight"), {"format": "pt"}),
+    "PEFT": (halves(f"base_model.model.{TO_Q}"), {"format": "pt"}),
+    "SimpleTuner": (halves(f"transformer.{TO_Q}"), {"transformer.lora_alpha": "8", "transformer.r": "2"}),
+    "Kohya, musubi-tuner": (
+        KOHYA | {"lora_unet_blocks_1_to_q.alpha": torch.tensor(8.0)},
+        {"ss_network_module": "networks.lora_wan", "ss_network_alpha": "8", "ss_network_dim": "2"},
+    ),
+    "ComfyUI": (COMMON | {f"diffusion_model.{TO_Q}.alpha": torch.tensor(8, dtype=torch.bfloat16)}, None),
+    "lightx2v": (COMMON | WHOLE, None),
+}  # fmt: skip
+"""A file of each layout in the table of docs/jobs.md: its tensors, and its metadata. All but two have the alpha 8."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_the_docs_is_read(tmp_path, layout):
+    tensors, metadata = LAYOUTS[layout]
+    if layout == "PEFT":
+        (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata)
+    (tmp_path / "base").mkdir()
+    save_file(STATE, tmp_path / "base" / "weights.safetensors")
+    loras = load.Loras("network", [load.Lora(tmp_path / "adapter_model.safetensors", 0.5)], (), ())
+    module = load.build(LAYERS, {}, "float32", "card:1")
+    state = load.fill(module, tmp_path / "base", "network", Layout(loras=loras)).state_dict()
+    factor = 1 if layout in ("diffusers, older", "lightx2v") else 4
+    whole = {"blocks__0__norm__weight": 0.5 * WHOLE["diffusion_model.blocks.0.norm.diff"]}
+    whole["blocks__1__to_q__bias"] = 0.5 * WHOLE["diffusion_model.blocks.1.to_q.diff_b"]
+    assert_added(state, blocks__1__to_q__weight=0.5 * factor * UP @ DOWN, **(whole if layout == "lightx2v" else {}))
+
+
+def test_the_table_of_layouts_in_the_docs_has_a_file_for_each_row(root):
+    text = (root / "docs" / "jobs.md").read_text(encoding="utf-8").partition("| layout |")[2].partition("\n\n")[0]
+    assert [row.split("|")[1].strip() for row in text.splitlines()[2:]] == list(LAYOUTS)
+
+
+def test_pefts_configuration_beside_its_file_is_read(tmp_path):
+    (tmp_path / "base").mkdir()
+    save_file(STATE, tmp_path / "base" / "weights.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "init_lora_weights": True, "lora_dropout": 0.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    def fill(name, tensors):
+        save_file(tensors, tmp_path / name)
+        loras = load.Loras("network", [load.Lora(tmp_path / name, 1.0)], (), ())
+        module = load.build(LAYERS, {}, "float32", "card:1")
+        return load.fill(module, tmp_path / "base", "network", Layout(loras=loras)).state_dict()
+
+    of_peft = pair(f"base_model.model.{TO_Q}")
+    for name, tensors in (("adapter_model.safetensors", pair()), ("renamed.safetensors", of_peft)):
+        assert_added(fill(name, tensors), blocks__1__to_q__weight=4 * UP @ DOWN)
+    assert_added(fill("neighbour.safetensors", pair()), blocks__1__to_q__weight=UP @ DOWN)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    with pytest.raises(CheckpointForeignError, match=r"'adapter_config\.json' beside it has 'init_lora_weights'"):
+        fill("adapter_model.safetensors", pair())
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(CheckpointBrokenError, match=r"adapter_config.json: Not JSON"):
+        fill("adapter_model.safetensors", pair())
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -1,7 +1,10 @@
 """Files of `torch.save`: tensors by name, wherever the card says that they are, and never code."""
 
 import argparse
+import collections
 import os
+import time
+import zipfile
 
 import pytest
 import torch
@@ -119,3 +122,57 @@ def test_a_file_of_an_old_pytorch_says_how_to_write_it_again(file):
     )
     torch.save(torch.load(file), file)
     pickled.check_mapped(file)
+
+
+EVERY = [dtype for dtype in (getattr(torch, name.split(".")[-1], None) for name in pickled.CODES) if dtype is not None]
+
+
+def rewritten(file, change, compression=zipfile.ZIP_STORED):
+    """Writes a file's records again, each with the bytes that a function makes of it."""
+    with zipfile.ZipFile(file) as archive:
+        records = [(record.filename, archive.read(record)) for record in archive.infolist()]
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in records:
+            content = change(content) if "/data/" in name else content
+            archive.writestr(zipfile.ZipInfo(name), content, compression if "/data/" in name else zipfile.ZIP_STORED)
+
+
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_a_record_that_is_shorter_or_longer_than_its_tensor_is_refused(file, dtype):
+    for change, found in ((lambda raw: raw[:3], 3), (lambda raw: b"", 0), (lambda raw: raw + b"\0", None)):
+        torch.save({"a": torch.zeros(5, dtype=dtype), "b": torch.zeros(2)}, file)
+        size = 5 * dtype.itemsize
+        assert pickled.header(file)["a"]["shape"] == [5]
+        rewritten(file, change)
+        found = size + 1 if found is None else found
+        said = f"{file}: Its record '0' has {found} bytes, and its tensors have {size}. Download the file again."
+        assert refusal(CheckpointBrokenError, lambda: pickled.header(file)) == said
+
+
+def test_a_record_that_is_compressed_missing_or_there_twice_is_refused(file):
+    torch.save({"state_dict": TENSORS}, file)
+    rewritten(file, lambda raw: raw, zipfile.ZIP_DEFLATED)
+    assert "Its record '0' is compressed" in refusal(CheckpointBrokenError, lambda: pickled.header(file))
+    torch.save(TENSORS, file)
+    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/data/0", b"\0" * 24)
+    assert "Two of its records have one name" in refusal(CheckpointBrokenError, lambda: pickled.header(file))
+
+
+def test_tensors_that_share_a_storage_and_views_of_one_are_read(file):
+    whole = torch.arange(12.0)
+    content = {"a": whole[:4], "b": whole.view(3, 4).t(), "c": whole.expand(2, 12), "d": torch.zeros(0)}
+    torch.save(collections.OrderedDict(content), file)
+    assert [entry["shape"] for entry in pickled.header(file).values()] == [[4], [4, 3], [2, 12], [0]]
+    assert torch.equal(pickled.tensors(file, device="cpu")["b"], content["b"])
+
+
+def test_records_are_checked_in_linear_time(file):
+    """Seconds of the check alone: torch's own reading takes much more."""
+    spent = {}
+    for count in (300, 3000):
+        torch.save({f"t{number}": torch.zeros(1) for number in range(count)}, file)
+        start = time.process_time()
+        pickled._check_records(file)
+        spent[count] = time.process_time() - start
+    assert spent[3000] < 40 * max(spent[300], 0.005)

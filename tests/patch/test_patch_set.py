@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
+import time
 
 import pytest
 from fakes.patch_world import World, namespace
@@ -22,6 +24,7 @@ from torchport.errors import (
     UnknownNameError,
 )
 from torchport.patch.live.registry import registry
+from torchport.patch.patch_set import check_claims
 
 
 @pytest.fixture
@@ -424,3 +427,37 @@ def test_an_instance_of_another_packages_class_is_shared_and_needs_a_reason(worl
     with patch.applied(world.one("replace: p.py:new", "up.m:log.info", more)):
         assert up.m.log.info("x") == "new"
     assert "info" not in vars(up.m.log)
+
+
+def test_entries_are_read_and_claimed_in_linear_time(world):
+    """Ten times the entries take about ten times the seconds; they took fifty and a hundred times."""
+    reading, claiming = {}, {}
+    for count in (100, 1000):
+        parts = [f"id: up.f{i}\n  target: up.m:f{i}\n  replace: p.py:new" for i in range(count)]
+        world.yaml("\n- ".join(parts))
+        start = time.process_time()
+        entries = patch.read(world.patches, ["up"])
+        reading[count] = time.process_time() - start
+        check_claims((), entries)
+        claiming[count] = time.process_time() - start - reading[count]
+    assert reading[1000] < 30 * reading[100] and claiming[1000] < 30 * claiming[100]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ("f", "f", True), ("C", "C.f", True), ("C.f", "C", True), ("C.f", "C.g", False), ("C.f", "C.f.g", True),
+        ("Cc", "C.f", False), ("rewrite f", "rewrite f", False), ("rewrite f", "f", True), ("f", "rewrite f", True),
+        ("rewrite C.f", "C", True), ("C", "rewrite C.f", True), ("rewrite f", "rewrite f.g", True),
+    ],
+)  # fmt: skip
+def test_claims_meet_where_one_path_leads_through_the_other(world, one, other, meet):
+    kinds = {True: "rewrite: {match: b = a, put: p.py:new}", False: "replace: p.py:new"}
+    parts = [
+        f"id: up.{name}\n  target: up.m:{path.removeprefix('rewrite ')}\n  {kinds[path.startswith('rewrite')]}"
+        for name, path in (("a", one), ("b", other))
+    ]
+    entries = world.yaml("\n- ".join(parts))
+    for running, fresh in (((), entries), (entries[:1], entries[1:])):
+        with pytest.raises(ConflictError, match=r"'up.b' claims .*, and 'up.a'") if meet else contextlib.nullcontext():
+            check_claims(running, fresh)

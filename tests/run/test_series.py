@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.small_videos import small_videos
+from PIL import Image
 
 from torchport import run, save
 from torchport.compile import network, program
@@ -169,6 +170,26 @@ def test_a_failed_video_is_reported_and_the_others_are_made(port, torchport, cap
     Path("out/0004").unlink()
     code, lines, _ = torchport(*flags(), capsys=capsys)
     assert [row[1] for row in table(lines)[0]] == ["reused", "failed", "failed", "done", "reused"] and code == 1
+
+
+def test_a_broken_picture_costs_its_video_and_not_the_series(port, torchport, capsys, caplog):
+    port.change("patches/up/stages.py", "TAKES_IMAGE = False", "TAKES_IMAGE = True")
+    Image.new("RGB", (8, 8)).save("good.png")
+    Path("broken.png").write_bytes(Path("good.png").read_bytes()[:40])
+    Path("script.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(x) (w) file\n")
+    names = ("good.png", "broken.png", "script.png", "good.png")
+    write(*({"prompt": "x", "image": name} for name in names))
+    code, lines, _ = torchport(*flags(), capsys=capsys)
+    rows, counts = table(lines)
+    assert (code, counts) == (1, "4 videos: 2 done, 2 failed")
+    assert [row[1] for row in rows] == ["done", "failed", "failed", "done"]
+    assert rows[1][2] == "error[TP107] p.jsonl:2 (image broken.png)"
+    assert (
+        "0003 failed: error[TP107] p.jsonl:3 (image script.png): Its format is EPS. Name a picture in one of PNG, "
+        "JPEG, WebP, BMP, GIF, TIFF."
+    ) in caplog.messages
+    write({"prompt": "x"}, {"prompt": "x", "image": "absent.png"})
+    assert torchport(*flags("other"), capsys=capsys)[0] == 2, "a file that is not there is a mistake of the line"
 
 
 def test_what_all_videos_of_a_shape_need_fails_all_of_them_once(port, torchport, capsys):

@@ -373,17 +373,27 @@ def header(file: Path) -> dict[str, Any]:
 
     if not file.is_file():
         raise CheckpointMissingError(str(file), "The file is missing", WHOLE)
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(size - 8, LARGEST_HEADER):
-            raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
-        try:
-            entries = json.loads(stream.read(length))
-            entries.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointBrokenError(str(file), "Its header is not safetensors'", AGAIN) from error
+    try:
+        str(file).encode()
+    except UnicodeEncodeError as error:
+        fact = "Its name, or that of a folder above it, is no UTF-8, and safetensors reads none of those"
+        place = str(file).encode(errors="backslashreplace").decode()
+        raise CheckpointBrokenError(place, fact, "Rename it") from error
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            raw = stream.read(length) if 2 <= length <= min(size - 8, LARGEST_HEADER) else None
+    except OSError as error:
+        raise CheckpointBrokenError(str(file), f"It cannot be read: {error.strerror}", AGAIN) from error
+    if raw is None:
+        raise CheckpointBrokenError(str(file), f"{size} bytes, and not safetensors", AGAIN)
+    try:
+        entries = json.loads(raw)
+        entries.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointBrokenError(str(file), "Its header is none of safetensors", AGAIN) from error
     if size != end:
         raise CheckpointBrokenError(
             str(file),
@@ -396,4 +406,4 @@ def header(file: Path) -> dict[str, Any]:
         with safe_open(str(file), framework="numpy"):  # its own reader checks dtypes, shapes and offsets
             return dict(entries)
     except SafetensorError as error:
-        raise CheckpointBrokenError(str(file), f"Its header is not safetensors': {error}", AGAIN) from error
+        raise CheckpointBrokenError(str(file), f"Its header is none of safetensors: {error}", AGAIN) from error

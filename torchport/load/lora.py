@@ -4,13 +4,12 @@ A pair of matrices adds `scale * alpha / rank * up @ down` to a layer's weight, 
 also hold whole differences, of a weight or of a bias.
 
 Source: the names of keys, and which prefixes published files have, as diffusers 0.42 reads them
-(`loaders/lora_conversion_utils.py`); `alpha / sqrt(rank)` is rank-stabilised LoRA, arXiv:2312.03732.
+(`loaders/lora_conversion_utils.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torchport.config.card import LoraName
 from torchport.errors import CheckpointBrokenError, CheckpointForeignError, DeadRuleError
 from torchport.load import checkpoint, renaming
+from torchport.load.adapter import Adapter
 from torchport.progress import log
 
 PARTS = {
@@ -34,9 +34,12 @@ PARTS = {
 
 OTHERS = {
     "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT",
-    "lora_mid": "a LoRA with a third matrix",
+    "lora_mid": "a LoRA with a third matrix", "diff_m": "a difference of modulation",
 }  # fmt: skip
-"""Adapters that are no sum of pairs, by a piece of their keys."""
+"""What is no sum of pairs, by a piece of its keys."""
+
+UNREAD = ("diff_m",)
+"""Those that stand beside pairs: a file without them is a LoRA that does less."""
 
 PREFIXES = (
     "base_model.model.",
@@ -48,11 +51,9 @@ PREFIXES = (
 )
 """What stands before a layer's name in published files, whatever the network is called."""
 
-METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps PEFT's configuration in a file's metadata, as JSON."""
-
 OF_THIS = "Name a LoRA that was made for this model"
 
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 """How files of `torch.save` begin: of PyTorch 1.6 and later, and of those before."""
 
@@ -235,7 +236,8 @@ class _Reader:
             raise CheckpointForeignError(str(self.file), fact, "Remove it from 'lora', or name a file that has some")
         self.stream: Any = safe_open(str(self.file), framework="pt")
         self.prefixes = (*PREFIXES, f"{component}.")
-        self.config = self._config()
+        metadata = self.stream.metadata() or {}  # type: ignore[no-untyped-call]
+        self.adapter = Adapter(self.file, component, metadata, list(self.entries))
 
     def additions(self, layers: Mapping[str, set[str]]) -> Iterator[tuple[str, Addition]]:
         """Yields what the file adds to each tensor, by the module's name for it."""
@@ -256,17 +258,28 @@ class _Reader:
             other = next((kind for piece, kind in OTHERS.items() if f".{piece}" in key), None)
             if ending is None or other is not None:
                 fact = f"'{key}' is of {other}" if other else f"'{key}' ends as no key of a LoRA does"
-                remedy = f"torchport merges pairs of matrices and whole differences: {', '.join(PARTS)}"
-                raise self._foreign(fact, remedy, key)
-            if entry["dtype"] not in checkpoint.FLOATS:
-                raise self._foreign(
-                    f"'{key}' is of dtype {entry['dtype']}", f"It must be {', '.join(checkpoint.FLOATS)}", key
-                )
+                raise self._foreign(fact, self._remedy(key), key)
+            known = (*checkpoint.FLOATS, *_INTEGERS) if ending == "alpha" else checkpoint.FLOATS
+            if entry["dtype"] not in known:
+                raise self._foreign(f"'{key}' is of dtype {entry['dtype']}", f"It must be {', '.join(known)}", key)
             parts = keys.setdefault(key.removesuffix(f".{ending}"), {})
             if PARTS[ending] in parts:
                 raise self._foreign(f"'{parts[PARTS[ending]]}' and '{key}' are one thing", "Remove one of them", key)
             parts[PARTS[ending]] = key
         return keys
+
+    def _remedy(self, key: str) -> str:
+        """Returns what to do with a file that has a key of something else."""
+        piece = next((piece for piece in OTHERS if f".{piece}" in key), "")
+        if piece in UNREAD:
+            less = self.file.with_suffix(f".without_{piece}.safetensors")
+            return (
+                f'Leave these keys out, if the LoRA may do less, and name the new file: python -c "import safetensors, '
+                f"safetensors.torch as s; f = safetensors.safe_open('{self.file}', 'pt'); s.save_file({{k: "
+                f"f.get_tensor(k) for k in f.keys() if '.{piece}' not in k}}, '{less}', f.metadata())\""
+            )
+        remedy = f"torchport merges pairs of matrices and whole differences: {', '.join(PARTS)}"
+        return f"{remedy}. Merge this one into the checkpoint, or name a plain LoRA" if piece else remedy
 
     def _layer(self, name: str, key: str, layers: Mapping[str, set[str]]) -> str:
         """Returns the layer that a name in the file means, with or without a prefix."""
@@ -329,53 +342,15 @@ class _Reader:
             raise self._foreign(fact, "The rank must be the same: download the file again", up)
         if shape[0] != rows or _trimmed(shape[2:]):
             raise self._shape_error(up, [rows, rank], weight)
-        value = float(rank) if alpha is None else self._number(alpha)
-        if alpha is None:
-            value = self._configured_alpha(name, value)
-        return self.scale * value / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        value = self._number(alpha) if alpha else self.adapter.alpha(list(self._bare(name)), rank)
+        return self.scale * self.adapter.scale(value, rank)
 
     def _number(self, key: str) -> float:
         """Returns an alpha."""
         if math.prod(self.entries[key]["shape"]) != 1:
             fact = f"'{key}' has shape {self.entries[key]['shape']}"
             raise CheckpointBrokenError(str(self.file), fact, "It must be one number", key=key)
-        return self._positive(float(_finite(self.stream.get_tensor(key), self.file, key)), f"'{key}'")
-
-    def _positive(self, alpha: float, name: str) -> float:
-        """Returns an alpha that may be one: it is a rank's measure, and a file's strength is its `scale`."""
-        if alpha > 0 and math.isfinite(alpha):
-            return alpha
-        does = "and would add nothing" if alpha == 0 else "and an alpha is a positive number"
-        remedy = "Write the file again with the alpha of its training; a negative 'scale' in the job subtracts a LoRA"
-        raise CheckpointBrokenError(str(self.file), f"{name} is {alpha:g}, {does}", remedy, key=name)
-
-    def _config(self) -> dict[str, Any]:
-        """Returns PEFT's configuration of the network's adapter, if the file's metadata has one."""
-        text = (self.stream.metadata() or {}).get(METADATA)
-        if text is None:
-            return {}
-        try:
-            config = json.loads(text)
-            names = {name: value for name, value in config.items() if not name.startswith("text_encoder")}
-        except (ValueError, AttributeError, RecursionError) as error:
-            fact = f"'{METADATA}' in its metadata is no JSON object"
-            raise CheckpointBrokenError(str(self.file), fact, checkpoint.AGAIN) from error
-        config = {name.removeprefix("transformer.").removeprefix(f"{self.component}."): v for name, v in names.items()}
-        if config.get("use_dora"):
-            raise self._foreign(f"'{METADATA}' has 'use_dora'", "torchport merges pairs of matrices alone", METADATA)
-        return config
-
-    def _configured_alpha(self, name: str, rank: float) -> float:
-        """Returns the alpha of a layer that the metadata has, by its own pattern or for all; else the rank."""
-        patterns, default = self.config.get("alpha_pattern") or {}, self.config.get("lora_alpha", rank)
-        try:
-            for pattern, value in patterns.items():
-                if any(re.fullmatch(rf"(.*\.)?({pattern})", each) for each in self._bare(name)):
-                    return self._positive(float(value), f"The alpha of '{pattern}' in '{METADATA}'")
-            return self._positive(float(default), f"'lora_alpha' in '{METADATA}'")
-        except (re.error, AttributeError, TypeError, ValueError) as error:
-            fact = f"'{METADATA}' in its metadata has an alpha that is none: {error}"
-            raise CheckpointBrokenError(str(self.file), fact, checkpoint.AGAIN) from error
+        return self.adapter.positive(float(_finite(self.stream.get_tensor(key), self.file, key)), f"'{key}'")
 
     def _shape_error(self, key: str, shape: Sequence[int], tensor: str) -> CheckpointForeignError:
         fact = f"'{key}' has shape {self.entries[key]['shape']}"

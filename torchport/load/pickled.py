@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import zipfile
@@ -33,6 +34,8 @@ def header(file: Path, key: str | None = None, unread: Sequence[str] = ()) -> di
         CheckpointForeignError: The file has no such key, or has several state dicts.
     """
     state = tensors(file, key, unread)
+    if zipfile.is_zipfile(file):
+        _check_records(file)
     with reading(CheckpointBrokenError, str(file), "Not tensors by name", AGAIN):
         return {name: {"dtype": CODES[str(t.dtype)[6:]], "shape": list(t.shape)} for name, t in state.items()}
 
@@ -96,6 +99,72 @@ def _unpickled(file: Path, device: str) -> Any:
                 "torch.load(FILE, weights_only=False) and torch.save"
             )
             raise CheckpointBrokenError(str(file), fact, remedy, names=names) from error
+
+
+class _Inert(list[Any]):
+    """Stands for whatever a pickle names or makes: it is called, filled and appended to, and does nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __call__(self, *_: Any) -> _Inert:
+        return _Inert()
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class _Storages(pickle.Unpickler):
+    """Notes which storages a pickle of `torch.save` asks for, and how many bytes of each. It makes and runs nothing.
+
+    Attributes:
+        sizes: Bytes by the storage's key.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.sizes: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        inert = _Inert()
+        inert.name = name
+        return inert
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, kind, key, _, count = pid
+        storage: Any = torch.serialization.StorageType
+        self.sizes[key] = count * (1 if kind.name == "UntypedStorage" else storage(kind.name).dtype.itemsize)
+        return _Inert()
+
+
+def _check_records(file: Path) -> None:
+    """Refuses a file that torch has accepted, and of which a record is not exactly its tensors' bytes.
+
+    A file that is mapped into memory is not read by its records: a short one would go on with the next one's bytes.
+    """
+    with (
+        reading(CheckpointBrokenError, str(file), "Its records cannot be read", AGAIN),
+        zipfile.ZipFile(file) as archive,
+    ):
+        records = archive.infolist()
+        folder = records[0].filename.partition("/")[0]
+        storages = _Storages(io.BytesIO(archive.read(f"{folder}/data.pkl")))
+        storages.load()
+    by_name = {record.filename: record for record in records}
+    if len(by_name) < len(records):
+        raise CheckpointBrokenError(str(file), "Two of its records have one name", AGAIN)
+    for key, size in storages.sizes.items():
+        record = by_name.get(f"{folder}/data/{key}")
+        found = record.file_size if record is not None else 0
+        if found != size or (record is not None and record.compress_type != zipfile.ZIP_STORED):
+            fact = f"Its record '{key}' has {found} bytes, and its tensors have {size}"
+            if found == size:
+                fact = f"Its record '{key}' is compressed, and torch.save compresses none"
+            raise CheckpointBrokenError(str(file), fact, AGAIN, record=key)
 
 
 def _state_dict(file: Path, content: Any, key: str | None) -> dict[Any, Any]:

@@ -290,25 +290,41 @@ def check_claims(running: Sequence[Entry], fresh: Sequence[Entry]) -> None:
     Raises:
         ConflictError: Two claims meet; both are named.
     """
-    claimed = list(running)
-    for entry in fresh:
-        for other in claimed:
-            if entry.id == other.id:
-                fact = f"The id '{entry.id}' is in force with another content, from {other.place}"
+    ids: dict[str, Entry] = {}
+    places: dict[_Place, Entry] = {}
+    for number, entry in enumerate([*running, *fresh]):
+        if number >= len(running):
+            if entry.id in ids:
+                fact = f"The id '{entry.id}' is in force with another content, from {ids[entry.id].place}"
                 raise ConflictError(entry.place, fact, "Rename one of the two", patches=[entry.id])
-            if _meet(entry, other):
+            other = next((places[place] for place in _met(entry) if place in places), None)
+            if other is not None:
                 fact = f"'{entry.id}' claims {entry.target}, and '{other.id}' at {other.place} {other.target}"
                 raise ConflictError(entry.place, fact, "Keep one of the two", patches=[entry.id, other.id])
-        claimed.append(entry)
+        ids[entry.id] = entry
+        for place in _claimed(entry):
+            places.setdefault(place, entry)
 
 
-def _meet(one: Entry, other: Entry) -> bool:
-    if one.module != other.module or one.edits != other.edits:
-        return False
-    if one.kind == other.kind == "rewrite" and one.path == other.path:
-        return False
-    shorter = min(len(one.path), len(other.path))
-    return one.path[:shorter] == other.path[:shorter]
+_Place = tuple[str, bool, tuple[str, ...], str]
+"""A module, whether it is edited, a path in it, and what is claimed there: "rewrite", "whole", or what lies "below"."""
+
+
+def _claimed(entry: Entry) -> Iterator[_Place]:
+    """Yields the places that an entry claims."""
+    module, edits, path = entry.module, entry.edits, entry.path
+    yield module, edits, path, "rewrite" if entry.kind == "rewrite" else "whole"
+    yield from ((module, edits, path[:length], "below") for length in range(len(path)))
+
+
+def _met(entry: Entry) -> Iterator[_Place]:
+    """Yields the places of which no other entry may claim one."""
+    module, edits, path = entry.module, entry.edits, entry.path
+    for length in range(len(path) + 1):
+        yield module, edits, path[:length], "whole"
+        if length < len(path) or entry.kind != "rewrite":
+            yield module, edits, path[:length], "rewrite"
+    yield module, edits, path, "below"
 
 
 def unreached() -> list[TorchportError]:

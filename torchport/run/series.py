@@ -43,7 +43,7 @@ from torchport.run import path, resume
 from torchport.run.journey import Journey
 from torchport.run.path import output_folder
 from torchport.save.manifest import versions
-from torchport.stages import family
+from torchport.stages import family, picture
 from torchport.task import Request, Task, accept
 
 LONGEST_NAME = 255
@@ -203,12 +203,12 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
             are those of lines that have none.
         lines: The file's.
     """
-    accept(request, dry=True)
+    accept(request, dry=True, reads_picture=False)
     videos: list[Video] = []
     mistakes: list[TorchportError] = []
     for line in lines:
         try:
-            videos.append(Video(line.name, accept(_request(request, line))))
+            videos.append(_video(line, accept(_request(request, line), reads_picture=False)))
         except TorchportError as error:
             for mistake in (error, *error.others):
                 mistake.place = f"{line.place} ({mistake.place.removeprefix('--set ').removeprefix('--')})"
@@ -217,6 +217,19 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     if mistakes:
         raise together(mistakes)
     return videos
+
+
+def _video(line: Line, task: Task) -> Video:
+    """Returns the video of a line. It has failed if its picture cannot be read: the others are made."""
+    video = Video(line.name, task)
+    try:
+        if task.settings.image is not None:
+            picture.read(task.settings.image)
+    except BadValueError as error:
+        error.place = f"{line.place} ({error.place.removeprefix('--')})"
+        video.state, video.error = "failed", error
+        log.error("%s failed: %s", video.name, error.report())
+    return video
 
 
 def _request(request: Request, line: Line) -> Request:

@@ -22,7 +22,7 @@ import torch
 
 from torchport.config.card import Card, PipelineCall, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
-from torchport.stages import frames
+from torchport.stages import frames, picture
 from torchport.stages.decoding import Decoding
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
@@ -205,7 +205,7 @@ class _Stages:
         loop = First(copy.deepcopy(parts["scheduler"]))
         if settings.vae_tiling:
             parts["vae"].enable_tiling()
-        image = {str(self.card.image): _picture(settings)} if is_read else {}
+        image = {str(self.card.image): picture.read(settings.image)} if is_read else {}
         vae = Encoding(parts["vae"], dtype, loop, self.place, call)
         embeddings = {name: v.to(dtype) if v.is_floating_point() else v for name, v in embeddings.items()}
         self._sample_of_first_step(parts, settings, embeddings, loop, vae, **image)
@@ -464,12 +464,3 @@ class _Stages:
             first = latents.narrow(time, 0, 1)
             latents = torch.cat([*[torch.zeros_like(first)] * missing, latents], dim=time)
         return latents
-
-
-def _picture(settings: Settings) -> Any:
-    """Returns the first frame as upstream's own loader reads it: upright, in RGB."""
-    from diffusers.utils import load_image
-    from PIL import Image
-
-    with Image.open(str(settings.image)) as file:
-        return load_image(file)

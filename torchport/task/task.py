@@ -21,9 +21,11 @@ from torchport.config.pack import Pack, find_pack
 from torchport.errors import BadValueError, CheckpointMissingError, UnknownNameError, nearest
 from torchport.files.folder import expand_home, has_file
 from torchport.load import checkpoint
+from torchport.load.adapter import config_beside
 from torchport.load.lora import check_format
 from torchport.patch.ledger import digest as patch_digest
 from torchport.stages import family as families
+from torchport.stages import picture
 from torchport.task.execution import COMPILED, Execution, check
 from torchport.task.family_file import family as load_family
 
@@ -262,19 +264,25 @@ def _lora_rows(job: Job) -> list[dict[str, Any]]:
     """Returns a job's LoRA files as manifests list them: by their bytes, wherever they lie."""
     listed: list[dict[str, Any]] = []
     for lora in job.lora:
-        with expand_home(lora.path).open("rb") as stream:
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        row = {"file": Path(lora.path).name, "sha256": sha256, "scale": lora.scale, "component": lora.component}
-        listed.append(row)
+        file = expand_home(lora.path)
+        row = {"file": file.name, "sha256": _sha256(file), "scale": lora.scale, "component": lora.component}
+        beside = config_beside(file)
+        listed.append({**row, "config": _sha256(beside)} if beside else row)
     return listed
 
 
-def accept(request: Request, dry: bool = False) -> Task:
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def accept(request: Request, dry: bool = False, reads_picture: bool = True) -> Task:
     """Returns the task of a request, after reading and checking all that it names.
 
     Args:
         request: The request.
         dry: Whether nothing is to be made of it, so that there need be no prompt and no image.
+        reads_picture: Whether the image is read. A series reads those of its videos itself.
     """
     pack = find_pack(request.paths)
     card, card_document = pack.card(request.model)
@@ -307,7 +315,7 @@ def accept(request: Request, dry: bool = False) -> Task:
     checkpoint.check_name(_checkpoint(request, job, card))
     card = card.with_trained({}) if _checkpoint(request, job, card) == RANDOM else card
     upstream = checkout.find(card.checkout, request.upstream_path)
-    _check_image(request, family, dry)
+    _check_image(request, family, dry, reads_picture)
     if request.backend == "torchax":
         check_tiling(card, job, stages, job_document)
     _check_variant(request, card, job, family, job_document if job.variant else card_document)
@@ -391,7 +399,7 @@ def check_step_cache(
             raise BadValueError(place, fact, "Name them in the card's 'stacks' (docs/cards.md), or --set cache=null")
 
 
-def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
+def _check_image(request: Request, family: ModuleType, dry: bool, reads_picture: bool) -> None:
     if request.image is None:
         if (
             family.TAKES_IMAGE == families.ALWAYS
@@ -406,14 +414,8 @@ def _check_image(request: Request, family: ModuleType, dry: bool) -> None:
         raise BadValueError(f"--image {request.image}", fact, "Leave the flag out")
     if not request.image.is_file():
         raise BadValueError(f"--image {request.image}", "There is no such file", "Name a picture")
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(request.image) as picture:
-            picture.load()  # `verify` decodes no JPEG
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-        fact = "It is no picture that can be read"
-        raise BadValueError(f"--image {request.image}", fact, "Name a picture") from error
+    if reads_picture:
+        picture.read(request.image)
 
 
 def check_tiling(card: Card, job: Job, stages: Sequence[families.Stage], document: Document) -> None:

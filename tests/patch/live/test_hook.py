@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import inspect
 import subprocess
 import sys
@@ -238,3 +239,22 @@ def test_no_upstream_and_no_framework_is_imported_by_the_engine():
     root = str(Path(patch.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.filterwarnings("ignore:.*exec_module.. not found:ImportWarning")
+def test_a_loader_that_makes_and_executes_a_module_in_one_is_gone_around_too(world, monkeypatch):
+    class Old:
+        def find_spec(self, name, path=None, target=None):
+            return importlib.machinery.ModuleSpec(name, self) if name == "up.m" else None
+
+        def load_module(self, name):
+            module = sys.modules[name] = type(sys)(name)
+            exec(Path("site/up/m.py").read_text(), vars(module))
+            return module
+
+    monkeypatch.setattr(sys, "meta_path", [Old(), *sys.meta_path])
+    with patch.applied(world.one("replace: p.py:new", "up.m:f")) as ledger:
+        import up.m
+
+        assert up.m.f(1) == "new" and ledger.rows()[0]["calls"] == 1
+    assert up.m.f(1) == "old"

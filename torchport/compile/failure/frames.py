@@ -17,14 +17,15 @@ from torchport.config.card import Card
 from torchport.config.pack import Pack
 from torchport.load.foreign import is_absence
 from torchport.patch import Entry
+from torchport.patch.live import counted
 from torchport.task import Task
 
 ENGINE = {"torch", "torchax", "jax", "jaxlib", "numpy"}
 """Packages that every port runs on, beside Python's own modules: no frame of them is at fault."""
-HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly", "call_jax", "call_torch"}
+HANDS_ON = {"__torch_dispatch__", "__torch_function__", "plainly"}
 """Functions of torchport that only pass a call on: what is raised there is for their caller to mend."""
-Owner = Literal["upstream", "family", "patch", "torchport", "library", "engine"]
-OURS: tuple[Owner, ...] = ("upstream", "family", "patch")
+Owner = Literal["upstream", "family", "patch", "script", "torchport", "library", "engine"]
+OURS: tuple[Owner, ...] = ("upstream", "family", "patch", "script")
 """Whose code a port can change: by a patch, or by an editor."""
 
 
@@ -39,6 +40,7 @@ class Owners:
         patches: Returns the patches in force. They are read only if there is an exception.
         family: The name of the family's module; empty without a family.
         others: Packages of upstream beside those that the card and the patches name.
+        is_script: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
     """
 
     pack: Pack
@@ -47,6 +49,7 @@ class Owners:
     patches: Callable[[], Sequence[Entry]]
     family: str = ""
     others: frozenset[str] = frozenset()
+    is_script: bool = False
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:
@@ -104,11 +107,14 @@ class Frame:
     @property
     def caller(self) -> str:
         """What the code is, for a sentence."""
-        return f"The import of {self.module}" if self.function == "<module>" else self.function
+        if self.function == "<module>":
+            return "The script" if self.owner == "script" else f"The import of {self.module}"
+        return self.function
 
     def text(self) -> str:
         """Returns the frame as one line."""
         where = f"import of {self.module}" if self.function == "<module>" else self.function
+        where = "the script" if self.caller == "The script" else where
         return f"  {self.place} in {where}: {self.statement[:100]}"
 
 
@@ -132,6 +138,20 @@ def culprit(error: BaseException, every: Sequence[Frame]) -> Frame | None:
         if frame is not None and frame.owner == "torchport" and frame.function.rpartition(".")[2] in HANDS_ON:
             frame = next((one for one in reversed(every) if one.owner in OURS), None)
     return None if frame is None or frame.owner == "torchport" else frame
+
+
+def caller(every: Sequence[Frame], owners: Owners) -> Frame | None:
+    """Returns the frame that a script's author can change, where none of it raised: the innermost one on the way.
+
+    Args:
+        every: The frames of the exception.
+        owners: Say whose code is whose.
+    """
+    inner = next((one for one in reversed(every) if one.owner in OURS), None)
+    outer = next((one for one in reversed(live(owners)) if one.owner in (*OURS, "library")), None)
+    if inner is not None or outer is None:
+        return inner
+    return dataclasses.replace(outer, owner="script") if outer.owner == "library" else outer
 
 
 def of_syntax(error: BaseException) -> Frame | None:
@@ -162,6 +182,8 @@ def _frames_of(trace: TracebackType | None, owners: Owners) -> list[Frame]:
 
 def _frame(frame: FrameType, line: int, owners: Owners) -> Frame:
     code, module = frame.f_code, str(frame.f_globals.get("__name__", ""))
+    if counted.CALLS in code.co_freevars:  # a stand-in has upstream's names
+        module = counted.__name__
     linecache.checkcache(code.co_filename)  # a porter edits all day
     statement = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     file = code.co_filename
@@ -192,7 +214,11 @@ def _owner(module: str, file: str, owners: Owners) -> Owner:
         return "family" if module == owners.family else "patch"
     if package in owners.packages:
         return "upstream"
+    if module.startswith("torchport.engine"):  # it calls what upstream's line asks for
+        return "engine"
     if package == "torchport":
         return "torchport"
+    if package == "__main__" and owners.is_script:
+        return "script"
     is_engine = package in ENGINE or package in sys.stdlib_module_names or file.startswith("<")
     return "engine" if is_engine else "library"

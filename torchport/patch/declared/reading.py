@@ -209,13 +209,16 @@ def read_file(file: Path) -> list[Entry]:
     if not isinstance(document.data, list):
         kind = type(document.data).__name__
         raise WrongTypeError(document.place(), f"The file is a {kind}", "Write a list of entries, each '- id: ...'")
-    return [_entry(_item(document, index), file.parent) for index in range(len(document.data))]
+    return [_entry(item, file.parent) for item in _items(document)]
 
 
-def _item(document: Document, index: int) -> Document:
-    """Returns one item of a list as a document of its own, with the lines that it has in the file."""
-    lines = {path[1:]: line for path, line in document.lines.items() if path[:1] == (index,)}
-    return Document(document.file, document.data[index], lines)
+def _items(document: Document) -> list[Document]:
+    """Returns the items of a list as documents of their own, with the lines that they have in the file."""
+    lines: dict[Any, dict[Any, int]] = {index: {} for index in range(len(document.data))}
+    for path, line in document.lines.items():
+        if path:
+            lines[path[0]][path[1:]] = line
+    return [Document(document.file, item, lines[index]) for index, item in enumerate(document.data)]
 
 
 def _entry(document: Document, folder: Path) -> Entry:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from torchport.errors import ConflictError, RewriteError, SignatureError, TargetError
 from torchport.patch.declared.entry import Entry
-from torchport.patch.live.counted import Calls, Retire, counted_class, counting, uncounted, wrapping
+from torchport.patch.live.counted import Calls, Retire, counting, stand_in_class, uncounted, wrapping
+from torchport.patch.live.registry import registry
 from torchport.patch.live.target import (
+    Default,
     Slot,
     check_function,
     check_scope,
@@ -18,6 +20,7 @@ from torchport.patch.live.target import (
     function_in,
     function_of,
     held_elsewhere,
+    is_dispatching,
     layers,
     locate,
     shaped_as,
@@ -45,7 +48,7 @@ class Placed:
         slot: The slot, with the original.
         value: What was put there.
         retire: Makes a function that was put there fall through to the original.
-        stop: Ends the counting of a class's instances.
+        stop: Makes a class that was put there what it was.
         held: Whether somebody besides its namespace held the original.
     """
 
@@ -116,10 +119,12 @@ def change(entry: Entry, module: types.ModuleType, loaded: Any, calls: Calls) ->
     slot = locate(entry, module)
     held = held_elsewhere(slot)
     check_scope(entry, slot)
+    if entry.kind == "replace" and is_dispatching(slot.raw):  # it goes on dispatching, and whoever holds it holds this
+        slot, held = Default.of_slot(slot), False
     placed = _stand_in(entry, slot, loaded, calls)
     placed.held = held
     try:
-        slot.put(placed.value)
+        placed.slot.put(placed.value)
     except TypeError as error:
         fact = f"{entry.target} cannot be set: {error}"
         raise TargetError(entry.place, fact, "Patch the name that its caller looks up", patch=entry.id) from error
@@ -139,9 +144,10 @@ def _stand_in(entry: Entry, slot: Slot, loaded: Any, calls: Calls) -> Placed:
         raise SignatureError(entry.place, fact, f"Write a {_word(original)}", patch=entry.id)
     _check_signature(entry, slot, original, loaded)
     if isinstance(loaded, type):
-        return Placed(slot, loaded, stop=counted_class(loaded, calls) if entry.counted else None)
-    call, retire = counting(loaded, calls, original) if entry.counted else uncounted(loaded)
-    return Placed(slot, shaped_as(slot.raw, call), retire)
+        return Placed(slot, loaded, stop=stand_in_class(loaded, original, calls if entry.counted else None))
+    make = counting if entry.counted else uncounted
+    call, retire = make(loaded, calls, original, entry.target)
+    return Placed(slot, shaped_as(entry, slot.raw, call), retire)
 
 
 def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -> Placed:
@@ -149,8 +155,9 @@ def _wrap(entry: Entry, slot: Slot, original: Any, wrapper: Any, calls: Calls) -
         fact = f"{entry.target} is a class, and a wrapper takes a function"
         raise SignatureError(entry.place, fact, "Wrap one of its methods, such as __init__", patch=entry.id)
     _check_signature(entry, slot, original, wrapper)
-    call, retire = wrapping(wrapper, original, calls if entry.counted else Calls())
-    return Placed(slot, shaped_as(slot.raw, call), retire)
+    counter = calls if entry.counted else Calls()
+    call, retire = wrapping(wrapper, original, counter, entry.target)
+    return Placed(slot, shaped_as(entry, slot.raw, call), retire)
 
 
 def _check_signature(entry: Entry, slot: Slot, original: Any, loaded: Any) -> None:
@@ -199,7 +206,8 @@ def _filename(entry: Entry, home: str) -> str:
 
 def _check_globals(entry: Entry, function: types.FunctionType, edit: rewrite.Edit) -> None:
     known = function.__globals__
-    if edit.name in known:
+    earlier = known.get(edit.name)  # of this entry, if the module is imported again into the same namespace
+    if edit.name in known and registry.stand_ins.get(id(earlier)) is not earlier:
         raise ConflictError(entry.place, f"{entry.module} already has '{edit.name}'", f"Rename '{entry.id}'")
     builtins = known.get("__builtins__", {})
     names = builtins if isinstance(builtins, dict) else vars(builtins)

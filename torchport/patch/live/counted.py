@@ -1,9 +1,10 @@
 """Functions that stand in for others: they count their calls, and fall through to the original in the end.
 
-The counter is plain Python, so that tracing counts as well as running. A stand-in for a plain function is a plain
-function, because that is faster: a wrapped call through a `Proxy` takes 2.2 times the time (`benchmarks/patching.py`).
-The proxy, which `wrapt` makes transparent, is for what a plain function cannot be: a coroutine or generator function,
-an `lru_cache`, a `functools.partial`, a function in C.
+A stand-in is seen as the original. It has the original's attributes themselves, so that what is set on one of the two
+later is set on both, and its name, so that it is pickled by it. The counter is plain Python, so that tracing counts as
+well as running. A stand-in for a plain function is a plain function: its type is right, and a call is faster than
+through a `Proxy` (`benchmarks/patching.py`). The proxy is for what a plain function cannot be: a coroutine or generator
+function, an `lru_cache`, a `functools.partial`, a function in C.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any
 
+from torchport.patch.live.proxy import Proxy, call_of, proxy
 from torchport.patch.live.registry import registry
+from torchport.patch.source.signature import live_signature
+from torchport.source.parameters import POSITIONAL
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,9 +38,17 @@ class Calls:
 Retire = Callable[[Any, Any], None]
 """Makes a stand-in, its first argument, do what the original does, its second."""
 
+CALLS, FUNCTION = "_torchport_calls", "_torchport_function"
+"""The free variables of a stand-in's code: its counter, and what it calls. By them its frames are known."""
+
+_ANY_CALL = [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
 _SPECIAL_KINDS = _COROUTINES | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_OF_CACHES = ("cache_clear", "cache_info", "cache_parameters")
+_ABSENT = object()
+
+
+class _Wrapped(functools.partial[Any]):
+    """A wrapper with its original."""
 
 
 def parts_of_stand_ins() -> set[int]:
@@ -42,10 +56,12 @@ def parts_of_stand_ins() -> set[int]:
     ids: set[int] = set()
     for stand_in in list(registry.stand_ins.values()):
         ids.add(id(stand_in))
-        call = stand_in if type(stand_in) is types.FunctionType else stand_in._self_call
-        ids.update(id(cell) for cell in call.__closure__ or ())
-        ids.update((id(vars(call)), id(call.__kwdefaults__)))
-        ids.update(id(vars(call).get(name)) for name in _OF_CACHES)  # methods of the original
+        call = call_of(stand_in) if issubclass(type(stand_in), Proxy) else stand_in
+        for cell in call.__closure__ or ():
+            ids.add(id(cell))
+            if isinstance(cell.cell_contents, _Wrapped):
+                ids.update((id(cell.cell_contents), id(cell.cell_contents.args)))
+        ids.add(id(call.__kwdefaults__))
     return ids
 
 
@@ -54,22 +70,9 @@ def _is_plain(function: Any) -> bool:
     return type(function) is types.FunctionType and not function.__code__.co_flags & _SPECIAL_KINDS
 
 
-def _stand_in(call: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """Returns a call that is seen as a function: itself if that is plain, or else a proxy."""
-    if _is_plain(function):
-        return _register(functools.update_wrapper(call, function))
-    # Imported here: hardly a patch needs wrapt, whose import takes 25 ms.
-    from torchport.patch.live.proxy import Proxy
-
-    return _register(Proxy(function, call))
-
-
-def _register(stand_in: Any) -> Any:
-    registry.stand_ins[id(stand_in)] = stand_in
-    return stand_in
-
-
-def counting(function: Callable[..., Any], calls: Calls, original: Any = None) -> tuple[Callable[..., Any], Retire]:
+def counting(
+    function: Callable[..., Any], calls: Calls, original: Any = None, name: str | None = None
+) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that counts its calls and makes them of a replacement, and what retires it.
 
     A stand-in that somebody has captured cannot be taken away from them. Retired, it does what the original does.
@@ -77,55 +80,32 @@ def counting(function: Callable[..., Any], calls: Calls, original: Any = None) -
     Args:
         function: The replacement.
         calls: The counter.
-        original: What it takes the place of. Of an `lru_cache` it keeps the methods.
+        original: What it takes the place of. None for the replacement itself.
+        name: The target, `module:path`, if it has one.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.count += 1
-        return function(*args, **kwargs)
-
-    def retire(stand_in: Any, original: Any) -> None:
-        nonlocal function, calls
-        function, calls = original, Calls()
-        if type(stand_in) is not types.FunctionType:
-            stand_in.__wrapped__ = original
-
-    stand_in = _stand_in(call, function)
-    if stand_in is call and isinstance(original, functools._lru_cache_wrapper):
-        vars(call).update({name: getattr(original, name) for name in _OF_CACHES})
-    return stand_in, retire
+    return _stand_in(function if original is None else original, function, calls, name, function)
 
 
 def wrapping(
-    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls
+    wrapper: Callable[..., Any], original: Callable[..., Any], calls: Calls, name: str | None = None
 ) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that calls `wrapper(original, ...)` and counts, and what retires it."""
-    active = True
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not active:
-            return original(*args, **kwargs)
-        calls.count += 1
-        return wrapper(original, *args, **kwargs)
-
-    def retire(*_: Any) -> None:
-        nonlocal active
-        active = False
-
-    return _stand_in(call, original), retire
+    return _stand_in(original, _Wrapped(wrapper, original), calls, name, original)
 
 
-def uncounted(function: Callable[..., Any]) -> tuple[Callable[..., Any], Retire | None]:
+def uncounted(
+    function: Callable[..., Any], _: Calls, original: Any, name: str | None = None
+) -> tuple[Callable[..., Any], Retire]:
     """Returns a stand-in that adds no frame to a replacement's calls, and what retires it.
 
     It is a copy of the function, whose code is exchanged in the end. What has no code of its own to exchange (a
-    closure, a class) stands in itself, and cannot be retired.
+    closure, another kind of function) gets a stand-in that counts for nobody.
     """
-    if not _is_plain(function) or function.__closure__:
-        return function, None
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    if not (_is_plain(function) and _is_plain(original)) or function.__closure__:
+        return counting(function, Calls(), original, name)
+    copy = types.FunctionType(function.__code__, function.__globals__, original.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return _register(functools.update_wrapper(copy, function)), _fall_through
+    return _register(_dressed(copy, original, name)), _fall_through
 
 
 def _fall_through(function: types.FunctionType, original: Any) -> None:
@@ -138,25 +118,153 @@ def _fall_through(function: types.FunctionType, original: Any) -> None:
     function.__kwdefaults__ = {"_torchport_original": original}
 
 
-def counted_class(replacement: type, calls: Calls) -> Callable[[], None]:
-    """Counts the instances of a replacement class. Returns what stops the counting.
+def _stand_in(
+    original: Any, function: Callable[..., Any], calls: Calls, name: str | None, source: Any
+) -> tuple[Any, Retire]:
+    """Returns what is seen as the original and makes its calls of a function, and what retires it.
 
-    The class stays itself: `isinstance`, pickling and subclasses see no stand-in.
+    Args:
+        source: Whose source is shown as the stand-in's.
     """
-    has_init = "__init__" in vars(replacement)
-    original: Any = type.__getattribute__(replacement, "__init__")
+    cells = types.CellType(calls), types.CellType(function)
+    plain = _is_plain(original)
+    parameters = _own_parameters(original, function) if plain else None
+    # A call is passed on as it was made, since a wrapper may ask what was given by name. Only where the function binds
+    # arguments as the original does can the code have the original's parameters.
+    code = _code(tuple((p.name, p.kind) for p in (_ANY_CALL if parameters is None else parameters)))
+    stand_in: Any = types.FunctionType(code, original.__globals__ if plain else globals(), code.co_name, None, cells)
+    signed = plain and parameters is None and not {"__wrapped__", "__signature__"} & vars(original).keys()
+    if plain:
+        stand_in.__code__ = _placed(code, original, source)
+        stand_in.__defaults__, stand_in.__kwdefaults__ = _defaults(parameters, original)
+        _dressed(stand_in, original, name)
+    else:
+        stand_in = proxy(original, stand_in, name)
+    if signed:
+        vars(original)["__signature__"] = inspect.signature(original)
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        calls.count += 1
-        original(self, *args, **kwargs)
+    def retire(stand_in: Any, original: Any) -> None:
+        cells[0].cell_contents, cells[1].cell_contents = Calls(), original
+        if plain:
+            stand_in.__defaults__, stand_in.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+        if signed:
+            vars(original).pop("__signature__", None)
 
-    type.__setattr__(replacement, "__init__", init)
+    return _register(stand_in), retire
+
+
+def _own_parameters(original: types.FunctionType, function: Callable[..., Any]) -> list[Parameter] | None:
+    """Returns the parameters of a function's own code. None if another function binds arguments in another way.
+
+    The defaults are the other function's: they are what a call without an argument gets.
+    """
+    bare = types.FunctionType(original.__code__, {}, "", original.__defaults__, original.__closure__)
+    bare.__kwdefaults__ = original.__kwdefaults__
+    ours, theirs = list(inspect.signature(bare).parameters.values()), live_signature(function)
+    if [p.kind for p in ours] == [p.kind for p in _ANY_CALL]:
+        return ours
+    if theirs is None:
+        return None
+    if [_binding(p) for p in ours] != [_binding(p) for p in theirs.parameters.values()]:
+        return None
+    return [p.replace(default=other.default) for p, other in zip(ours, theirs.parameters.values(), strict=True)]
+
+
+def _binding(parameter: Parameter) -> tuple[Any, ...]:
+    """Returns what two parameters have in common into which a call puts the same arguments."""
+    kind = "positional" if parameter.kind in POSITIONAL else parameter.kind
+    name = parameter.name if parameter.kind is Parameter.KEYWORD_ONLY else ""
+    return kind, name, parameter.default is Parameter.empty
+
+
+@functools.cache
+def _code(parameters: tuple[tuple[str, Any], ...]) -> types.CodeType:
+    """Returns the code of a function with these parameters that counts, and passes its arguments on."""
+    marks = {Parameter.VAR_POSITIONAL: "*{0}", Parameter.VAR_KEYWORD: "**{0}", Parameter.KEYWORD_ONLY: "{0}={0}"}
+    passed = ", ".join(marks.get(kind, "{0}").format(name) for name, kind in parameters)
+    shown = Signature([Parameter(name, kind) for name, kind in parameters])
+    text = f"def make({CALLS}, {FUNCTION}):\n def call{shown}: {CALLS}.count += 1; return {FUNCTION}({passed})\n"
+    return _inner(_inner(compile(text, __file__, "exec")))
+
+
+def _inner(outer: types.CodeType) -> types.CodeType:
+    return next(constant for constant in outer.co_consts if isinstance(constant, types.CodeType))
+
+
+def _placed(code: types.CodeType, original: types.FunctionType, source: Any) -> types.CodeType:
+    """Returns code that tracebacks and `inspect.getsource` show where a source stands, under the original's name."""
+    where = source.__code__ if isinstance(source, types.FunctionType) else original.__code__
+    return code.replace(
+        co_filename=where.co_filename,
+        co_firstlineno=where.co_firstlineno,
+        co_name=original.__code__.co_name,
+        co_qualname=original.__code__.co_qualname,
+    )
+
+
+def _defaults(parameters: list[Parameter] | None, original: types.FunctionType) -> tuple[Any, Any]:
+    """Returns the defaults of positional parameters, and those of the others."""
+    given = [p for p in parameters or () if p.default is not Parameter.empty]
+    by_name = {p.name: p.default for p in given if p.kind is Parameter.KEYWORD_ONLY}
+    positional = tuple(p.default for p in given if p.kind in POSITIONAL)
+    # Code that takes any call uses none, and whoever asks finds the original's.
+    return positional or original.__defaults__, by_name or original.__kwdefaults__
+
+
+def _dressed(stand_in: Any, original: types.FunctionType, name: str | None) -> Any:
+    """Returns a function with another one's attributes, which are the same ones from now on."""
+    stand_in.__dict__ = original.__dict__
+    for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__type_params__"):
+        if hasattr(original, attribute):
+            setattr(stand_in, attribute, getattr(original, attribute))
+    if name is not None and name != f"{original.__module__}:{original.__qualname__}" and _is_found(original):
+        stand_in.__module__, _, stand_in.__qualname__ = name.partition(":")  # its name leads to the original
+    return stand_in
+
+
+def _is_found(function: types.FunctionType) -> bool:
+    """Returns whether a function stands where its name says."""
+    thing: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        thing = inspect.getattr_static(thing, name, None)
+    return getattr(thing, "__func__", thing) is function
+
+
+def _register(stand_in: Any) -> Any:
+    registry.stand_ins[id(stand_in)] = stand_in
+    return stand_in
+
+
+def stand_in_class(replacement: type, original: type, calls: Calls | None) -> Callable[[], None]:
+    """Makes a replacement class seen as the original, and counts its instances. Returns what takes that back.
+
+    The class stays itself: `isinstance` and subclasses see no stand-in. It has the original's names, by which its
+    instances are pickled, and those values of the original that it lacks.
+
+    Args:
+        calls: Counts the instances. None for no counting.
+    """
+    values = {name: getattr(original, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
+    for name, value in vars(original).items():
+        if not (
+            name.startswith(("__", "_abc_"))
+            or callable(value)
+            or hasattr(value, "__get__")
+            or hasattr(replacement, name)
+        ):
+            values[name] = value
+    if calls is not None:
+        values["__init__"], _ = counting(type.__getattribute__(replacement, "__init__"), calls)
+    before = {name: vars(replacement).get(name, _ABSENT) for name in values}
+    before.update(__name__=replacement.__name__, __qualname__=replacement.__qualname__)
+    for name, value in values.items():
+        type.__setattr__(replacement, name, value)
 
     def stop() -> None:
-        if has_init:
-            type.__setattr__(replacement, "__init__", original)
-        else:
-            type.__delattr__(replacement, "__init__")
+        for name, value in before.items():
+            if value is _ABSENT:
+                type.__delattr__(replacement, name)
+            else:
+                type.__setattr__(replacement, name, value)
 
     return stop

@@ -27,8 +27,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name not in registry.after and name not in registry.before and not _windows(name):
             return None
         spec = self._spec_of_others(name, path, target)
-        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader)
+        if spec is not None and spec.loader is not None:
+            spec.loader = (_Loader if hasattr(spec.loader, "exec_module") else _OldLoader)(spec.loader)
         return spec
 
     def _spec_of_others(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
@@ -62,6 +62,23 @@ class _Loader(importlib.abc.Loader):
         with _open_windows(module.__name__):
             self._loader.exec_module(module)
         run_callbacks(module)
+
+
+class _OldLoader(importlib.abc.Loader):
+    """Goes around a loader that has `load_module` alone, which makes the module and executes it in one."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def load_module(self, fullname: str) -> types.ModuleType:
+        with _open_windows(fullname):
+            self._loader.load_module(fullname)
+        module = sys.modules[fullname]
+        run_callbacks(module)
+        return module
 
 
 _FINDER = _Finder()  # a constant: it has no state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import sys
@@ -57,6 +58,26 @@ class Slot:
     def now(self) -> Any:
         """Returns what stands there now, or a mark that equals nothing if the name is gone."""
         return vars(self.holder).get(self.name, _ABSENT)
+
+
+class Default(Slot):
+    """The function of a `functools.singledispatch` that takes what none of the registered ones does."""
+
+    @classmethod
+    def of_slot(cls, slot: Slot) -> Default:
+        """Returns the place of the default in a slot's function, which is the holder."""
+        return cls(slot.raw, slot.name, slot.raw.registry[object], True, slot.path)
+
+    def put(self, value: Any) -> None:
+        self.holder.register(object, value)
+
+    def now(self) -> Any:
+        return self.holder.registry.get(object, _ABSENT)
+
+
+def is_dispatching(raw: Any) -> bool:
+    """Returns whether `functools.singledispatch` made a function."""
+    return isinstance(raw, types.FunctionType) and {"register", "dispatch", "registry"} <= vars(raw).keys()
 
 
 def locate(entry: Entry, module: types.ModuleType) -> Slot:
@@ -206,16 +227,26 @@ def function_of(raw: Any, module: str, node: ast.stmt | None) -> types.FunctionT
     return functions[0] if functions else None
 
 
-def shaped_as(raw: Any, function: Any) -> Any:
-    """Returns a function in the descriptor that the original stood in."""
-    if isinstance(raw, (staticmethod, classmethod)):
-        return type(raw)(function)
-    if isinstance(raw, property):
-        return property(function, raw.fset, raw.fdel, raw.__doc__)
+def shaped_as(entry: Entry, raw: Any, function: Any) -> Any:
+    """Returns a function in the descriptor that the original stood in, with the attributes of that.
+
+    Raises:
+        TargetError: A class of its own for such descriptors cannot be called as the class it is made from.
+    """
+    try:
+        if isinstance(raw, (staticmethod, classmethod)):
+            shaped: Any = type(raw)(function)
+            shaped.__dict__ = raw.__dict__
+            return shaped
+        if isinstance(raw, property):
+            return raw.getter(function)
+    except TypeError as error:
+        fact = f"{entry.target} is a {type(raw).__name__}, which cannot be made of a function: {error}"
+        raise TargetError(entry.place, fact, "Patch a function that it calls", patch=entry.id) from error
     if isinstance(raw, functools.cached_property):
-        cached = functools.cached_property(function)
-        cached.attrname = raw.attrname
-        return cached
+        shaped = copy.copy(raw)
+        shaped.func = function
+        return shaped
     return function
 
 

@@ -1,0 +1,93 @@
+"""The picture that a video begins with, as a viewer shows it: upright, in 8 bits, RGB. Any other is refused.
+
+Pillow recognises a file by its content, whatever it is called, and for some formats it starts another program on it
+(Ghostscript for PostScript). So formats are named here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchport.errors import BadValueError
+from torchport.patch.declared.replacement import Explained
+
+FORMATS = {"PNG": "PNG", "JPEG": "JPEG", "WEBP": "WebP", "BMP": "BMP", "GIF": "GIF", "TIFF": "TIFF"}
+"""Pillow's names of the formats that are read. A camera's JPEG with a preview inside it opens as an MPO."""
+
+_STARTS = {b"%PDF": "PDF", b"<svg": "SVG", b"<?xml": "XML"}
+_PLAIN = ("1", "L", "P", "RGB")
+_WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+_GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+def read(file: Path | None) -> Any:
+    """Returns a picture as a `PIL.Image.Image` in RGB.
+
+    Raises:
+        BadValueError: Another format, a picture that is broken or moves, or one whose colours depend on who shows it.
+    """
+    from PIL import Image, ImageOps
+
+    assert file is not None
+    place = f"--image {file}"
+    with Explained(lambda _: BadValueError(place, "It is no picture that can be read", "Name a picture")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of damaged metadata, and reads the picture
+            name = _format(file)
+            if name is None or name not in FORMATS:
+                formats = ", ".join(FORMATS.values())
+                fact = f"Its format is {name}" if name else "It is no picture that can be read"
+                raise BadValueError(place, fact, f"Name a picture in one of {formats}" if name else "Name a picture")
+            with Image.open(str(file), formats=[name]) as picture:
+                if getattr(picture, "is_animated", False) and picture.format != "MPO":
+                    fact = f"It has {getattr(picture, 'n_frames', 'several')} frames or pages"
+                    raise BadValueError(place, fact, "Save the one that the video begins with as a picture of its own")
+                return _in_rgb(ImageOps.exif_transpose(picture), place)
+
+
+def _format(file: Path) -> str | None:
+    """Returns what Pillow calls a file's format, by its first bytes; None if nobody knows it."""
+    with file.open("rb") as stream:
+        start = stream.read(64)
+    return next(_formats(start), None)
+
+
+def _formats(start: bytes) -> Iterator[str]:
+    from PIL import Image
+
+    Image.init()
+    for name in [*FORMATS, *Image.ID]:
+        accept = Image.OPEN[name][1] if name in Image.OPEN else None
+        if accept is not None and accept(start) is True:
+            yield name
+    yield from (name for sign, name in _STARTS.items() if start.lstrip().startswith(sign))
+    if start[4:8] == b"ftyp":
+        yield "HEIF, or a video"
+
+
+def _in_rgb(picture: Any, place: str) -> Any:
+    """Returns a picture in RGB.
+
+    Raises:
+        BadValueError: Its colours depend on who shows it.
+    """
+    from PIL import Image
+
+    mode = picture.mode
+    if mode in _GREY_16 and "transparency" not in picture.info:
+        import numpy
+
+        levels = numpy.asarray(picture).astype(numpy.uint32)
+        return Image.fromarray(((levels + 128) // 257).astype(numpy.uint8)).convert("RGB")
+    if mode in _WITH_ALPHA or (mode in _PLAIN and "transparency" in picture.info):
+        picture = picture.convert("RGBA")
+        if picture.getextrema()[3][0] < 255:
+            fact = "It is transparent in places, and what is seen there depends on who shows it"
+            raise BadValueError(place, fact, "Save it on a background, without transparency")
+    elif mode not in _PLAIN:
+        fact = f"Its pixels are {mode}, and what is seen of them depends on who shows them"
+        raise BadValueError(place, fact, "Save it in RGB or grey, with 8 or 16 bits a colour")
+    return picture.convert("RGB")
