@@ -1,4 +1,4 @@
-"""Prints the reference part of the pages on cards, jobs, families, patches and scans, from the code.
+"""Prints the reference part of the pages on cards, jobs, families, patches, scans and the engine, from the code.
 
 python tools/reference.py            # prints all of it
 python tools/reference.py --write    # writes it into docs/, between the markers of each page
@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+from operator_table import in_short
+
 from torchport.commands.explain import scan_section
 from torchport.commands.schema import meanings, schema, summary
+from torchport.engine import conformance
 from torchport.porting.scan.finding import RULES
 from torchport.stages import family
 from torchport.stages.module import NAMES, WITH_VARIANTS
@@ -186,6 +190,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "families.md": of_families,
     "patches.md": lambda: of_schema("patch").replace("\n## ", "\n### ").replace("## Entry", "### Entry", 1),
     "scan.md": of_rules,
+    "engine.md": lambda: in_short(yaml.safe_load(conformance.FILE.read_text(encoding="utf-8"))),
 }
 
 

@@ -58,10 +58,11 @@ TorchportError
     ├── TracedValueError       TP903  the value of a tensor is asked for while it is traced
     ├── CudaError              TP904  CUDA is asked for, and is not here
     ├── AbsentPackageError     TP905  an import of a package, or of a name in it, that is not here
-    └── NoLoweringError        TP906  an operator that torchax cannot lower
+    ├── NoLoweringError        TP906  an operator that torchax cannot lower
+    └── OperatorError          TP907  an operator that would compute something else than PyTorch
 
 The text of every error is `<place>: <what is, with the value>. <what must be, or the command to run>.` Below that line
-an error of TP901 to TP906 has the frames of foreign code, and where it helps an entry to paste. Mistakes that are found
+an error of TP901 to TP907 has the frames of foreign code, and where it helps an entry to paste. Mistakes that are found
 together are one error, with a line for each. Their examples are in `commands/examples.yaml`.
 """
 
@@ -409,7 +410,7 @@ class UnmatchedError(ShardError):
 
 
 class PlacementError(ShardError):
-    """An array is not where its rule puts it; or JAX has no such numbers, because they have 64 bits."""
+    """An array is not where its rule puts it; or it has a dtype that cannot be passed to JAX."""
 
     id = "TP404"
 
@@ -513,9 +514,8 @@ class HostTensorError(ForeignError):
     """Code made a tensor on the host while it was traced, which cannot be a constant of the program.
 
     `torch.tensor`, `torch.arange` and the like make a tensor of the host. It becomes a constant when it meets a traced
-    tensor, unless it is larger than 1 MiB, has 64-bit floating-point numbers, is random, or is written to. Make it on
-    the traced tensor's device, as `torch.tensor(..., device=x.device)`. If it never changes, register it as a buffer of
-    the network in `Stage.prepare`.
+    tensor, unless it is random or is written to. Make it on the traced tensor's device, as
+    `torch.zeros(..., device=x.device)`. Draw random numbers in the stage's function, and pass them as an input.
     """
 
     id = "TP902"
@@ -555,3 +555,13 @@ class NoLoweringError(ForeignError):
     """An operator has no lowering in torchax. The error has an `op` entry to paste, whose function is the lowering."""
 
     id = "TP906"
+
+
+class OperatorError(ForeignError):
+    """An operator would compute something else on the devices than in PyTorch, or what it writes would be lost.
+
+    A write to an argument or to a buffer of the network is lost outside the program. The table of operators
+    (docs/engine.md) names the operators that torchax computes otherwise.
+    """
+
+    id = "TP907"

@@ -58,7 +58,7 @@ def decode(original, self, z, return_dict=True):
     if self.post_quant_conv is not None:
         tensors |= {f"post_quant_conv.{name}": weight for name, weight in self.post_quant_conv.named_parameters()}
     sizes = dict(self.config)
-    video = engine.call_jax(lambda latents, weights: decoded(sizes, weights, latents), z, tensors)
+    video = engine.call_kernel(lambda latents, weights: decoded(sizes, weights, latents), z, tensors)
     return DecoderOutput(sample=video) if return_dict else (video,)
 
 

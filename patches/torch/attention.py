@@ -13,4 +13,4 @@ def scaled_dot_product_attention(
     from torchport.kernels.attention import sdpa
 
     inputs = (query, key, value, attn_mask, dropout_p, is_causal)
-    return engine.call_jax(sdpa.scaled_dot_product_attention, *inputs, scale=scale, enable_gqa=enable_gqa)
+    return engine.call_kernel(sdpa.scaled_dot_product_attention, *inputs, scale=scale, enable_gqa=enable_gqa)

@@ -32,7 +32,7 @@ def native_layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5)
     """
     from torchport import engine
 
-    return engine.call_jax(layer_norm, input, normalized_shape, weight, bias, eps)
+    return engine.call_kernel(layer_norm, input, normalized_shape, weight, bias, eps)
 
 
 def layer_norm(x_ND, normalized_shape, weight_D, bias_D, eps):

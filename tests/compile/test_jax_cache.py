@@ -118,7 +118,7 @@ def test_a_second_run_loads_its_programs_from_jax_and_makes_the_same_bits(patche
         programs += manifest["programs"]
     assert shas[0] == shas[1] and patches[0] == patches[1]
     assert any(row["calls"] for row in patches[0])
-    assert programs == [{"jax_cache": False}, {"jax_cache": True}]
+    assert [row["jax_cache"] for row in programs] == [False, True]
     assert not jax.config.jax_compilation_cache_dir
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["jax", "tiny"]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
+from torchport.compile.program import LARGE
 from torchport.config.card import Rule
 from torchport.errors import HostTensorError
 from torchport.files.folder import as_named
-from torchport.stages import constants
 from torchport.stages.family import Stage
 from torchport.stages.recorder import Recorder
 
@@ -74,8 +74,6 @@ def test_a_tensor_of_the_host_is_a_constant_of_the_program(mesh8, case):
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     expected = compile.Eager(Network(CASES[case]))(x=x)
     made = program(CASES[case], mesh8)(x=x)
-    if expected.dtype == torch.int64:
-        expected = expected.int()  # JAX's integers
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     recorded = recorder(CASES[case])(x=x)
     assert recorded.shape == expected.shape
@@ -112,22 +110,6 @@ REFUSED = {
         "'randn' draws numbers while the network is traced, the same for every call. "
         "Draw them in the stage's verb, and pass them as an input.",
     ),
-    "64 bits": (
-        lambda x: x * torch.arange(4, dtype=torch.float64),
-        "A tensor of the host, float64 [4], meets the network's, and would be rounded: JAX has 32-bit numbers. "
-        "Cast it to float32 where that is meant.",
-    ),
-    "large integers": (
-        lambda x: x * torch.tensor([2**40] * 4),
-        "A tensor of the host, int64 [4], meets the network's, and JAX has 32-bit integers. "
-        "Keep integers within 32 bits.",
-    ),
-    "large": (
-        lambda x: x[:1, :1] * torch.zeros(constants.LIMIT // 4 + 1),
-        "A tensor of the host, float32 [262145], meets the network's; as a constant of the program it would have "
-        "1,048,580 bytes, and 1,048,576 are the limit. Make it a buffer of the module in the function that "
-        "`Stage.prepare` names, or an input of the network.",
-    ),
 }
 
 
@@ -141,9 +123,17 @@ def test_what_cannot_be_a_constant_is_refused_with_the_line_that_makes_it(mesh8,
         assert str(caught.value) == f"{line}: {text}"
 
 
-def test_a_constant_is_no_input_and_a_large_one_fits_up_to_the_limit(mesh8):
-    made = program(lambda x: x[:1, :1] * torch.arange(constants.LIMIT // 4).float(), mesh8)
-    assert made(x=torch.ones(2, 4)).shape == (1, constants.LIMIT // 4)
+def test_a_large_constant_is_an_argument_of_its_program(mesh8):
+    made = program(lambda x: x[:1, :1] * 0 + torch.arange(LARGE // 4 + 1).float(), mesh8)
+    for _ in range(2):
+        assert made(x=torch.ones(2, 4)).equal(torch.arange(LARGE // 4 + 1).float()[None])
+    assert [table.shape for [table] in (each.tables[0] for each in made.programs.values())] == [(LARGE // 4 + 1,)]
+
+
+def test_constants_keep_64_bits(mesh8):
+    wide = torch.tensor([2**40, 1, 2, 3]), torch.arange(4, dtype=torch.float64) / 3
+    for each in wide:
+        assert program(lambda x, each=each: each + 0 * x.long(), mesh8)(x=torch.ones(2, 4)).equal(each.expand(2, 4))
 
 
 def test_blocks_under_a_scan_meet_constants_too(mesh8):

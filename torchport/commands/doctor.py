@@ -21,6 +21,8 @@ from torchport.files import cache
 from torchport.progress import size_text, table
 
 State = Literal["ok", "note", "bad"]
+TRIED = {"torchax": "0.0.13"}
+"""Versions that torchport is tried with, where others are allowed and may compute otherwise."""
 
 
 @terminal.command("doctor")
@@ -74,6 +76,11 @@ def _versions() -> list[Diagnosis]:
             specifier, version = match[2].strip(), versions[match[1]]
             ok = _within(version, specifier)
             fact = version if ok else f"{version}, and torchport wants {specifier}: pip install '{match[1]}{specifier}'"
+            tried = TRIED.get(match[1], version)
+            if ok and version != tried:
+                fact = f"{version}, which may compute otherwise than {tried}, with which torchport is tried"
+                findings.append(Diagnosis("note", match[1], fact))
+                continue
             findings.append(Diagnosis("ok" if ok else "bad", match[1], fact))
     if "libtpu" in versions:
         findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))

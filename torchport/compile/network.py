@@ -433,6 +433,7 @@ def compiled(
         outputs=stage.outputs if cache is None else ("output", step_cache.KEPT),
         keeps=stage.keeps if cache is None else (step_cache.KEPT,),
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
+        differing=task.card.operators,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, jit=jit)
@@ -463,7 +464,7 @@ def ported(
         attention: The implementation; by default the platform's.
 
     Raises:
-        ShardError: Rules that do not fit, or 64-bit floating-point numbers.
+        ShardError: Rules that do not fit.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     sizes = {axis: mesh.shape[axis] for axis in shard.AXES}

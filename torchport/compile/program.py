@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import jax
+import numpy
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -32,6 +33,8 @@ from torchport.stages.constants import Constants, converted
 from torchport.stages.outputs import each, has_tensor, leaves, of_call, plain
 from torchport.stages.recorder import Static
 
+LARGE = 2**20
+"""Bytes of a constant that XLA would compile slowly: it becomes an argument of its program."""
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 """Modules that are not called: their items are."""
 
@@ -63,6 +66,7 @@ class Network:
         keeps: Those that stay on the devices, and are inputs of later calls: `Stage.keeps`.
         free: Those of `keeps` that no rule places: the compiler chooses.
         spare: Whether a rule for inputs may match none of them: a caller's own call may lack some.
+        differing: Operators that may compute something else than PyTorch, each with the reason.
     """
 
     module: torch.nn.Module
@@ -80,14 +84,30 @@ class Network:
     keeps: Sequence[str] = ()
     free: Set[str] = frozenset()
     spare: bool = False
+    differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """How a program was made: the patches' calls while it was traced, and whether JAX's cache delivered it."""
+    """How a program was made: the patches' calls while it was traced, its operators, and whether a cache had it."""
 
     trace: patch.Trace | None  # None where no ledger counts them
     jax_cache: bool
+    operators: engine.Operators  # that it calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Executable:
+    """A compiled program with the tables that it takes first."""
+
+    compiled: Any
+    tables: tuple[list[jax.Array], ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.compiled(*self.tables, *arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)  # what the compiler says of it
 
 
 class _Bound(torch.nn.Module):
@@ -158,6 +178,8 @@ class Compiled:
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
+        self.operators = engine.Operators(network.differing)
+        self._tables: list[Any] = []  # of the program that was lowered last
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
 
@@ -173,7 +195,14 @@ class Compiled:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a manifest's row of each program that this run has called."""
-        return [{"jax_cache": origin.jax_cache} for origin in self._used.values()]
+        return [{"jax_cache": origin.jax_cache, "operators": origin.operators.row()} for origin in self._used.values()]
+
+    def called(self) -> str:
+        """Returns how many operators the programs that this run has called have, by what is known of them."""
+        operators = engine.Operators(self.network.differing)
+        for origin in self._used.values():
+            operators.found |= origin.operators.found
+        return operators.text()
 
     def place(self, **inputs: Any) -> dict[str, Any]:
         """Returns the inputs as JAX arrays, each where its rule puts it: tensors, or trees of tensors.
@@ -236,15 +265,40 @@ class Compiled:
         Raises:
             DeadRuleError: A rule for inputs that matches none of them.
             StaleTraceError: The patches are not in place.
-            BadValueError: Outputs that are not those of `Network.outputs`, or a constant that cannot be one.
+            BadValueError: Outputs that are not those of `Network.outputs`.
         """
         names = list(leaves(arrays))
         if not self.network.keeps:
             self._check_alive(names)
         with self._tracing():
-            lowered = jax.jit(self._function(static, names), donate_argnums=2).lower(*self._arguments(arrays))
+            with engine.wide():
+                traced = jax.jit(self._function(static, names), donate_argnums=2).trace(*self._arguments(arrays))
+            traced, self._tables = self._with_tables(traced, self._arguments(arrays))
+            # Lowered without 64-bit types, a loop counts in 32 bits; a TPU has no others.
+            lowered = traced.lower()
         self._check_alive(names)
         return lowered
+
+    def _with_tables(self, traced: Any, arguments: Any) -> tuple[Any, list[Any]]:
+        """Returns a traced program whose large constants are its first argument, and these constants.
+
+        XLA compiles constants slowly.
+        """
+        closed = traced.jaxpr
+        large = [number for number, value in enumerate(closed.consts) if value.nbytes > LARGE]
+        if not large:
+            return traced, []
+
+        def program(tables: list[Any], *arguments: Any) -> Any:
+            values = dict(enumerate(closed.consts)) | dict(zip(large, tables, strict=True))
+            flat = jax.tree.leaves(arguments)
+            return jax.tree.unflatten(traced.out_tree, jax.core.eval_jaxpr(closed.jaxpr, [*values.values()], *flat))
+
+        where = NamedSharding(self.mesh, PartitionSpec())
+        tables = [numpy.asarray(closed.consts[number]) for number in large]
+        shapes = [jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=where) for table in tables]
+        with engine.wide():
+            return jax.jit(program, donate_argnums=3).trace(shapes, *arguments), tables
 
     def _one_by_one(self, static: Static) -> Callable[..., Any]:
         """Returns the network as a function that calls its operators one by one."""
@@ -265,10 +319,9 @@ class Compiled:
             jax.set_mesh(self.mesh),
             jax.default_matmul_precision(self.precision),
             dispatch.context(self.attention),
+            engine.watching(self.operators),
             _module_scopes(self.network.module, self.network.name),
         ):
-            # JAX has 32-bit integers unless asked otherwise, and positions and masks fit in them.
-            warnings.filterwarnings("ignore", "Explicitly requested dtype int64", UserWarning)
             # A cache that grows has no output of its size.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable", UserWarning)
             yield
@@ -282,6 +335,9 @@ class Compiled:
         """
 
         def forward(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> Any:
+            engine.freeze(weights, "a weight or a buffer of the network")
+            arguments = {name: value for name, value in inputs.items() if name not in self.network.keeps}
+            engine.freeze(arguments, "an argument of the network")
             parameters = {f"module.{name}": self._whole("", name, weight) for name, weight in weights.items()}
             with torch.no_grad(), Constants(engine.is_traced, engine.constant):
                 output = torch.func.functional_call(self.bound, parameters, (), {**inputs, **dict(static)})
@@ -344,10 +400,16 @@ class Compiled:
         """Returns the program of these inputs, traced and compiled now."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
+            self.operators = engine.Operators(self.network.differing)
             lowered = self.lowered(arrays, static)
+            if unknown := self.operators.unknown():
+                log.warning("%s calls operators that may differ from PyTorch's: %s", self.network.name, unknown)
             trace = None if self.ledger is None else self.ledger.trace(before)
             with jax_cache.deliveries() as delivered:
-                return lowered.compile(), Origin(trace, bool(delivered))
+                program = lowered.compile()
+            where = NamedSharding(self.mesh, PartitionSpec())
+            placed = [jax.make_array_from_callback(t.shape, where, lambda index, t=t: t[index]) for t in self._tables]
+            return Executable(program, (placed,) if placed else ()), Origin(trace, bool(delivered), self.operators)
 
     def _placed(self, name: str, value: Any) -> Any:
         """Returns a tensor, or a tree of tensors, as arrays, each where its rule puts it; arrays stay where they are.

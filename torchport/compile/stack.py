@@ -97,11 +97,15 @@ class Stacked(torch.nn.Module):
         tensors, static = _split({key: value for key, value in bound.arguments.items() if key not in self.carries})
         before = _state(self.block)
 
+        written: set[int] = set()
+
         def step(carry: Any, layer: Mapping[str, torch.Tensor], index: Any, fixed: Any) -> Any:
             arguments = _merge(fixed, static) | dict(zip(self.carries, carry, strict=True))
+            engine.freeze((layer, fixed), "an argument of a stacked block")
             whole = {name: self.gather(name, weight) for name, weight in layer.items()}
             with Constants(engine.is_traced, engine.constant):  # inside the engine's modes, which are entered anew
                 outputs = torch.func.functional_call(self.block, whole, (), arguments)
+            written.update(number for number, tensor in enumerate(carry) if engine.was_written(tensor))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if self.after is not None:
                 outputs = self.after(index, outputs)
@@ -114,13 +118,16 @@ class Stacked(torch.nn.Module):
                 layer = jax.lax.optimization_barrier(item[0])
                 return engine.call_torch(step, carry, layer, item[1], fixed), None
 
-            return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count)))[0]
+            return jax.lax.scan(run_block, carry, (layers, jnp.arange(self.count, dtype=jnp.int32)))[0]
 
         def run(carry: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return tuple(engine.call_jax(scan, *converted((carry, weights, tensors), engine.constant)))
 
+        before_blocks = [bound.arguments[name] for name in self.carries]
         outputs = self.around(tuple(bound.arguments[name] for name in self.carries), run)
         self._check_state(before)
+        for number in written:
+            engine.spoil(before_blocks[number], "reads what the stacked blocks wrote to, as it was before them")
         return outputs if len(self.carries) > 1 else outputs[0]
 
     def _next_carry(self, carry: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

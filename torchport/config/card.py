@@ -484,6 +484,8 @@ class Card(Frozen):
     """By network, and by the path of a list of blocks in it: the blocks that are compiled as one."""
     score_bounds: dict[str, ScoreBound] = {}
     """Attention with bounded scores, by the name that a patch's attention calls it by."""
+    operators: dict[str, Word] = {}
+    """Operators that may compute something else than PyTorch (engine.md), each with the reason why it may here."""
     frames: FrameRule
     """The numbers of frames that the model can make."""
     size_multiple_of: pydantic.PositiveInt

@@ -7,11 +7,38 @@ patches must be in place by then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torchport.engine import tracked
+from torchport.engine.tracked import freeze, spoil, was_written
+from torchport.engine.verdicts import DiffersError, Operators, watching
+
+__all__ = [
+    "DiffersError",
+    "Operators",
+    "array",
+    "begin_trace",
+    "call_jax",
+    "call_kernel",
+    "call_torch",
+    "constant",
+    "difference",
+    "freeze",
+    "is_host_tensor",
+    "is_traced",
+    "is_traced_value",
+    "missing_operator",
+    "operators",
+    "spoil",
+    "was_written",
+    "watching",
+    "wide",
+]
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,11 +48,43 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return interop.call_jax(function, *args, **kwargs)
 
 
+def call_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a JAX function that knows 32-bit types alone; see `call_jax`. Wider arguments become 32-bit."""
+    import jax
+
+    def narrow(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+        with jax.enable_x64(False):
+            return function(*args, **kwargs)
+
+    return call_jax(functools.partial(narrow, function), *args, **kwargs)
+
+
+def _narrow(value: Any) -> Any:
+    import jax
+
+    if not isinstance(value, jax.Array) or value.dtype.name not in _NARROW:
+        return value
+    return value.astype(_NARROW[value.dtype.name])
+
+
+_NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
+
+
 def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a PyTorch function with JAX arrays, and returns what it returns as arrays; `jax.jit` may trace it."""
     from torchax import interop
 
-    return interop.call_torch(function, *args, **kwargs)
+    with wide():
+        return interop.call_torch(function, *args, **kwargs)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which JAX has 64-bit types, as PyTorch has: tracing and lowering are done in it."""
+    import jax
+
+    context: contextlib.AbstractContextManager[Any] = jax.enable_x64(True)
+    return context
 
 
 def is_traced(value: object) -> bool:
@@ -58,6 +117,11 @@ def missing_operator(error: BaseException) -> str | None:
     return f"torch.ops.{name[1]}:{name[2]}{name[3] or '.default'}" if name else ""
 
 
+def difference(error: BaseException) -> str | None:
+    """Returns the operator that would compute something else than PyTorch's, and how; None for another exception."""
+    return str(error) if isinstance(error, DiffersError) else None
+
+
 def is_host_tensor(error: BaseException) -> bool:
     """Returns whether an exception says that a tensor of the host meets one of the engine, or one on meta."""
     return isinstance(error, AssertionError | RuntimeError) and _HOST_TENSOR.search(str(error)) is not None
@@ -88,6 +152,7 @@ def begin_trace() -> None:
     import torchax
 
     torchax.default_env().config.force_materialize_views = True
+    tracked.install(torchax.default_env())
 
 
 @contextlib.contextmanager

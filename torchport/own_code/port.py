@@ -219,6 +219,7 @@ class Ported(torch.nn.Module):
         """Returns what the module returns for these arguments, on the host.
 
         Raises:
+            ForeignError: An exception of the module's code, or of PyTorch's or JAX's at one of its calls.
             UnmatchedError: An input that no rule matches.
             MeshError: A dim that its axes do not divide.
             StaleTraceError: It is compiled outside of its patches.
@@ -251,14 +252,16 @@ class Ported(torch.nn.Module):
         return _Call(tree, tuple(fixed), tuple(tensors), tuple(regions)), tensors
 
     def _owners(self) -> failure.Owners:
-        """Returns whose code the module runs. Its own package is upstream also where no card names it."""
-        session, package = self.session, type(self.original).__module__.partition(".")[0]
+        """Returns whose code the module runs. The packages of its parts are upstream also where no card names them."""
+        session = self.session
+        packages = {type(part).__module__.partition(".")[0] for part in self.original.modules()}
         return failure.Owners(
             session.pack,
             session.card,
             session.document,
             lambda: [record.entry for record in session.ledger.records],
-            others=frozenset({package} - {"__main__"}),  # a script can be edited, and no patch can name it
+            others=frozenset(packages - {"__main__"}),  # a script can be edited, and no patch can name it
+            is_script=True,
         )
 
     def _constant(self, name: str, value: Any) -> Any:

@@ -83,6 +83,7 @@ class Journey:
         self.seconds: dict[str, float] = {}
         self.steps = self.begins = 0
         self._programs: dict[str, list[dict[str, Any]]] = {}  # a manifest's rows of them, by stage
+        self.operators: dict[str, str] = {}  # how many its programs call, by stage
         self._manifests: dict[str, Manifest] = {}  # of the stages that this run has finished, now or before a stop
         self._shas: dict[str, str] = {}  # of artefacts read or written, by stage
         self._settings: dict[str, Any] = {}  # of all artefacts so far, from this run or others
@@ -210,6 +211,8 @@ class Journey:
         lap("run")
         compiled = call.compiled if isinstance(call, StepCached) else call
         self._programs[stage.name] = compiled.rows() if isinstance(compiled, compile.Compiled) else []
+        if isinstance(compiled, compile.Compiled) and compiled.jit:
+            self.operators[stage.name] = compiled.called()
         for line in memory.lines(compiled, devices(self.task.machine)) if self._execution.memory else ():
             log.info("memory of '%s': %s", stage.name, line)
         compiling = call.seconds if isinstance(call, compile.Compiled | StepCached) else 0.0
@@ -382,7 +385,8 @@ def _write_manifest(task: Task, video: Path | None, finished: Mapping[str, Manif
     """
     manifests = {name: finished.get(name) or save.readable_manifest(save.file_of(task.folder, name)) for name in STAGES}
     stages = {name: manifest.model_dump() for name, manifest in manifests.items() if manifest is not None}
-    rows = [row for stage in stages.values() for row in stage["patches"]]
+    # A lowering that nothing called has changed nothing.
+    rows = [row for stage in stages.values() for row in stage["patches"] if row["state"] != "armed"]
     caches = [
         {
             "id": f"cache {row['kind']}",

@@ -42,6 +42,8 @@ class Summary:
     steps: int  #: Denoising steps that this run took.
     #: The upstream and its commit, if it is a checkout.
     upstream: checkout.Upstream | None = None
+    #: By stage, how many operators its programs call, and how many of them compute what PyTorch does.
+    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run(request: Request, cluster: hosts.Cluster | None = None) -> Summary:
@@ -97,7 +99,9 @@ def summary(journey: Journey) -> Summary:
     Raises:
         OutputError: The folder cannot be written.
     """
-    return Summary(journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream)
+    return Summary(
+        journey.task.folder, journey.finish(), journey.seconds, journey.steps, journey.upstream, journey.operators
+    )
 
 
 @contextlib.contextmanager

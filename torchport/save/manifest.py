@@ -55,9 +55,13 @@ class UpstreamRow(ManifestPart):
 
 
 class ProgramRow(ManifestPart):
-    """A program as a manifest lists it: whether JAX's cache delivered its executable."""
+    """A program as a manifest lists it: whether JAX's cache delivered its executable, and what it computes otherwise.
+
+    `operators` has the number of those that compute what PyTorch does, and the names of all others: docs/engine.md.
+    """
 
     jax_cache: bool
+    operators: dict[str, Any] = {}
 
 
 class CacheRow(ManifestPart):

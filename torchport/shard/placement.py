@@ -321,7 +321,10 @@ KINDS = {
     torch.bfloat16: ml_dtypes.bfloat16,
     torch.float32: numpy.float32,
     torch.float16: numpy.float16,
-    torch.int64: numpy.int32,
+    torch.int64: numpy.int64,
+    torch.float64: numpy.float64,
+    torch.complex128: numpy.complex128,
+    torch.complex64: numpy.complex64,
     torch.int32: numpy.int32,
     torch.bool: numpy.bool_,
 }
@@ -336,10 +339,11 @@ def shape(tensor: torch.Tensor, where: NamedSharding) -> jax.ShapeDtypeStruct:
 def to_jax(tensor: torch.Tensor, where: NamedSharding) -> jax.Array:
     """Returns a torch tensor in host memory as a JAX array, each device receiving only its own part.
 
-    64-bit integers become 32-bit: JAX has no others unless asked, and token ids and masks fit.
+    Its dtype stays: JAX has 64-bit types where it is asked for them.
     """
     array = _to_numpy(tensor)
-    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
@@ -364,20 +368,11 @@ def _to_numpy(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array = tensor.numpy()
-    if array.dtype in (numpy.float64, numpy.complex128):
-        raise _unrepresentable(tensor, "It would be rounded: JAX has 32-bit numbers", "Cast it where that is meant")
-    if array.dtype != numpy.int64:
-        return array
-    narrow = array.astype(numpy.int32)
-    if (narrow != array).any():
-        value = int(array[narrow != array][0]) if array.ndim else int(array)
-        raise _unrepresentable(tensor, f"It holds {value}, and JAX has 32-bit integers", "Keep integers within 32 bits")
-    return narrow
-
-
-def _unrepresentable(tensor: torch.Tensor, fact: str, remedy: str) -> PlacementError:
-    return PlacementError(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}", fact, remedy)
+    try:
+        return tensor.numpy()
+    except TypeError as error:
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        raise PlacementError(kind, "NumPy has no such numbers", "Cast it where that is meant") from error
 
 
 def named_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

@@ -14,9 +14,6 @@ from torch.utils import _pytree as pytree
 from torchport.errors import HostTensorError
 from torchport.files.folder import as_named
 
-LIMIT = 2**20
-"""Bytes of the largest constant. Larger ones make programs slow to compile, and every device holds them whole."""
-
 RANDOM = {
     *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli, torch.multinomial),
     *(torch.rand_like, torch.randn_like, torch.randint_like, torch.Tensor.normal_, torch.Tensor.uniform_),
@@ -48,13 +45,13 @@ class Constants(TorchFunctionMode):
         """Calls a function, with constants in place of the host's tensors.
 
         Raises:
-            HostTensorError: A constant that is too large, random or would be rounded, or a tensor of the host that the
+            HostTensorError: A constant that is random, or a tensor of the host that the
                 function writes to.
         """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
             dtype = kwargs.get("dtype") or args[0].dtype
-            return self.convert(check(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"})))
+            return self.convert(torch.tensor(*args[1:], **{**kwargs, "dtype": dtype, "device": "cpu"}))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(map(is_host, tensors)) and any(map(self.is_networks, tensors)):
             name = getattr(function, "__name__", "")
@@ -71,16 +68,12 @@ class Constants(TorchFunctionMode):
         return output
 
     def _constant(self, tensor: torch.Tensor) -> Any:
-        return self.convert(check(tensor)) if is_host(tensor) and tensor.ndim else tensor
+        return self.convert(tensor) if is_host(tensor) and tensor.ndim else tensor
 
 
 def converted(tree: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
-    """Returns a tree with `convert(tensor)` in place of each tensor of the host.
-
-    Raises:
-        HostTensorError: One that cannot be a constant; see `check`.
-    """
-    return pytree.tree_map_only(torch.Tensor, lambda leaf: convert(check(leaf)) if is_host(leaf) else leaf, tree)
+    """Returns a tree with `convert(tensor)` in place of each tensor of the host."""
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: convert(leaf) if is_host(leaf) else leaf, tree)
 
 
 def is_host(value: Any) -> bool:
@@ -91,26 +84,6 @@ def is_host(value: Any) -> bool:
 def _writes(name: str) -> bool:
     """Whether a function of PyTorch changes its first argument, by its name: `copy_`, `__setitem__`, `__iadd__`."""
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
-
-
-def check(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the host that can be a constant of a program, as it is.
-
-    Raises:
-        HostTensorError: It is too large, has 64-bit floating-point numbers, or integers that 32 bits do not hold.
-    """
-    what = f"A tensor of the host, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, meets the network's"
-    if tensor.dtype in (torch.float64, torch.complex128):
-        fact = f"{what}, and would be rounded: JAX has 32-bit numbers"
-        raise HostTensorError(place(), fact, "Cast it to float32 where that is meant")
-    size = tensor.numel() * tensor.dtype.itemsize
-    if size > LIMIT:
-        fact = f"{what}; as a constant of the program it would have {size:,} bytes, and {LIMIT:,} are the limit"
-        remedy = "Make it a buffer of the module in the function that `Stage.prepare` names, or an input of the network"
-        raise HostTensorError(place(), fact, remedy)
-    if tensor.dtype == torch.int64 and not torch.equal(tensor.int().long(), tensor):
-        raise HostTensorError(place(), f"{what}, and JAX has 32-bit integers", "Keep integers within 32 bits")
-    return tensor
 
 
 def place() -> str:

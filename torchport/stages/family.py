@@ -194,7 +194,7 @@ class Stage:
         loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
         call: How the network is called, `call(module, settings=..., **inputs)`; by default with the inputs as keywords.
             It is traced. A tensor that it makes on the host becomes a constant of the program when it meets one of the
-            network's, up to 1 MiB; make larger ones buffers of the module in `prepare`.
+            network's.
         outputs: Names of what the network returns, in the order of a tuple or list, or else its keys or attributes:
             `("frames", "cache")`. With them a call returns a tuple of all; without them the first output alone.
         keeps: Those of `outputs` that stay on the devices: caches, which are inputs of the same name in a later call.

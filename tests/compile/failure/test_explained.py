@@ -143,13 +143,13 @@ def test_a_tensor_of_the_host_that_cannot_be_a_constant_is_refused_with_what_to_
         ("patches/up/stages.py", "return module(x)", "pack/patches/up/stages.py:26"),
         ("up/model.py", "return y", "site/up/model.py:14"),
     ):
-        wide = f"{old} + torch.arange(4.0, dtype=torch.float64)"
-        port.change(file, old, wide)
+        drawn = f"{old} + torch.randn(4)"
+        port.change(file, old, drawn)
         assert refused(port, errors.HostTensorError) == [
-            f"{place}: A tensor of the host, float64 [4], meets the network's, and would be rounded: JAX has 32-bit "
-            "numbers. Cast it to float32 where that is meant."
+            f"{place}: 'randn' draws numbers while the network is traced, the same for every call. Draw them in the "
+            "stage's verb, and pass them as an input."
         ]
-        port.change(file, wide, f"{old} + torch.arange(4.0)")
+        port.change(file, drawn, f"{old} + torch.arange(4.0)")
         assert carried().steps == 1
         port.forget()
 

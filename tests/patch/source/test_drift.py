@@ -343,6 +343,19 @@ def test_an_upstream_outside_fits_is_refused(world, monkeypatch):
         _apply(_with_fits(world, '{up: ">=1"}'))
 
 
+def test_a_patch_that_is_not_needed_steps_aside_where_it_would_not_fit(world, monkeypatch):
+    """The fault ended with version 2, so nobody has reviewed the patch against version 3."""
+    _installed(monkeypatch, {"up": "3.1"})
+    world.one("replace: p.py:new", "up.m:f", 'needed: {up: "<=2"}')
+    file = world.patches / "up" / "p.yaml"
+    file.write_text(file.read_text().replace('fits: {up: "*"}', 'fits: {up: "<=2"}'))
+    with patch.applied(patch.read(world.patches, ["up"])) as ledger:
+        assert ledger.records[0].state() == "not needed"
+    _installed(monkeypatch, {})
+    with pytest.raises(UnsupportedError, match="up <=2 is asked for, and no version of it is known"):
+        _apply(patch.read(world.patches, ["up"]))
+
+
 @pytest.mark.parametrize(
     ("version", "fits"), [("2.13.0+cpu", "==2.13.0"), ("3.0.dev5", ">=2.9"), ("2.9.0rc1", ">=2.9.0rc0"), ("1.0", "*")]
 )

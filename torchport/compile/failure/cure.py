@@ -21,6 +21,7 @@ from torchport.errors import (
     ForeignError,
     HostTensorError,
     NoLoweringError,
+    OperatorError,
     TracedValueError,
     UnreadableError,
 )
@@ -32,6 +33,12 @@ from torchport.source.modules import SourceFile
 
 Cure = tuple[str, str, Proposal | None]
 """Fact, remedy, and an entry to paste."""
+EDITED = {
+    "family": "It is the family's code: mend it there",
+    "patch": "It is a patch's function: mend it there",
+    "script": "It is your own code: mend it there",
+}
+"""Owners whose code is edited, not patched, and what is said of it."""
 
 
 def reason(error: BaseException) -> str:
@@ -57,7 +64,7 @@ class Failure:
     @property
     def home(self) -> str:
         """The module whose upstream an entry is for; of a family or a patch, the folder that it stands in."""
-        return self.frame.module.removeprefix("torchport_patches.")
+        return "script" if self.frame.owner == "script" else self.frame.module.removeprefix("torchport_patches.")
 
     def kind(self) -> type[ForeignError]:
         """Returns the class of its error."""
@@ -67,13 +74,15 @@ class Failure:
             return CudaError
         if engine.missing_operator(self.error) is not None:
             return NoLoweringError
+        if engine.difference(self.error) is not None:
+            return OperatorError
         if engine.is_host_tensor(self.error):
             return HostTensorError
         return TracedValueError if engine.is_traced_value(self.error) else ForeignError
 
     def rewritten(self, why: str) -> Proposal | None:
         """Returns the entry that rewrites its statement. None outside upstream and outside functions."""
-        if self.frame.owner in ("family", "patch") or not self.frame.file.endswith(".py"):
+        if self.frame.owner in EDITED or not self.frame.file.endswith(".py"):
             return None
         text = "".join(linecache.getlines(self.frame.file))
         source = SourceFile(self.frame.module, self.frame.file, text)
@@ -86,8 +95,7 @@ class Failure:
         """Returns the remedy: the entry to paste, or whose code is to be mended."""
         if entry is not None:
             return f"{cure}: {_small(entry.remedy(self.owners.listed))}" if cure else entry.remedy(self.owners.listed)
-        whose = {"family": "It is the family's code: mend it there", "patch": "It is a patch's function: mend it there"}
-        place = whose.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
+        place = EDITED.get(self.frame.owner, "It runs outside all functions, where no statement can be rewritten")
         return f"{place}. {cure}" if cure else place
 
 
@@ -103,6 +111,12 @@ def _host_tensor(failure: Failure) -> Cure:
         "the network in Stage.prepare"
     )
     return fact, failure.remedy(cure, entry), entry
+
+
+def _operator(failure: Failure) -> Cure:
+    entry = failure.rewritten("Calls an operator that computes something else than in PyTorch.")
+    fact = f"{failure.frame.caller} calls {engine.difference(failure.error)}"
+    return fact, failure.remedy("Compute it with other operators, and write to a copy", entry), entry
 
 
 def _traced_value(failure: Failure) -> Cure:
@@ -193,7 +207,7 @@ def _absent_package(failure: Failure) -> Cure:
     stub = next((entry for entry in stubs if entry.package == package), None)
     if stub is not None:
         return fact, f"Add {failure.frame.module} to 'importers' of '{stub.id}' in {stub.place}", None
-    if failure.frame.owner in ("family", "patch"):
+    if failure.frame.owner in EDITED:
         return fact, failure.remedy(f"Install {package}, or leave the import out", None), None
     imported, why = _import_at(failure.frame), f"Imports {package}, which is not installed."
     # A stub serves no import that is a call.
@@ -221,7 +235,8 @@ def _import_at(frame: Frame) -> ast.stmt | None:
 def _any(failure: Failure) -> Cure:
     fact = f"{failure.frame.caller} raises {failure.reason}"
     if failure.frame.owner == "upstream":
-        return fact, "Call it otherwise in the family, or patch it: docs/patches.md", None
+        where = "" if failure.owners.is_script else " in the family"
+        return fact, f"Call it otherwise{where}, or patch it: docs/patches.md", None
     return fact, failure.remedy("", None), None
 
 
@@ -229,6 +244,7 @@ CURES: dict[type[ForeignError], Callable[[Failure], Cure]] = {
     HostTensorError: _host_tensor,
     TracedValueError: _traced_value,
     NoLoweringError: _no_lowering,
+    OperatorError: _operator,
     CudaError: _cuda,
     AbsentPackageError: _absent_package,
     ForeignError: _any,

@@ -6,7 +6,7 @@ import functools
 import traceback
 
 from torchport.compile.failure.cure import CURES, Failure
-from torchport.compile.failure.frames import OURS, Owners, culprit, frames, of_syntax
+from torchport.compile.failure.frames import OURS, Owners, caller, culprit, frames, of_syntax
 from torchport.errors import ForeignError
 from torchport.patch.declared.replacement import Explained
 
@@ -32,19 +32,24 @@ def error_of(owners: Owners, exception: BaseException) -> ForeignError | None:
     unparsed = of_syntax(causes[-1])
     every += [unparsed] if unparsed is not None else []
     frame = unparsed or culprit(causes[-1], every)
+    if frame is None and owners.is_script:
+        frame = caller(every, owners)
     if frame is None:
         return None
+    if frame not in every:
+        every.insert(0, frame)
     failure = Failure(owners, causes[-1], frame, every)
     kind = failure.kind()
     fact, remedy, entry = CURES[kind](failure)
     error = kind(frame.place, fact, remedy, owner=frame.owner)
-    ours = [one for one in every if one.owner in OURS or one is frame]
+    ours = [one for one in every if one.owner in OURS or one == frame]
     # A comprehension has a frame of its own, on its function's line.
     listed = [one for one, inner in zip(ours, [*ours[1:], None], strict=True) if one != inner][-MOST_FRAMES:]
-    left_out = len(every) - len(listed)
+    more = f"{len(every) - len(listed)} more frames: "
+    more += "its __cause__ has them" if owners.is_script else "torchport -v COMMAND"
     error.details = [
         *(one.text() for one in listed),
-        f"  {failure.reason}  ({left_out} more frames: torchport -v COMMAND)",
+        f"  {failure.reason}  ({more})",
         *(entry.text.splitlines() if entry else ()),
     ]
     error.trace = "".join(traceback.format_exception(exception))

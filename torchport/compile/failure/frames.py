@@ -209,13 +209,13 @@ def _name(qualified: str) -> str:
 
 
 def _owner(module: str, file: str, owners: Owners) -> Owner:
+    if module.startswith(("torchport.engine", "torchport_patches.torchax")):  # they call what upstream's line asks for
+        return "engine"
     package = module.partition(".")[0]
     if package == "torchport_patches":
         return "family" if module == owners.family else "patch"
     if package in owners.packages:
         return "upstream"
-    if module.startswith("torchport.engine"):  # it calls what upstream's line asks for
-        return "engine"
     if package == "torchport":
         return "torchport"
     if package == "__main__" and owners.is_script:

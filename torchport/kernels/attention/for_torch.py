@@ -45,7 +45,7 @@ def attention(
     from torchport.kernels.attention import dispatch
 
     inputs = {"lengths": lengths, "scale": scale, "causal": causal, "bound": bound}
-    output: torch.Tensor = engine.call_jax(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
+    output: torch.Tensor = engine.call_kernel(dispatch.attention, q_BHSD, k_BHTD, v_BHTD, **inputs)
     return output
 
 
@@ -174,7 +174,7 @@ def _by_kernel(
         return form.linear_of_parts(out, weight, bias), rest
 
     both = [None if stream is None else tensors(stream) for stream in (tokens, further)]
-    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_jax(
+    output: tuple[torch.Tensor, torch.Tensor | None] = engine.call_kernel(
         run, *both, tuple(rotary), lengths, project.weight, project.bias
     )
     return output

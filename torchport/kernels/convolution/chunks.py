@@ -87,13 +87,13 @@ def scanned(step: Callable[[Any], Any], size: int, x_BCTHW: jax.Array) -> jax.Ar
         return made
 
     chunks = jnp.moveaxis(x_BCTHW.reshape(batch, channels, count, size, height, width), 2, 0)
-    left = jax.eval_shape(functools.partial(run, None), jnp.asarray(0), chunks[0])[1]
+    left = jax.eval_shape(functools.partial(run, None), jnp.int32(0), chunks[0])[1]
     start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in left]
 
     def body(values: list[Any], item: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
         out, values = run(values, item[0], item[1])
         return values, out
 
-    _, outs = jax.lax.scan(body, start, (jnp.arange(count), chunks))
+    _, outs = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.int32), chunks))
     joined = jnp.moveaxis(outs, 0, 2)
     return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])

@@ -138,7 +138,7 @@ def conv3d(
     if tape is not None and (carry := tape.take()) is not None:
         operands |= {"carry": carry, "first": tape.first}
     run = functools.partial(forms.convolved, request)
-    out, left = engine.call_jax(run, x_BCTHW, weight_DCTHW, bias_D, **operands)
+    out, left = engine.call_kernel(run, x_BCTHW, weight_DCTHW, bias_D, **operands)
     if tape is not None:
         tape.leave(left)
     result: torch.Tensor = out
@@ -235,7 +235,7 @@ def batch_moments(x_BCTHW: torch.Tensor, groups: int) -> tuple[torch.Tensor, tor
     if engine.is_traced(x_BCTHW):
         from torchport.kernels.convolution import moments
 
-        mean, variance = engine.call_jax(functools.partial(moments.of_frames, groups), x_BCTHW)
+        mean, variance = engine.call_kernel(functools.partial(moments.of_frames, groups), x_BCTHW)
     else:
         grouped = x_BCTHW.float().reshape(x_BCTHW.shape[0], groups, -1, *x_BCTHW.shape[2:])
         variance, mean = torch.var_mean(grouped, (2, 4, 5), correction=0)
@@ -320,7 +320,7 @@ def frame_attention(
     if engine.is_traced(q_BCTHW):
         from torchport.kernels.convolution import frame_attention as form
 
-        out: torch.Tensor = engine.call_jax(functools.partial(form.attention, causal), q_BCTHW, k_BCTHW, v_BCTHW)
+        out: torch.Tensor = engine.call_kernel(functools.partial(form.attention, causal), q_BCTHW, k_BCTHW, v_BCTHW)
         return out
     frames = q_BCTHW.shape[2]
     q, k, v = (x.flatten(3).permute(0, 2, 3, 1) for x in (q_BCTHW, k_BCTHW, v_BCTHW))  # [B, T, H * W, C]

@@ -32,15 +32,18 @@ def outcome(entry: Entry, probe: bool = True) -> str | None:
         probe: Whether its probe is run; without it the fault counts as there.
 
     Raises:
-        UnsupportedError: The upstream that is installed is outside `fits`.
+        UnsupportedError: The upstream that is installed is outside `fits`, and not outside `needed`.
     """
-    misfit = _outside(entry.fits)
+    ranges = {name: text for name, text in (entry.needed or {}).items() if name != "probe"}
+    unaffected = _outside(ranges)
+    # Where a version is unknown, only `fits` can say whether the patch was written for this upstream.
+    is_known = all(installed(name) is not None for name in ranges)
+    misfit = None if unaffected and is_known else _outside(entry.fits)
     if misfit:
         fact = f"'{entry.id}' does not fit: {misfit}"
         raise UnsupportedError(entry.place, fact, "Review it against that version and widen 'fits'", patch=entry.id)
     if entry.stub is not None and PathFinder.find_spec(entry.stub.package) is not None:
         return f"{entry.stub.package} is installed"
-    unaffected = _outside({name: text for name, text in (entry.needed or {}).items() if name != "probe"})
     if unaffected:
         return f"{unaffected}; delete the entry when no supported upstream needs it"
     if probe and entry.needed and "probe" in entry.needed and not _run_probe(entry, entry.needed["probe"]):

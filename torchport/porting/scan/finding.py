@@ -72,7 +72,7 @@ _ALL = (
         "PS104",
         "host-tensor",
         "A tensor is made on the host on every call.",
-        "Where it meets a traced tensor it becomes a constant of the program. Above 1 MiB that is refused (TP902).",
+        "Where it meets a traced tensor it becomes a constant of the program. Random numbers are refused (TP902).",
         "Make it on the device of a traced tensor, or once in `Stage.prepare`, as a buffer. A small one can stay.",
         "minutes",
         "replace",

@@ -96,7 +96,7 @@ class GoingOn(TorchFunctionMode):
             return self._scalar(error, name, tensors[0])
         if engine.is_traced_value(error) and any(map(is_networks, tensors)):
             return self._by_value(error, function, args, kwargs)
-        if engine.missing_operator(error) is not None:
+        if engine.missing_operator(error) is not None or engine.difference(error) is not None:
             return self._unlowered(error, function, args, kwargs)
         raise error
 

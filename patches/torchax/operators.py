@@ -1,0 +1,325 @@
+"""Lowerings of torchax's that computed something else than PyTorch, or stopped with an exception."""
+
+from __future__ import annotations
+
+import torch
+
+from torchport import engine
+
+
+def argmax(self, dim=None, keepdim=False):
+    """Returns the place of the greatest value, int64."""
+    return _place("argmax", self, dim, keepdim)
+
+
+def argmin(self, dim=None, keepdim=False):
+    """Returns the place of the least value, int64."""
+    return _place("argmin", self, dim, keepdim)
+
+
+def max_dim(self, dim, keepdim=False):
+    """Returns the greatest values along a dim, and their places."""
+    return torch.amax(self, dim, keepdim), _place("argmax", self, dim, keepdim)
+
+
+def min_dim(self, dim, keepdim=False):
+    """Returns the least values along a dim, and their places."""
+    return torch.amin(self, dim, keepdim), _place("argmin", self, dim, keepdim)
+
+
+def _place(name, x, dim, keepdim):
+    """Returns what `jax.lax.argmax` and `jax.lax.argmin` compute: in 32 bits, since 64 have no lowering for a TPU."""
+    import jax
+    import jax.numpy as jnp
+
+    def place(x):
+        shape = x.shape
+        flat, axis = (x.ravel(), 0) if dim is None or not shape else (x, dim % len(shape))
+        found = getattr(jax.lax, name)(flat, axis, jnp.int32).astype(jnp.int64)
+        if not keepdim or not shape:
+            return found
+        return found.reshape([1] * len(shape)) if dim is None else jnp.expand_dims(found, axis)
+
+    return engine.call_jax(place, x)
+
+
+def mean(self, dim=None, keepdim=False, *, dtype=None):
+    """Returns the mean over dims, computed in a dtype."""
+    import jax.numpy as jnp
+
+    x = self if dtype is None else self.to(dtype)
+    dims = None if dim in (None, []) or not x.dim() else dim if isinstance(dim, int) else tuple(dim)
+    return engine.call_jax(lambda x: jnp.mean(x, dims, keepdims=keepdim), x)
+
+
+def view_dtype(self, dtype):
+    """Returns a tensor's bytes as another dtype, of the last dim's neighbours where the sizes differ."""
+    import jax
+    from torchax.ops import mappings
+
+    target = mappings.t2j_dtype(dtype)
+
+    def bits(x):
+        if x.dtype.itemsize < target.itemsize:
+            x = x.reshape(*x.shape[:-1], -1, target.itemsize // x.dtype.itemsize)
+        out = jax.lax.bitcast_convert_type(x, target)
+        return out.reshape(*out.shape[:-2], -1) if out.ndim > self.dim() else out
+
+    return engine.call_jax(bits, self)
+
+
+def linear(input, weight, bias=None):
+    """Returns `input @ weight.mT + bias`."""
+    import jax.numpy as jnp
+
+    def product(input, weight, bias=None):
+        out = jnp.einsum("...a,ba->...b", input, weight)
+        return out if bias is None else out + bias
+
+    return engine.call_jax(product, input, weight, *([] if bias is None else [bias]))
+
+
+def addmm(self, mat1, mat2, *, beta=1, alpha=1):
+    """Returns `beta * self + alpha * (mat1 @ mat2)`; `self` is not read where `beta` is 0."""
+    import jax.numpy as jnp
+
+    def product(base, one, two):
+        out = jnp.matmul(one, two)
+        out = out if alpha == 1 else out * jnp.asarray(alpha, out.dtype)
+        if beta == 0:
+            return out
+        return (base if beta == 1 else base * jnp.asarray(beta, base.dtype)) + out
+
+    return engine.call_jax(product, self, mat1, mat2)
+
+
+def _each(value, count):
+    """Returns an option of pooling with one number for each dim."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * count if len(values) == 1 else values
+
+
+def _windows(sizes, kernel, stride, padding, dilation, ceil_mode):
+    """Returns how many windows each dim has, and its padding before and after."""
+    counts, pads = [], []
+    for size, width, step, pad, spread in zip(sizes, kernel, stride, padding, dilation, strict=True):
+        reach = spread * (width - 1) + 1
+        count = -(-(size + 2 * pad - reach) // step) if ceil_mode else (size + 2 * pad - reach) // step
+        count += 1
+        if ceil_mode and (count - 1) * step >= size + pad:
+            count -= 1  # the last window starts inside of the image or its left padding
+        counts.append(count)
+        pads.append((pad, max(0, (count - 1) * step + reach - size - pad)))
+    return counts, pads
+
+
+def avg_pool2d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    """Returns the mean of each window of the last two dims."""
+    return _mean_of_windows(2, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+
+def avg_pool3d(self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    """Returns the mean of each window of the last three dims."""
+    return _mean_of_windows(3, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+
+def _mean_of_windows(dims, x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+    """Returns means, of bfloat16 computed in float32 as PyTorch does."""
+    import jax
+    import jax.numpy as jnp
+    import numpy
+
+    kernel, padding = _each(kernel_size, dims), _each(padding, dims)
+    stride = _each(stride, dims) or kernel
+    sizes = x.shape[-dims:]
+    counts, pads = _windows(sizes, kernel, stride, padding, [1] * dims, ceil_mode)
+    divisor = numpy.ones([1] * dims, numpy.int64)
+    for dim in range(dims):
+        start = numpy.arange(counts[dim]) * stride[dim] - padding[dim]
+        end = numpy.minimum(start + kernel[dim], sizes[dim] + padding[dim])
+        if not count_include_pad:
+            start, end = numpy.maximum(start, 0), numpy.minimum(end, sizes[dim])
+        divisor = divisor * (end - start).reshape([-1 if other == dim else 1 for other in range(dims)])
+    if divisor_override is not None:
+        divisor = divisor_override
+
+    def means(x):
+        dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        batch = x.ndim - dims
+        ones, zeros = [1] * batch, [(0, 0)] * batch
+        start = numpy.zeros((), dtype)
+        sums = jax.lax.reduce_window(
+            x.astype(dtype), start, jax.lax.add, [*ones, *kernel], [*ones, *stride], [*zeros, *pads]
+        )
+        by = jnp.asarray(divisor, dtype)
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        return (jax.lax.div(sums, jnp.broadcast_to(by, sums.shape)) if whole else sums / by).astype(x.dtype)
+
+    return engine.call_jax(means, x)
+
+
+def max_pool2d(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
+    """Returns the greatest value of each window of the last two dims, and its place."""
+    return _greatest_of_windows(2, self, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def max_pool3d(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
+    """Returns the greatest value of each window of the last three dims, and its place."""
+    return _greatest_of_windows(3, self, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def _greatest_of_windows(dims, x, kernel_size, stride, padding, dilation, ceil_mode):
+    import jax
+    import jax.numpy as jnp
+    import numpy
+
+    kernel, padding, dilation = _each(kernel_size, dims), _each(padding, dims), _each(dilation, dims)
+    stride = _each(stride, dims) or kernel
+    _, pads = _windows(x.shape[-dims:], kernel, stride, padding, dilation, ceil_mode)
+
+    def later(one, two):
+        place, value = one
+        other_place, other = two
+        kept = (value >= other) | (value != value)
+        return jnp.where(kept, place, other_place), jnp.where(kept, value, other)
+
+    def greatest(x):
+        whole = jnp.issubdtype(x.dtype, jnp.integer)
+        least = numpy.asarray(jnp.iinfo(x.dtype).min if whole else -jnp.inf, x.dtype)
+        ones, zeros = [1] * (x.ndim - dims), [(0, 0)] * (x.ndim - dims)
+        window = [*ones, *kernel], [*ones, *stride], [*zeros, *pads], None, [*ones, *dilation]
+        sizes = x.shape[-dims:]
+        places = jnp.broadcast_to(jnp.arange(int(numpy.prod(sizes)), dtype=jnp.int32).reshape(sizes), x.shape)
+        values = jax.lax.reduce_window(x, least, jax.lax.max, *window)
+        places, _ = jax.lax.reduce_window((places, x), (numpy.int32(0), least), later, *window)
+        return values, places.astype(jnp.int64)
+
+    return engine.call_jax(greatest, x)
+
+
+def adaptive_max_pool2d(self, output_size):
+    """Returns the greatest value of each of so many parts of the last two dims, and its place."""
+    return _greatest_of_parts(2, self, output_size)
+
+
+def adaptive_max_pool3d(self, output_size):
+    """Returns the greatest value of each of so many parts of the last three dims, and its place."""
+    return _greatest_of_parts(3, self, output_size)
+
+
+def _greatest_of_parts(dims, x, output_size):
+    import jax
+    import jax.numpy as jnp
+    import numpy
+
+    sizes, flat = x.shape[-dims:], numpy.zeros([1] * 2 * dims, numpy.int32)
+    for dim, (size, count) in enumerate(zip(sizes, _each(output_size, dims), strict=True)):
+        start = numpy.arange(count) * size // count
+        end = -(-(numpy.arange(count) + 1) * size // count)
+        width = int((end - start).max(initial=1))
+        rows = numpy.minimum(start[:, None] + numpy.arange(width), end[:, None] - 1)  # a shorter part's end, again
+        shape = [1] * 2 * dims
+        shape[dim], shape[dims + dim] = rows.shape
+        flat = flat * size + rows.reshape(shape)
+    places = flat.reshape(*flat.shape[:dims], -1).astype(numpy.int32)
+
+    def greatest(x):
+        parts = x.reshape(*x.shape[:-dims], -1)[..., places]
+        chosen = jax.lax.argmax(parts, parts.ndim - 1, jnp.int32)[..., None]
+        values = jnp.take_along_axis(parts, chosen, -1)[..., 0]
+        found = jnp.take_along_axis(jnp.broadcast_to(places, parts.shape), chosen, -1)[..., 0]
+        return values, found.astype(jnp.int64)
+
+    return engine.call_jax(greatest, x)
+
+
+def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
+    """Returns a batch normalized, its means and inverse deviations; in training it writes to running statistics."""
+    import jax.numpy as jnp
+
+    optional = {"weight": weight, "bias": bias, "mean": running_mean, "var": running_var}
+    names = [name for name, tensor in optional.items() if tensor is not None]
+    running = [tensor for tensor in (running_mean, running_var) if tensor is not None]
+
+    def normalized(x, *tensors):
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        given = {name: tensor.astype(wide) for name, tensor in zip(names, tensors, strict=True)}
+        dtype, x = x.dtype, jnp.moveaxis(x.astype(wide), 1, -1)
+        dims, updated = tuple(range(x.ndim - 1)), []
+        if training:
+            mean, var = x.mean(dims), x.var(dims)
+            count = x.size // x.shape[-1]
+            latest = {"mean": mean, "var": var * (count / max(count - 1, 1))}
+            updated = [momentum * latest[name] + (1 - momentum) * given[name] for name in latest if name in given]
+        else:
+            mean, var = given["mean"], given["var"]
+        inverse = 1 / jnp.sqrt(var + eps)
+        out = (x - mean) * (inverse * given.get("weight", 1)) + given.get("bias", 0)
+        return jnp.moveaxis(out, -1, 1).astype(dtype), mean, inverse, updated
+
+    out, mean, inverse, updated = engine.call_jax(normalized, input, *(optional[name] for name in names))
+    for tensor, new in zip(running, updated, strict=True) if training else ():
+        tensor.copy_(new)
+    return out, mean, inverse
+
+
+def flip(self, dims):
+    """Returns a tensor with dims in reverse; one without dims as it is."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x: jnp.flip(x, tuple(dims)) if x.ndim else x, self)
+
+
+def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=None, sorter=None):
+    """Returns how many values of sorted rows come before each value."""
+    import jax.numpy as jnp
+
+    after = right or side == "right"
+
+    def places(rows, values, order=None):
+        if order is not None:
+            rows = jnp.take_along_axis(rows, order, -1)
+        rows, values = rows if rows.ndim == 1 else jnp.expand_dims(rows, -2), jnp.expand_dims(values, -1)
+        before = ~(rows > values) if after else ~(rows >= values)  # a NaN comes after all
+        return before.sum(-1, dtype=jnp.int32).astype(jnp.int32 if out_int32 else jnp.int64)
+
+    def of_tensors(rows, *tensors):
+        tensors = list(tensors)
+        values = tensors.pop(0) if isinstance(self, torch.Tensor) else jnp.asarray(self, rows.dtype)
+        return places(rows, values, *tensors)
+
+    tensors = [tensor for tensor in (self, sorter) if isinstance(tensor, torch.Tensor)]
+    return engine.call_jax(of_tensors, sorted_sequence, *tensors)
+
+
+def ldexp(self, other):
+    """Returns a tensor times a power of 2."""
+    import jax.numpy as jnp
+
+    return engine.call_jax(lambda x, power: x * jnp.float32(2) ** power, self, other)
+
+
+def embedding_renorm_(self, indices, max_norm, norm_type):
+    """Shortens the rows of a table that are used and too long, in place."""
+    import jax.numpy as jnp
+
+    def shortened(table, places):
+        used = jnp.zeros(table.shape[0], bool).at[places.ravel()].set(True)
+        length = jnp.linalg.norm(table, ord=norm_type, axis=1)
+        scale = jnp.where(used & (length > max_norm), max_norm / (length + 1e-7), 1)
+        return (table * scale[:, None]).astype(table.dtype)
+
+    return self.copy_(engine.call_jax(shortened, self, indices))
+
+
+def repeat_interleave(repeats, *, output_size=None):
+    """Returns each place so many times as its number says; how many that are must be known."""
+    import jax.numpy as jnp
+
+    def places(repeats):
+        if output_size is None:
+            return jnp.repeat(jnp.arange(repeats.size), repeats)
+        ends = jnp.cumsum(repeats)
+        return (ends <= jnp.arange(output_size)[:, None]).sum(-1, dtype=jnp.int32).astype(jnp.int64)
+
+    return engine.call_jax(places, repeats)

@@ -1,0 +1,119 @@
+"""What the engine computes is what PyTorch computes: writes through views, stale views, dtypes, tables."""
+
+import jax
+import numpy
+import pytest
+import torch
+from fakes import forms
+
+from torchport import engine, patch, shard
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched(pack):
+    """torchax beside this torch needs its patches, as everything else does."""
+    with patch.applied(patch.read(pack.patches, ["torchax"])) as ledger:
+        engine.begin_trace()
+        with engine.operators({op.target: op.function for op in ledger.ops()}):
+            yield
+
+
+def x():
+    return torch.arange(12.0).reshape(2, 6)
+
+
+def traced(function):
+    """Returns what a function of x makes of it in a compiled program."""
+
+    def network(x):
+        with torch.no_grad():
+            return function(x)
+
+    array = jax.numpy.asarray(x().numpy())
+    with engine.wide():
+        program = jax.jit(lambda array: engine.call_torch(network, array)).trace(array)
+    return jax.tree.map(shard.to_torch, program.lower().compile()(array))
+
+
+@pytest.mark.parametrize("table", ["WRITES", "STALE", "DTYPES"])
+def test_small_programs_compute_what_they_compute_in_pytorch(table):
+    made = forms.functions(getattr(forms, table))
+    with torch.no_grad():
+        expected = {text: function(x()) for text, function in made.items()}
+    got = traced(lambda x: {text: function(x) for text, function in made.items()})
+    wrong = [text for text, value in expected.items() if not same(got[text], value)]
+    assert not wrong, "\n".join(f"{text}: {got[text]} and not {expected[text]}" for text in wrong)
+
+
+def same(got, expected):
+    """Whether two tensors have the same dtype, shape and values, up to the last digits of a sum or a division."""
+    alike = got.dtype == expected.dtype and got.shape == expected.shape
+    return alike and torch.allclose(got.double(), expected.double(), rtol=2e-7 if got.dtype != torch.float64 else 1e-15)
+
+
+@pytest.mark.parametrize("text", forms.functions(forms.REFUSED))
+def test_what_cannot_be_done_is_refused_while_it_is_traced(text):
+    def network(x):
+        engine.freeze(x, "an argument of the network")
+        return forms.functions(text)[text](x)
+
+    with pytest.raises((RuntimeError, jax.errors.NonConcreteBooleanIndexError, Exception)) as caught:
+        traced(network)
+    kinds = engine.difference(caught.value), engine.missing_operator(caught.value)
+    assert any(kinds) or engine.is_traced_value(caught.value) or "written-to tensor" in str(caught.value)
+
+
+def test_a_table_that_depends_on_no_input_is_pytorchs_own_bit_for_bit():
+    def table(device):
+        frequencies = torch.exp(-torch.arange(0, 128, device=device) / 128 * 9.21)
+        positions = torch.arange(0, 1000, device=device, dtype=torch.float64) * 37
+        return torch.outer(positions, frequencies.double()).sin().float()
+
+    assert traced(lambda x: table(x.device)).equal(table("cpu"))
+
+
+def test_the_value_of_a_table_may_be_asked_for():
+    def network(x):
+        lengths = torch.tensor([3, 2], device=x.device).cumsum(0)
+        return x[:, : lengths.max().item()].sum() + len(lengths.tolist()) + int(lengths[0]) + lengths.numpy()[1]
+
+    assert traced(network).item() == network(x()).item()
+
+
+def test_a_lowering_that_returns_another_shape_or_writes_nothing_is_refused():
+    with (
+        engine.operators({"torch.ops.aten:cumsum.default": lambda x, dim, **options: x[:1]}),
+        pytest.raises(Exception, match=r"aten\.cumsum\.default, which returns the shape \[1, 6\], PyTorch's \[2, 6\]"),
+    ):
+        traced(lambda x: x.cumsum(0))
+    with (
+        engine.operators({"torch.ops.aten:mul_.Tensor": lambda x, other: x}),
+        pytest.raises(Exception, match=r"aten\.mul_\.Tensor, which does not write to its argument"),
+    ):
+        traced(lambda x: x.clone().mul_(2))
+
+
+def test_a_result_has_the_dtype_that_pytorch_gives_it():
+    with engine.operators({"torch.ops.aten:add.Tensor": lambda x, other: x.to(torch.float32) * 2}):
+        assert traced(lambda x: torch.add(x.bfloat16(), x.bfloat16())).dtype == torch.bfloat16
+
+
+def test_what_a_loop_wrote_to_cannot_be_read_as_it_was_before():
+    def network(x):
+        y = x + 1
+        engine.spoil(y, "reads what the stacked blocks wrote to")
+        return y * 2
+
+    with pytest.raises(Exception, match=r"aten\.mul\.Tensor, which reads what the stacked blocks wrote to"):
+        traced(network)
+
+
+def test_an_array_of_64_bits_is_32_in_a_kernel_and_its_tensor_is_not():
+    seen = []
+
+    def kernel(x):
+        seen.append(x.dtype)
+        return x + 1
+
+    assert traced(lambda x: engine.call_kernel(kernel, x.long())).equal((x() + 1).int())
+    assert seen == [numpy.int32]

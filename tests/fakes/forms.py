@@ -1,0 +1,165 @@
+"""Small programs that write through views, read stale views, or choose dtypes: each must compute what PyTorch does.
+
+Each gets `x`, float32 [2, 6] of 0 to 11, and returns what is in `return`.
+"""
+
+WRITES = """
+y = x.clone(); y.view(-1)[0:3] = 50; return y
+y = x.clone(); y.view(3, 4)[1] = 50; return y
+y = x.clone(); y.reshape(-1)[2] = 7; return y
+y = x.clone(); y.flatten().clamp_(max=4); return y
+y = x.clone(); y.t()[1] = 9; return y
+y = x.clone(); y.T.add_(1); return y
+y = x.clone(); y.mT[0].neg_(); return y
+y = x.clone(); y.transpose(0, 1)[0].add_(3); return y
+y = x.clone(); y.permute(1, 0)[2:4].mul_(2); return y
+y = x.clone(); y.movedim(0, 1)[0].zero_(); return y
+y = x.clone(); y.swapaxes(0, 1)[5].fill_(3); return y
+y = x.clone(); y.narrow(1, 1, 2).zero_(); return y
+y = x.clone(); a, b = y.chunk(2, -1); a.mul_(2); return y
+y = x.clone(); a, b = y.chunk(2, -1); b.copy_(a); return y
+y = x.clone(); a, b, c = y.split(2, 1); b.sub_(1); return y
+y = x.clone(); a, b = y.split([2, 4], 1); b.sqrt_(); return y
+y = x.clone(); a, b = torch.tensor_split(y, 2, 1); a.fill_(5); return y
+y = x.clone(); y.unbind(0)[1].zero_(); return y
+y = x.clone(); y.unbind(1)[4].add_(1); return y
+y = x.clone(); z = y[0]; z[1] = 90; return y
+y = x.clone(); z = y[:, 1:5:2]; z += 1; return y
+y = x.clone(); z = y[-1]; z.mul_(0.5); return y
+y = x.clone(); z = y[..., 3]; z.add_(x[..., 0]); return y
+y = x.clone(); z = y[None]; z.mul_(2); return y
+y = x.clone(); z = y[0:1, 2:4].view(2); z[0] = 8; return y
+y = x.clone(); y.unsqueeze(1).add_(1); return y
+y = x[:1].clone(); y.squeeze(0)[3] = 1; return y
+y = x.clone(); y.unflatten(1, (2, 3))[:, 1].zero_(); return y
+y = x.clone(); y.diagonal().zero_(); return y
+y = x.clone(); torch.diagonal(y, 1).add_(5); return y
+y = x.clone(); y.view(2, 2, 3).diagonal(dim1=1, dim2=2).fill_(2); return y
+y = x.clone(); y.detach().add_(2); return y
+y = x.clone(); y.data.add_(2); return y
+y = x.clone(); y.view_as(x)[0] = 3; return y
+y = x.clone(); y.as_strided((2,), (3,)).fill_(4); return y
+y = x.clone(); y.unfold(1, 2, 2)[:, 1].zero_(); return y
+y = x.clone(); torch.view_as_complex(y.view(2, 3, 2)).mul_(2); return y
+y = torch.complex(x, x); torch.view_as_real(y)[..., 1].zero_(); return torch.view_as_real(y)
+y = torch.complex(x, x); y.real.add_(1); return torch.view_as_real(y)
+y = torch.complex(x, x); y.imag.mul_(3); return torch.view_as_real(y)
+y = x.clone(); y.contiguous().add_(1); return y
+y = x.clone(); y.float().add_(1); return y
+y = x.clone(); y.to(torch.float32).add_(1); return y
+y = x.clone(); y.t().contiguous().add_(1); return y
+y = x.clone(); y.t().reshape(-1).add_(1); return y
+y = x.clone(); y[0].reshape(2, 3)[1] = 0; return y
+y = x.clone(); y.expand(2, 6).add_(1); return y
+y = x.clone(); y[[0, 1]].zero_(); return y
+y = x.clone(); y[:, 2].unsqueeze(-1).expand(2, 1).mul_(4); return y
+y = x.clone(); [z.add_(n) for n, z in enumerate(y)]; return y
+y = x.clone(); a, b = y; a.add_(b); return y
+y = x.clone(); y.view(-1).index_copy_(0, torch.tensor([0, 2]), x[0, 4:]); return y
+y = x.clone(); y[0].index_fill_(0, torch.tensor([0, 2]), 9.0); return y
+y = x.clone(); y[1].masked_fill_(x[0] > 2, -1.0); return y
+y = x.clone(); y[0].scatter_(0, torch.tensor([1, 3]), x[1, :2]); return y
+y = x.clone(); y.t()[2:5].index_add_(0, torch.tensor([0, 1]), x.t()[:2]); return y
+y = x.clone(); y[0].lerp_(y[1], 0.5); return y
+y = x.clone(); y[:, :3].addcmul_(x[:, 3:], x[:, 3:]); return y
+y = x.clone(); y.view(3, 4).clamp_(2, 5).mul_(2); return y
+y = x.clone(); torch.add(x, 1, out=y); return y
+y = x.clone(); z = y[0]; torch.mul(x[0], 2, out=z); return y
+y = torch.zeros(4, 6, device=x.device); y[1:3] = x; return y
+y = torch.zeros(4, 6, device=x.device); y[1:3].copy_(x); return y
+y = torch.empty(2, 6, device=x.device); y[:, 0::2] = x[:, :3]; y[:, 1::2] = x[:, 3:]; return y
+y = torch.zeros_like(x); a, b = y.chunk(2, -1); a.copy_(x[:, :3]); b.copy_(x[:, 3:]); return y
+y = x.new_zeros(2, 6); y[0] = x[1]; y[1] = x[0]; return y
+y = torch.arange(12.0, device=x.device).view(2, 6); y[0] += x[1]; return y
+y = torch.arange(12.0, device=x.device); z = y.view(2, 6); z.add_(x); return y
+"""
+
+STALE = """
+y = x.clone(); v = y.view(-1); y.add_(1); return v
+y = x.clone(); a, b = y.chunk(2, -1); y.mul_(2); return a + b
+y = x.clone(); z = y[0]; y.zero_(); return z
+y = x.clone(); t = y.t(); y[0] = 7; return t
+y = x.clone(); a = y[0]; b = y.view(-1)[:6]; a.add_(1); return b
+y = x.clone(); a = y.view(-1); b = a.view(3, 4); y.sub_(1); return b
+y = x.clone(); z = y.t().reshape(-1); y.zero_(); return z
+y = x.clone(); z = y[[0, 1]]; y.zero_(); return z
+y = x.clone(); z = y.float(); y.zero_(); return z
+y = x.clone(); z = y.half(); y.zero_(); return z.float()
+y = x.clone(); z = y.contiguous(); y.zero_(); return z
+y = x.clone(); z = y.detach(); y += 1; return z
+y = x.clone(); z = y.clone(); y += 1; return z
+y = x.clone(); u = y.unbind(0); y[1] = 0; return u[1]
+y = x.clone(); z = y.expand(3, 2, 6); y += 1; return z
+y = torch.arange(6.0, device=x.device); z = y.view(2, 3); y += 1; return z + x[:, :3]
+y = torch.arange(6.0, device=x.device); z = y.view(2, 3); y[0] = x[1, 1]; return z
+y = x.clone(); y.unsqueeze_(0); y.add_(1); return y
+y = x.clone(); z = y.view(-1); y.unsqueeze_(0); y.add_(1); return z
+y = x.clone(); y.transpose_(0, 1); y[0] = 1; return y
+y = x.clone(); y.t_(); return y.reshape(-1)
+y = x[:1].clone(); y.squeeze_(0); return y
+"""
+
+DTYPES = """
+return x.argmax(-1)
+return x.argsort(-1)
+return x.topk(2)[1]
+return x.sort(-1)[1]
+return x.max(1)[1]
+return x.median(1)[1]
+return (x > 3).sum()
+return (x > 3).cumsum(-1)
+return torch.zeros_like(x, dtype=torch.float64) + x
+return x.to(torch.float64) / 3
+return x.double().sum()
+return x.long() * 3_000_000_000
+return torch.arange(100_000, device=x.device).sum() + x.long()
+return (x.long() + 3_000_000) * 1_000_003
+return x.softmax(-1, dtype=torch.float64)
+return x.new_ones(2, dtype=torch.int64)
+return x.type_as(torch.zeros(1, dtype=torch.float64, device=x.device))
+return x.view(torch.int32)
+return x.half() * torch.tensor(2.0)
+return x.bfloat16() * 2.5
+return x.int() / 2
+return x.int() // 2
+return x.int() * 2.5
+return x.bool() + x.int()
+return x.bfloat16() + x.half()
+return x.int() + torch.tensor(1.5, dtype=torch.float64, device=x.device)
+return x + torch.arange(6, device=x.device)
+return torch.where(x > 3, 1, 0)
+return torch.where(x > 3, x, 0.0)
+return torch.cat([x.int(), x.bfloat16()])
+return torch.stack([x[0].long(), x[1].long()])
+return x.mean(dtype=torch.float64)
+return x.long().float().pow(2)
+return torch.linspace(0, 1, 7, device=x.device, dtype=torch.float64)
+return torch.exp(-torch.arange(0, 6, device=x.device) / 6) * x
+return torch.full((2, 6), 3, device=x.device) * x
+return x.int().prod()
+return x.norm(0)
+return torch.bucketize(x, torch.tensor([1.0, 5.0], device=x.device))
+return torch.nn.functional.one_hot(x.long(), 12)
+"""
+
+
+REFUSED = """
+y = x.clone(); y[x > 3].zero_(); return y
+y = x.clone(); y.resize_(2, 6).add_(1); return y
+y = x.clone(); y[:1].expand(3, 6).add_(1); return y
+x.add_(1); return x
+x.view(-1)[0] = 1; return x
+x[0] = 1; return x
+a, b = x.chunk(2, -1); a.mul_(2); return x
+"""
+"""Writes that PyTorch refuses, that need a value while they are traced, or that only a caller would see."""
+
+
+def functions(text):
+    """Returns the programs of a table by their text, as functions of x."""
+    made = {}
+    for line in text.strip().splitlines():
+        scope = {}
+        exec(compile("import torch\ndef form(x):\n    " + line.replace("; ", "\n    "), line, "exec"), scope)
+        made[line] = scope["form"]
+    return made

@@ -1,0 +1,145 @@
+"""What shares memory among the tensors of a traced network, and how a write reaches all of it.
+
+An array of JAX never changes, and a view of PyTorch is its base's memory. So each traced tensor knows the memory that
+it lies in and the views that lead to it. A write goes back along the views, and every other tensor of that memory that
+is still alive gets its new value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One view of PyTorch, on arrays."""
+
+    forward: Callable[[Any], Any]  # the base's value -> the view's
+    backward: Callable[[Any, Any], Any]  # the base's value, the view's new one -> the base's new one
+
+
+class Storage:
+    """The memory of a tensor that is no view.
+
+    Args:
+        value: The array that lies in it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.whose = ""  # of what the network must not write to: `an argument of the network`
+        self.written = False
+        self.stale = ""  # why its value is not what PyTorch would have
+        self.tensors: list[tuple[weakref.ref[Any], tuple[View, ...]]] = []
+
+    def add(self, tensor: Any, path: tuple[View, ...]) -> None:
+        """Notes a tensor that lies in it, and the views that lead from the whole memory to the tensor."""
+        self.tensors.append((weakref.ref(tensor), path))
+
+    def write(self, path: tuple[View, ...], value: Any) -> None:
+        """Writes a value to the part that views lead to."""
+        self.written = True
+        bases = [self.value]
+        for view in path[:-1]:
+            bases.append(view.forward(bases[-1]))
+        for view, base in zip(reversed(path), reversed(bases), strict=bool(path)):
+            value = view.backward(base, value)
+        self.value = value
+
+    def read(self, path: tuple[View, ...]) -> Any:
+        """Returns the value of the part that views lead to."""
+        value = self.value
+        for view in path:
+            value = view.forward(value)
+        return value
+
+    def alive(self) -> list[tuple[Any, tuple[View, ...]]]:
+        """Returns the tensors that lie in it and that somebody still holds, each with its views."""
+        self.tensors = [(ref, path) for ref, path in self.tensors if ref() is not None]
+        found = [(ref(), path) for ref, path in self.tensors]
+        return [(tensor, path) for tensor, path in found if tensor is not None]
+
+
+_SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}
+_RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"}
+_PARTS = {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk"}
+
+
+def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
+    """Returns how a view's new value enters its base: a function of the base's value and the view's.
+
+    Args:
+        name: The operator's, such as `slice`.
+        args: Its arguments; the first is the base.
+        kwargs: Its arguments by keyword.
+        item: Which of its outputs the view is.
+        shapes: Of its outputs.
+        of_index: Returns the same view of a tensor of the host: for a view that has no short inverse.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def argument(number: int, key: str, default: Any) -> Any:
+        return args[number] if len(args) > number else kwargs.get(key, default)
+
+    base = args[0]
+    dims = len(base.shape)
+    if name in _SAME:
+        return lambda whole, part: part
+    if name in _RESHAPE:
+        return lambda whole, part: part.reshape(whole.shape)
+    if name in ("permute", "transpose", "t"):
+        order = _order(name, dims, argument)
+        back = [order.index(n) for n in range(dims)]
+        return lambda whole, part: jnp.transpose(part, back)
+    if name == "slice":
+        dim, step = argument(1, "dim", 0) % dims, argument(4, "step", 1)
+        start, stop, _ = slice(argument(2, "start", None), argument(3, "end", None)).indices(base.shape[dim])
+        if step == 1:
+            return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+        return lambda whole, part: whole.at[_at(dim, slice(start, stop, step))].set(part)
+    if name == "select":
+        dim, index = argument(1, "dim", 0) % dims, argument(2, "index", 0)
+        index %= base.shape[dim]
+        return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, jnp.expand_dims(part, dim), index, dim)
+    if name in _PARTS:
+        dim = (argument(1, "dim", 0) if name == "unbind" else argument(2, "dim", 0)) % dims
+        if name == "unbind":
+            return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, jnp.expand_dims(part, dim), item, dim)
+        before = sum(shape[dim] for shape in shapes[:item])
+        return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, before, dim)
+    if name == "real":
+        return lambda whole, part: jax.lax.complex(part, whole.imag) if jnp.iscomplexobj(whole) else part
+    if name == "imag":
+        return lambda whole, part: jax.lax.complex(whole.real, part)
+    if name == "view_as_real":
+        return lambda whole, part: jax.lax.complex(part[..., 0], part[..., 1])
+    if name == "view_as_complex":
+        return lambda whole, part: jnp.stack([part.real, part.imag], -1)
+    if name == "_conj":
+        return lambda whole, part: jnp.conj(part)
+    numbers = torch.arange(math.prod(base.shape)).reshape(tuple(base.shape))
+    chosen = of_index(numbers).reshape(-1).numpy()
+    if len(set(chosen.tolist())) != len(chosen):
+        return None
+    return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)
+
+
+def _order(name: str, dims: int, argument: Callable[[int, str, Any], Any]) -> list[int]:
+    if name == "permute":
+        return [dim % dims for dim in argument(1, "dims", ())]
+    order = list(range(dims))
+    if dims:
+        first, second = (0, dims - 1) if name == "t" else (argument(1, "dim0", 0), argument(2, "dim1", 1))
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _at(dim: int, part: slice) -> tuple[slice, ...]:
+    return (*(slice(None) for _ in range(dim)), part)

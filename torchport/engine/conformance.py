@@ -1,0 +1,292 @@
+"""Whether an operator agrees with PyTorch: the form of a call, and what the table of operators says of it.
+
+`python tools/conformance.py --write` makes the table, `conformance.yaml`, from PyTorch's own samples of its operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+FILE = Path(__file__).with_name("conformance.yaml")
+PLACES = frozenset({"device", "generator", "layout", "memory_format", "non_blocking", "pin_memory", "requires_grad"})
+"""Arguments that say where a tensor lies, and nothing about its values."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call as the table knows it.
+
+    Attributes:
+        operator: `aten.avg_pool2d.default`, `torch.nn.functional.linear`.
+        dtypes: Those of the arguments that are tensors.
+        options: The arguments that differ from their defaults, and the traits of the inputs.
+    """
+
+    operator: str
+    dtypes: frozenset[str]
+    options: frozenset[str]
+
+
+class Row(NamedTuple):
+    """Forms of one operator that differ from PyTorch.
+
+    Attributes:
+        options: A call of these forms has all of them.
+        dtypes: And a tensor of one of these; none where no tensor is an argument.
+        what: How they differ.
+        patch: The id of the patch that mends them; empty if none does.
+    """
+
+    options: frozenset[str]
+    dtypes: frozenset[str]
+    what: str
+    patch: str = ""
+
+
+class Samples(NamedTuple):
+    """What the samples of one operator say: the dtypes and options that were the same in a sample, and the others."""
+
+    dtypes: frozenset[str]
+    options: frozenset[str]
+    rows: tuple[Row, ...]
+
+
+class Table(NamedTuple):
+    """The table of operators, with the versions for which it was made."""
+
+    versions: Mapping[str, str]
+    random: frozenset[str]
+    operators: Mapping[str, Samples]
+
+
+@functools.cache
+def read() -> Table:
+    """Returns the table of operators."""
+    data = yaml.load(FILE.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    entries = {name: _entry(found) for name, found in data["operators"].items()}
+    return Table(data["versions"], frozenset(data["random"]), entries)
+
+
+def _entry(found: Mapping[str, Any]) -> Samples:
+    rows = [
+        Row(frozenset(row["options"]), frozenset(row["dtypes"]), row["what"], row.get("patch", ""))
+        for kind in ("differs", "mended")
+        for row in found.get(kind, ())
+    ]
+    return Samples(frozenset(found["dtypes"]), frozenset(found["options"]), tuple(rows))
+
+
+def state(form: Form) -> tuple[str, str]:
+    """Returns what the table says of a form, and why.
+
+    Returns:
+        `same`; `mended`, with the patch; `differs`, with how; `unknown`, with what was never sampled.
+    """
+    if form.operator in read().random:
+        return "unknown", "random by nature"
+    entry = read().operators.get(form.operator)
+    if entry is None:
+        return "unknown", "the operator was never sampled"
+    rows = [row for row in entry.rows if _matches(row, form)]
+    for row in sorted(rows, key=lambda row: row.patch != ""):
+        return ("mended", row.patch) if row.patch else ("differs", row.what)
+    missing = sorted(form.dtypes - entry.dtypes) + sorted(form.options - entry.options)
+    return ("unknown", f"never sampled: {', '.join(missing)}") if missing else ("same", "")
+
+
+def _matches(row: Row, form: Form) -> bool:
+    return row.options <= form.options and (not row.dtypes or not row.dtypes.isdisjoint(form.dtypes))
+
+
+def form_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
+    """Returns the form of a call of a torch function or of an ATen overload."""
+    import torch
+
+    tensors = list(_tensors([args, kwargs]))
+    if func is torch.Tensor.__getitem__:
+        options = {f"index: {kind}" for kind in _index_kinds(args[1])}
+    elif func is torch.Tensor.to:
+        options = {f"dtype={_word(value)}" for value in _dtypes([*args[1:], *kwargs.values()])}
+    else:
+        options = set(_options(func, args, kwargs)) | set(_numbers(func, args))
+    options |= set(_traits(tensors))
+    return Form(operator_name(func), frozenset(_word(tensor.dtype) for tensor in tensors), frozenset(options))
+
+
+def _traits(tensors: Sequence[Any]) -> Iterator[str]:
+    """Yields the traits of inputs that lowerings get wrong."""
+    import torch
+
+    if any(tensor.numel() == 0 for tensor in tensors):
+        yield "empty"
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        yield "mixed dtypes"
+    points = [tensor.dtype for tensor in tensors if tensor.ndim == 0]
+    others = [tensor.dtype for tensor in tensors if tensor.ndim > 0]
+    if points:
+        yield "0-dim"
+    if points and others and _widens(functools.reduce(torch.promote_types, points), others):
+        yield "0-dim of a wider dtype"
+
+
+def _widens(point: Any, others: Sequence[Any]) -> bool:
+    """Returns whether a dtype is wider than that of the other tensors, but of no higher kind: PyTorch keeps theirs."""
+    import torch
+
+    kept = functools.reduce(torch.promote_types, others)
+    return _kind(point) <= _kind(kept) and torch.promote_types(kept, point) != kept
+
+
+def _kind(dtype: Any) -> int:
+    import torch
+
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+
+
+def operator_name(func: Callable[..., Any]) -> str:
+    """Returns the name of a torch function or of an ATen overload."""
+    import torch
+
+    if hasattr(func, "_schema"):
+        return str(func)
+    return torch.overrides.resolve_name(func) or f"{func.__module__}.{func.__name__}"
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _word(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _dtypes(values: Sequence[Any]) -> Iterator[Any]:
+    """Yields the dtypes among some arguments, and those of tensors."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.dtype | torch.Tensor):
+            yield value if isinstance(value, torch.dtype) else value.dtype
+
+
+def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is chosen by the arguments of a call: values that are no defaults, and words where there is none."""
+    parameters = _parameters(func, len(args), frozenset(kwargs))
+    if parameters is None:
+        # A builtin whose overload is not known: what stands at a place has no name.
+        found = [(f"#{place}", value) for place, value in enumerate(args) if _is_word(value)] + list(kwargs.items())
+        yield from (_option(name, value) for name, value in found if name not in PLACES)
+        return
+    for place, parameter in enumerate(parameters):
+        if parameter.name in PLACES or (place >= len(args) and parameter.name not in kwargs):
+            continue
+        value = args[place] if place < len(args) else kwargs[parameter.name]
+        if parameter.required and not parameter.by_name and place >= len(args):
+            yield f"{parameter.name} by keyword"
+        if parameter.nullable and value is not None:
+            yield parameter.name
+        elif _is_word(value) if parameter.required else not _equal(value, parameter.default):
+            yield _option(parameter.name, value)
+
+
+def _is_word(value: object) -> bool:
+    import torch
+
+    return value is None or isinstance(value, bool | str | torch.dtype)
+
+
+def _option(name: str, value: Any) -> str:
+    """Returns an option in words: with its value where there are few values, and for a zero, such as `beta=0`."""
+    if _is_word(value):
+        return f"{name}={_word(value)}"
+    return f"{name}=0" if isinstance(value, int | float) and value == 0 else name
+
+
+def _equal(value: Any, default: Any) -> bool:
+    if isinstance(default, list | tuple):  # one number stands for as many as there are dimensions
+        return list(value) == list(default) if isinstance(value, list | tuple) else {value} == set(default)
+    if isinstance(value, bool | str) or value is None:
+        return value is default or (type(value) is type(default) and value == default)
+    return isinstance(value, int | float) and isinstance(default, int | float) and value == default
+
+
+class _Parameter(NamedTuple):
+    name: str
+    required: bool
+    by_name: bool
+    nullable: bool
+    default: Any
+
+
+@functools.cache
+def _parameters(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
+    """Returns the parameters of a function; None where they are not known."""
+    if hasattr(func, "_schema"):
+        return [_declared(argument) for argument in func._schema.arguments]
+    try:
+        parameters = list(inspect.signature(func).parameters.values())
+    except ValueError:
+        return _parameters_of_builtin(func, places, names)
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return _parameters_of_builtin(func, places, names)
+    return [_Parameter(p.name, p.default is p.empty, p.kind is p.KEYWORD_ONLY, False, p.default) for p in parameters]
+
+
+def _declared(argument: Any) -> _Parameter:
+    """Returns a parameter of an ATen overload; a tensor that may be None counts as chosen when it is given."""
+    required = not argument.has_default_value()
+    nullable = required and str(argument.type) == "Optional[Tensor]"
+    return _Parameter(argument.name, required, argument.kwarg_only, nullable, argument.default_value)
+
+
+def _parameters_of_builtin(func: Any, places: int, names: frozenset[str]) -> list[_Parameter] | None:
+    """Returns the parameters of a builtin: those of the first ATen overload that takes as many arguments by place."""
+    import torch
+
+    packet = getattr(torch.ops.aten, func.__name__, None)
+    for overload in packet.overloads() if packet is not None else ():
+        parameters = _parameters(getattr(packet, overload), 0, frozenset()) or []
+        required = {parameter.name for parameter in parameters[places:] if parameter.required}
+        if (
+            places <= len(parameters)
+            and required <= names <= {parameter.name for parameter in parameters[places:]} | PLACES
+        ):
+            return parameters
+    return None
+
+
+def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
+    """Yields the kinds of Python numbers that stand where a tensor or a scalar does."""
+    if hasattr(func, "_schema"):
+        for parameter, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, bool | int | float | complex) and re.match("Tensor|number", str(parameter.type)):
+                yield f"{type(value).__name__} number"
+
+
+def _index_kinds(index: Any) -> Iterator[str]:
+    """Yields the kinds of the parts of an index."""
+    import torch
+
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, torch.Tensor):
+            yield "mask" if part.dtype == torch.bool else "tensor"
+        elif isinstance(part, slice):
+            yield "slice" if part.step in (None, 1) else "step"
+        else:
+            yield type(part).__name__

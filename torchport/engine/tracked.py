@@ -1,0 +1,475 @@
+"""Each operator of a traced network is asked of PyTorch, too: what PyTorch says counts, and JAX computes the values.
+
+A traced tensor has a shadow: a tensor of PyTorch's with the same dtype, shape, strides and memory. An operator is
+called with the shadows first. So PyTorch itself says which dtype and shape its result has, and whose memory it shares.
+
+A shadow on meta has no values. A tensor that depends on no input of the network, such as a table of frequencies, has a
+shadow on the host: PyTorch computes it, bit for bit as in upstream, and it enters the program as a constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils import _pytree as pytree
+
+from torchport.engine.aliasing import Storage, View, inverse
+from torchport.engine.verdicts import DiffersError, watched
+
+LARGEST = 2**28
+"""Bytes of the largest tensor that the host computes. A larger one is left to the devices."""
+FILLED = 2**16
+"""Elements of the largest tensor of one value that the host makes. A larger one costs the devices nothing."""
+
+_FILLS = {torch.zeros, torch.ones, torch.full, torch.empty, torch.empty_strided}
+_DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.bernoulli}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_THROUGH = {torch.Tensor.resize_, torch.Tensor.repeat_interleave}
+"""Functions of the engine's table that PyTorch takes apart better: it knows what is a view."""
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError)
+"""What PyTorch raises where it cannot say what an operator returns without values."""
+
+_META = torch.device("meta")
+_UNKNOWN = object()
+
+
+def install(environment: Any) -> None:
+    """Makes the engine ask PyTorch, once for a process."""
+    from torchax.tensor import Tensor
+
+    if isinstance(environment.__dict__.get("dispatch"), Dispatch):
+        return
+    environment.dispatch = Dispatch(environment, environment.dispatch)
+    for name in ("__setitem__", "type_as", "shape", "ndim", "flatten", "detach", "dtype", "dim", "tolist", "numpy"):
+        delattr(Tensor, name)  # these go past the modes; PyTorch's own do not
+    Tensor._elem = property(_value, _set_value)
+    Tensor.numpy, Tensor.tolist = _numpy, _list
+
+
+def _value(tensor: Any) -> Any:
+    """Returns the array of a tensor; of one with a shadow on the host it is made at the first call."""
+    value = tensor.__dict__.get("_array")
+    if value is None:
+        value = tensor._array = _array(tensor._shadow)
+    return value
+
+
+def _set_value(tensor: Any, value: Any) -> None:
+    tensor._array = value
+
+
+def _numpy(tensor: Any) -> Any:
+    if is_known(tensor):
+        with _plain():
+            return tensor._shadow.numpy()
+    return numpy.asarray(tensor._elem)
+
+
+def _list(tensor: Any) -> Any:
+    return _numpy(tensor).tolist()
+
+
+def _array(host: torch.Tensor) -> Any:
+    import jax.numpy as jnp
+    from torchax.ops import mappings
+
+    with _plain():
+        dtype = mappings.t2j_dtype(host.dtype)
+        host = host.detach().resolve_conj().resolve_neg()
+        if host.dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
+            host = host.float()
+        return jnp.asarray(host.contiguous().numpy(), dtype)
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """PyTorch without the engine's modes."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+class Dispatch:
+    """Stands in the place of the engine's `dispatch`, through which every operator goes.
+
+    Args:
+        environment: The engine's.
+        lower: Its own `dispatch`.
+    """
+
+    def __init__(self, environment: Any, lower: Callable[..., Any]) -> None:
+        from torchax.tensor import TENSOR_CONSTRUCTORS, OperatorNotFound, Tensor
+
+        self.environment = environment
+        self.lower = lower
+        self.type = Tensor
+        self.not_found = OperatorNotFound
+        self.constructors = TENSOR_CONSTRUCTORS
+
+    def __call__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator."""
+        kwargs = kwargs or {}
+        traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, self.type)]
+        makes = function in self.constructors and self.environment._should_use_torchax_tensor(kwargs.get("device"))
+        if not traced and not makes:
+            return self.lower(function, types, args, kwargs)
+        if function in _INDEXING:
+            return function(args[0], self._index(args[1]), *args[2:])
+        is_aten = isinstance(function, torch._ops.OpOverload)
+        if not is_aten and (function not in self.environment._ops or function in _THROUGH) and not makes:
+            raise self.not_found(f"{_name(function)} is made of operators")  # PyTorch takes it apart
+        if is_aten and torch.Tag.inplace_view in function.tags:
+            return self._changed_view(function, types, args, kwargs)
+        for tensor in traced:
+            self.shadow(tensor)
+            if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
+                raise DiffersError(_full_name(function), memory.stale)
+        if all(is_known(tensor) for tensor in traced) and self._host_makes(function, args, kwargs):
+            return self._on_host(function, args, kwargs)
+        return self._on_devices(function, types, args, kwargs, traced)
+
+    def _index(self, index: Any) -> Any:
+        """Returns an index with tensors in place of lists, whose numbers PyTorch would put on meta, and lose."""
+        if isinstance(index, tuple):
+            return tuple(self._index(item) for item in index)
+        if isinstance(index, list | range | numpy.ndarray):
+            with _plain():
+                index = torch.as_tensor(numpy.asarray(index) if not isinstance(index, range) else list(index))
+        if isinstance(index, torch.Tensor) and index.ndim and not isinstance(index, self.type):
+            return self._known(index)
+        return index
+
+    def shadow(self, tensor: Any) -> torch.Tensor:
+        """Returns what PyTorch has in the place of a traced tensor."""
+        shadow: torch.Tensor | None = tensor.__dict__.get("_shadow")
+        if shadow is None:
+            shadow = tensor._shadow = _empty(tensor._elem)
+        return shadow
+
+    def _host_makes(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the host computes an operator of known values: it is not random, and its result is small enough."""
+        if function in _DRAWS:
+            return False
+        if function in (torch.tensor, torch.as_tensor):
+            return True
+        answer = self._answer(function, args, kwargs, "meta")
+        if answer is _UNKNOWN:
+            return function not in self.constructors
+        leaves = [leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        if function in _FILLS and any(leaf.numel() > FILLED for leaf in leaves):
+            return False
+        return all(leaf.untyped_storage().nbytes() <= LARGEST for leaf in leaves)
+
+    def _answer(self, function: Any, args: Any, kwargs: Any, device: str) -> Any:
+        """Returns what PyTorch's operator returns of the shadows, on meta or on the host; unknown if it cannot."""
+
+        def shadow(leaf: Any) -> Any:
+            if isinstance(leaf, self.type):
+                leaf = leaf._shadow
+            if isinstance(leaf, torch.Tensor):
+                return leaf.to("meta") if device == "meta" and not leaf.is_meta else leaf
+            return device if _is_engine_device(leaf) else leaf
+
+        with _plain(), torch.no_grad():
+            args, kwargs = pytree.tree_map(shadow, (args, kwargs))
+            if function in self.constructors:
+                kwargs["device"] = device
+            try:
+                return function(*args, **kwargs)
+            except _REFUSALS:
+                if device == "cpu":
+                    raise
+                return _UNKNOWN
+
+    def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator whose arguments all have known values, in PyTorch."""
+        answer = self._answer(function, args, kwargs, "cpu")
+        shadows = {id(t._shadow): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, self.type)}
+        for tensor in _written(function, args, kwargs):
+            if isinstance(tensor, self.type):
+                for other, _ in self._memory(tensor).alive():
+                    other._array = None
+        outputs, tree = pytree.tree_flatten(answer)
+        shapes = [getattr(leaf, "shape", None) for leaf in outputs]
+        for item, leaf in enumerate(outputs):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if id(leaf) in shadows:
+                outputs[item] = shadows[id(leaf)]
+                continue
+            tensor = outputs[item] = self.tensor(None, leaf)
+            self._share(tensor, function, args, kwargs, item, shapes)
+        return pytree.tree_unflatten(outputs, tree)
+
+    def _on_devices(self, function: Any, types: Any, args: Any, kwargs: Any, traced: list[Any]) -> Any:
+        """Calls an operator by its lowering, and makes its result what PyTorch says that it is."""
+        if (operators := watched()) is not None:
+            with _plain():
+                operators.see(function, args, kwargs)
+        written = _written(function, args, kwargs)
+        for tensor in written:
+            if isinstance(tensor, self.type) and is_known(tensor):
+                self._forget(tensor)
+        answer = self._answer(function, args, kwargs, "meta")
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
+        before = {id(tensor): tensor._elem for tensor in traced}
+        output = self._lowered(function, types, args, kwargs)
+        for tensor in traced:
+            if tensor._elem is not before[id(tensor)]:
+                self._write(function, tensor, tensor._elem)
+        for tensor in written if _name(function) != "copy_" else ():  # what is copied may be the same array
+            if isinstance(tensor, self.type) and tensor._elem is before.get(id(tensor)):
+                raise DiffersError(_full_name(function), "does not write to its argument, as PyTorch's does")
+        if answer is _UNKNOWN:
+            return output
+        leaves, tree = pytree.tree_flatten(output)
+        expected = pytree.tree_leaves(answer)
+        if len(leaves) != len(expected):
+            return output
+        shapes = [getattr(leaf, "shape", None) for leaf in expected]
+        shadows = {id(tensor._shadow): tensor for tensor in traced}
+        for item, (leaf, shadow) in enumerate(zip(leaves, expected, strict=True)):
+            if not (isinstance(leaf, self.type) and isinstance(shadow, torch.Tensor)):
+                continue
+            if id(shadow) in shadows:
+                leaves[item] = shadows[id(shadow)]
+            elif id(leaf) not in before:
+                tensor = leaves[item] = self._as_pytorch(_full_name(function), leaf, shadow)
+                self._share(tensor, function, args, kwargs, item, shapes)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _lowered(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a lowering; that of the functional operator, where one in place has none."""
+        try:
+            return self.lower(function, types, args, kwargs)
+        except self.not_found:
+            other = functional(function)
+            if other is None:
+                raise
+        args[0]._elem = self(other, types, args, kwargs)._elem
+        return args[0]
+
+    def _known(self, leaf: torch.Tensor) -> Any:
+        """Returns a tensor of the host as one of the engine's, with known values."""
+        return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
+
+    def _as_pytorch(self, function: str, leaf: Any, shadow: torch.Tensor) -> Any:
+        """Returns a result with PyTorch's dtype and strides."""
+        from torchax.ops import mappings
+
+        value, dtype = leaf._elem, mappings.t2j_dtype(shadow.dtype)
+        if tuple(value.shape) != tuple(shadow.shape):
+            raise DiffersError(function, f"returns the shape {list(value.shape)}, PyTorch's {list(shadow.shape)}")
+        if value.dtype != dtype:
+            value = value.astype(dtype)
+        return self.tensor(value, shadow)
+
+    def tensor(self, value: Any, shadow: torch.Tensor) -> Any:
+        """Returns a traced tensor with a value and a shadow."""
+        with _plain():
+            tensor = torch.Tensor._make_wrapper_subclass(
+                self.type, shadow.shape, shadow.stride(), shadow.storage_offset(), dtype=shadow.dtype, device=_META
+            )
+        tensor._env, tensor._array, tensor._shadow = self.environment, value, shadow
+        return tensor
+
+    def _memory(self, tensor: Any) -> Storage:
+        self.shadow(tensor)
+        memory: Storage | None = tensor.__dict__.get("_memory")
+        if memory is None:
+            memory = tensor._memory = Storage(None if is_known(tensor) else tensor._elem)
+            tensor._path = ()
+            memory.add(tensor, ())
+        return memory
+
+    def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
+        """Notes of a result that it lies in the memory of an argument, if PyTorch says so."""
+        memory_of = tensor._shadow.untyped_storage()._cdata
+        for base in pytree.tree_leaves((args, kwargs)):
+            if isinstance(base, self.type) and base._shadow.untyped_storage()._cdata == memory_of:
+                break
+        else:
+            return
+        memory = self._memory(base)
+        view = self._view(base, function, args, kwargs, item, shapes)
+        tensor._memory, tensor._path = memory, (*base._path, view)
+        memory.add(tensor, tensor._path)
+
+    def _view(self, base: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> View:
+        """Returns an operator as a view of one of its arguments."""
+        shadow = base._shadow
+
+        def again(tensor: Any) -> Any:
+            new = pytree.tree_map(lambda leaf: tensor if leaf is base else leaf, (args, kwargs))
+            return pytree.tree_leaves(self.lower(function, (), *new))[item]
+
+        def forward(value: Any) -> Any:
+            return again(self.tensor(value, shadow.to("meta")))._elem
+
+        def of_index(numbers: torch.Tensor) -> torch.Tensor:
+            with _plain():
+                new = pytree.tree_map(lambda leaf: numbers if leaf is base else leaf, (args, kwargs))
+                chosen: torch.Tensor = pytree.tree_leaves(function(*new[0], **new[1]))[item]
+                return chosen
+
+        def backward(whole: Any, part: Any) -> Any:
+            enter = inverse(_name(function), args, kwargs, item, shapes, of_index)
+            if enter is None:
+                raise RuntimeError("more than one element of the written-to tensor refers to one place in memory")
+            return enter(whole, part)
+
+        return View(forward, backward)
+
+    def _write(self, function: Any, tensor: Any, value: Any) -> None:
+        """Writes a value to a tensor, and to all that shares its memory."""
+        from torchax.ops import mappings
+
+        dtype = mappings.t2j_dtype(tensor._shadow.dtype)
+        if value.dtype != dtype:
+            value = value.astype(dtype)
+        if tuple(value.shape) != tuple(tensor._shadow.shape):
+            import jax.numpy as jnp
+
+            if value.ndim > tensor._shadow.ndim:  # PyTorch refuses that, and a lowering of torchax's does it to its own
+                tensor._array, tensor._shadow = value, _empty(value)
+                return
+            value = jnp.broadcast_to(value, tuple(tensor._shadow.shape))
+        memory = self._memory(tensor)
+        if memory.whose:
+            raise DiffersError(_full_name(function), f"writes to {memory.whose}, and its caller would not see that")
+        tensor._array = value
+        memory.write(tensor._path, value)
+        for other, path in memory.alive():
+            if other is not tensor:
+                other._array = memory.read(path)
+
+    def _forget(self, tensor: Any) -> None:
+        """Makes all that shares a tensor's memory a value of the program: a value of the network is written into it."""
+        memory = self._memory(tensor)
+        with _plain():
+            storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
+            root = torch.empty(storage, dtype=tensor._shadow.dtype, device="meta")
+        for other, path in memory.alive():
+            if not path:
+                memory.value = other._elem
+        if memory.value is None:
+            with _plain():
+                whole = torch.empty(0, dtype=tensor._shadow.dtype).set_(tensor._shadow.untyped_storage())
+            memory.value = _array(whole)
+        for other, _ in memory.alive():
+            value, old = other._elem, other._shadow
+            with _plain():
+                if old.dtype == root.dtype:
+                    other._shadow = root.as_strided(old.shape, old.stride(), old.storage_offset())
+                else:
+                    other._shadow = old.to("meta")
+            other._array = value
+
+    def _changed_view(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Calls `unsqueeze_` and its like: the tensor becomes another view of its memory."""
+        tensor, other = args[0], functional(function)
+        if other is None:
+            raise self.not_found(f"Operator with name {function.name()} has no lowering")
+        new = self(other, types, args, kwargs)
+        memory = self._memory(tensor)
+        memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
+        with _plain():
+            function(*args, **kwargs)
+        tensor._array, tensor._shadow = new.__dict__.get("_array"), new._shadow
+        tensor._memory, tensor._path = new._memory, new._path
+        tensor._memory.add(tensor, tensor._path)
+        return tensor
+
+
+def _empty(array: Any) -> torch.Tensor:
+    """Returns the shadow of an array."""
+    from torchax.ops import mappings
+
+    with _plain():
+        return torch.empty(array.shape, dtype=mappings.j2t_dtype(array.dtype), device="meta")
+
+
+def is_known(tensor: Any) -> bool:
+    """Returns whether a traced tensor depends on no input of the network: PyTorch has its values."""
+    shadow = tensor.__dict__.get("_shadow")
+    return shadow is not None and shadow.device.type == "cpu"
+
+
+def freeze(tree: Any, whose: str) -> None:
+    """Makes the engine refuse writes to tensors of a tree: the caller of the network would not see them.
+
+    Args:
+        tree: Of tensors.
+        whose: What they are, such as `an argument of the network`.
+    """
+    from torchax import default_env
+
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, default_env().dispatch.type):
+            default_env().dispatch._memory(leaf).whose = whose
+
+
+def spoil(tensor: Any, why: str) -> None:
+    """Makes the engine refuse reads of a tensor that a loop wrote to: PyTorch's would have another value."""
+    tensor._env.dispatch._memory(tensor).stale = why
+
+
+def was_written(tensor: Any) -> bool:
+    """Returns whether something was written to a tensor's memory."""
+    memory = tensor.__dict__.get("_memory")
+    return memory is not None and memory.written
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the arguments that an operator writes to, by its schema."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return []
+    found: list[Any] = []
+    for number, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
+                continue
+            found.extend(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return found
+
+
+def _of_schema(function: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Returns an argument by its name."""
+    names = [argument.name for argument in function._schema.arguments]
+    number = names.index(name) if name in names else len(args)
+    return args[number] if number < len(args) else kwargs.get(name)
+
+
+def functional(function: Any) -> Any:
+    """Returns the operator that computes what one in place does, and writes nothing; None if there is none."""
+    if not isinstance(function, torch._ops.OpOverload) or not _name(function).endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, _name(function).rstrip("_"), None)
+    names = [argument.name for argument in function._schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        if [argument.name for argument in other._schema.arguments] == names:
+            return other
+    return None
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function._schema.name).rpartition("::")[2]
+    return str(getattr(function, "__name__", ""))
+
+
+def _full_name(function: Any) -> str:
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function)
+    return f"{getattr(function, '__module__', None) or 'torch.Tensor'}.{_name(function)}"
+
+
+def _is_engine_device(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type in ("jax", "privateuseone", "meta")
+    return isinstance(value, str) and value.partition(":")[0] in ("jax", "privateuseone")

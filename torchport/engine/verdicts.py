@@ -1,0 +1,109 @@
+"""The operators of a network while it is traced, and what the table of operators says of each."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchport.engine import conformance
+from torchport.engine.conformance import Form
+
+_STOPS = re.compile("(for some inputs: )?(raises|no lowering)")
+_WORST = ("differs", "unknown", "mended", "same")
+
+
+class DiffersError(Exception):
+    """The engine would compute something else than PyTorch.
+
+    Args:
+        operator: Its name.
+        how: In what it differs: a verb and what follows it.
+    """
+
+    def __init__(self, operator: str, how: str) -> None:
+        super().__init__(f"{operator}, which {how}")
+        self.operator = operator
+        self.how = how
+
+
+class Operators:
+    """What a network calls, by what the table says of it.
+
+    Args:
+        accepted: The reason by name of each operator that may differ.
+    """
+
+    def __init__(self, accepted: Mapping[str, str] = {}) -> None:
+        self.accepted = accepted
+        self.found: dict[Form, tuple[str, str]] = {}
+
+    def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Notes a call.
+
+        Raises:
+            DiffersError: It differs from PyTorch's, and nobody has accepted that.
+        """
+        form = conformance.form_of(function, args, kwargs)
+        if form in self.found:
+            return
+        state, what = conformance.state(form)
+        name, _, overload = form.operator.rpartition(".")
+        if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
+            state, what = conformance.state(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
+        if state == "differs" and _STOPS.match(what):  # its own exception says more, if it does stop
+            state = "unknown"
+        if state == "differs" and form.operator not in self.accepted:
+            raise DiffersError(form.operator, f"differs from PyTorch's on torchax ({what})")
+        self.found[form] = state, what
+
+    def states(self) -> dict[str, str]:
+        """Returns the state of each operator: the worst one of its forms."""
+        states: dict[str, str] = {}
+        for form, (state, _) in self.found.items():
+            states[form.operator] = min(states.get(form.operator, "same"), state, key=_WORST.index)
+        return states
+
+    def unknown(self) -> str:
+        """Returns the operators of which no sample has shown what they compute, each with what is unknown."""
+        lines = {form.operator: what for form, (state, what) in self.found.items() if state == "unknown"}
+        return "; ".join(f"{name} ({what})" for name, what in sorted(lines.items()))
+
+    def row(self) -> dict[str, Any]:
+        """Returns what a manifest says: how many are the same, and the names of all others, with what differs."""
+        states = self.states()
+        others: dict[str, Any] = {state: [] for state in _WORST if state != "same"}
+        for form, (state, what) in sorted(self.found.items(), key=lambda found: found[0].operator):
+            if state != "same":
+                reason = self.accepted.get(form.operator, "")
+                others[state].append(f"{form.operator}: {what}" + (f"; accepted: {reason}" if reason else ""))
+        return {"same": sum(state == "same" for state in states.values()), **{k: v for k, v in others.items() if v}}
+
+    def text(self) -> str:
+        """Returns one line: `112 operators: 110 same, 2 mended`."""
+        counts = Counter(self.states().values())
+        return f"{counts.total()} operators: " + ", ".join(
+            f"{counts[state]} {state}" for state in reversed(_WORST) if counts[state]
+        )
+
+
+_WATCHING: contextvars.ContextVar[Operators | None] = contextvars.ContextVar("operators", default=None)
+
+
+@contextlib.contextmanager
+def watching(operators: Operators) -> Iterator[None]:
+    """Notes each operator that is traced in the context."""
+    token = _WATCHING.set(operators)
+    try:
+        yield
+    finally:
+        _WATCHING.reset(token)
+
+
+def watched() -> Operators | None:
+    """Returns where operators are noted; None where they are not."""
+    return _WATCHING.get()
