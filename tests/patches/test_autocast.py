@@ -407,7 +407,7 @@ def test_an_upstreams_override_of_a_python_function_stays_whole(env):
     try:
         env.override_op_definition(F.layer_norm, attention)
         with env, region():
-            F.layer_norm(torch.ones(2, 3, dtype=B, device="jax"), (3,))
+            F.layer_norm(env.to_xla(torch.ones(2, 3, dtype=B)), (3,))
     finally:
         env._ops.clear()
         env._ops.update(before)
