@@ -70,6 +70,13 @@ y = torch.zeros(4, 6, device=x.device); y[1:3].copy_(x); return y
 y = torch.empty(2, 6, device=x.device); y[:, 0::2] = x[:, :3]; y[:, 1::2] = x[:, 3:]; return y
 y = torch.zeros_like(x); a, b = y.chunk(2, -1); a.copy_(x[:, :3]); b.copy_(x[:, 3:]); return y
 y = x.new_zeros(2, 6); y[0] = x[1]; y[1] = x[0]; return y
+y = torch.zeros(6, 2, device=x.device).t(); y[0] = x[0]; return y
+y = torch.arange(12.0, device=x.device).view(3, 4)[1:]; z = y.t(); y[0] = x[0, :4]; return z
+y = x.clone(); z = y.to(torch.float32, copy=True); z.add_(1); return y
+y = x.clone(); z = torch.nn.functional.dropout(y, 0.5, training=False); z.add_(1); return y
+y = x.clone(); z = y.to(y.dtype); z.add_(1); return y
+y = x.clone(); z = y + 0; z.add_(1); return y
+m = x.new_zeros(6); w = m.view(2, 3); torch.nn.functional.batch_norm(x, m, m + 1, None, None, True, 1); return w
 y = torch.arange(12.0, device=x.device).view(2, 6); y[0] += x[1]; return y
 y = torch.arange(12.0, device=x.device); z = y.view(2, 6); z.add_(x); return y
 """
@@ -148,6 +155,7 @@ y = x.clone(); y[x > 3].zero_(); return y
 y = x.clone(); y.resize_(2, 6).add_(1); return y
 y = x.clone(); y[:1].expand(3, 6).add_(1); return y
 x.add_(1); return x
+x.unsqueeze_(0); return x
 x.view(-1)[0] = 1; return x
 x[0] = 1; return x
 a, b = x.chunk(2, -1); a.mul_(2); return x

@@ -80,7 +80,7 @@ def call_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which JAX has 64-bit types, as PyTorch has: tracing and lowering are done in it."""
+    """Returns a context in which JAX has 64-bit types, as PyTorch has. A program is traced in it, not lowered."""
     import jax
 
     context: contextlib.AbstractContextManager[Any] = jax.enable_x64(True)
@@ -145,13 +145,10 @@ _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta dev
 
 
 def begin_trace() -> None:
-    """Prepares the engine for a trace: a view becomes a tensor at once.
-
-    Views that stay lazy break boolean indexing and `type_as`.
-    """
+    """Prepares the engine for a trace: each operator is asked of PyTorch, too."""
     import torchax
 
-    torchax.default_env().config.force_materialize_views = True
+    torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
     tracked.install(torchax.default_env())
 
 

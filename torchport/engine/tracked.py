@@ -236,7 +236,7 @@ class Dispatch:
                 continue
             if id(shadow) in shadows:
                 leaves[item] = shadows[id(shadow)]
-            elif id(leaf) not in before:
+            else:  # also where a lowering returns its argument, of which PyTorch makes a copy
                 tensor = leaves[item] = self._as_pytorch(_full_name(function), leaf, shadow)
                 self._share(tensor, function, args, kwargs, item, shapes)
         return pytree.tree_unflatten(leaves, tree)
@@ -327,6 +327,9 @@ class Dispatch:
         """Writes a value to a tensor, and to all that shares its memory."""
         from torchax.ops import mappings
 
+        if is_known(tensor):
+            tensor._array = None  # what PyTorch has, until now
+            self._forget(tensor)
         dtype = mappings.t2j_dtype(tensor._shadow.dtype)
         if value.dtype != dtype:
             value = value.astype(dtype)
@@ -352,13 +355,9 @@ class Dispatch:
         with _plain():
             storage = tensor._shadow.untyped_storage().nbytes() // tensor._shadow.itemsize
             root = torch.empty(storage, dtype=tensor._shadow.dtype, device="meta")
-        for other, path in memory.alive():
+        for other, path in memory.alive():  # a view holds the tensor that it is of
             if not path:
                 memory.value = other._elem
-        if memory.value is None:
-            with _plain():
-                whole = torch.empty(0, dtype=tensor._shadow.dtype).set_(tensor._shadow.untyped_storage())
-            memory.value = _array(whole)
         for other, _ in memory.alive():
             value, old = other._elem, other._shadow
             with _plain():
@@ -373,8 +372,10 @@ class Dispatch:
         tensor, other = args[0], functional(function)
         if other is None:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
-        new = self(other, types, args, kwargs)
         memory = self._memory(tensor)
+        if memory.whose:
+            raise DiffersError(_full_name(function), f"reshapes {memory.whose}, and its caller would not see that")
+        new = self(other, types, args, kwargs)
         memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
         with _plain():
             function(*args, **kwargs)

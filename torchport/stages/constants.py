@@ -45,8 +45,7 @@ class Constants(TorchFunctionMode):
         """Calls a function, with constants in place of the host's tensors.
 
         Raises:
-            HostTensorError: A constant that is random, or a tensor of the host that the
-                function writes to.
+            HostTensorError: A constant that is random, or a tensor of the host that the function writes to.
         """
         kwargs = kwargs or {}
         if function is torch.Tensor.new_tensor and self.is_networks(args[0]):
