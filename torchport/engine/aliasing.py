@@ -68,7 +68,7 @@ class Storage:
 
 _SAME = {"alias", "detach", "lift_fresh", "lift", "_to_copy", "positive"}
 _RESHAPE = {"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten"}
-_PARTS = {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk"}
+_PARTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
 def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, shapes: Any, of_index: Any) -> Any:
@@ -90,6 +90,7 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
 
     base = args[0]
     dims = len(base.shape)
+    write = jax.lax.dynamic_update_slice_in_dim
     if name in _SAME:
         return lambda whole, part: part
     if name in _RESHAPE:
@@ -102,18 +103,17 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
         dim, step = argument(1, "dim", 0) % dims, argument(4, "step", 1)
         start, stop, _ = slice(argument(2, "start", None), argument(3, "end", None)).indices(base.shape[dim])
         if step == 1:
-            return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, dim)
+            return lambda whole, part: write(whole, part, start, dim)
         return lambda whole, part: whole.at[_at(dim, slice(start, stop, step))].set(part)
-    if name == "select":
-        dim, index = argument(1, "dim", 0) % dims, argument(2, "index", 0)
+    if name in ("select", "unbind"):
+        dim = argument(1, "dim", 0) % dims
+        index = item if name == "unbind" else argument(2, "index", 0)
         index %= base.shape[dim]
-        return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, jnp.expand_dims(part, dim), index, dim)
+        return lambda whole, part: write(whole, jnp.expand_dims(part, dim), index, dim)
     if name in _PARTS:
-        dim = (argument(1, "dim", 0) if name == "unbind" else argument(2, "dim", 0)) % dims
-        if name == "unbind":
-            return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, jnp.expand_dims(part, dim), item, dim)
+        dim = argument(2, "dim", 0) % dims
         before = sum(shape[dim] for shape in shapes[:item])
-        return lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, before, dim)
+        return lambda whole, part: write(whole, part, before, dim)
     if name == "real":
         return lambda whole, part: jax.lax.complex(part, whole.imag) if jnp.iscomplexobj(whole) else part
     if name == "imag":

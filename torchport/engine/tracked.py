@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchport.engine.aliasing import Storage, View, inverse
+from torchport.engine.conformance import operator_name
 from torchport.engine.verdicts import DiffersError, watched
 
 LARGEST = 2**28
@@ -112,7 +113,7 @@ class Dispatch:
     def __call__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator."""
         kwargs = kwargs or {}
-        traced = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, self.type)]
+        traced = self._traced((args, kwargs))
         makes = function in self.constructors and self.environment._should_use_torchax_tensor(kwargs.get("device"))
         if not traced and not makes:
             return self.lower(function, types, args, kwargs)
@@ -126,10 +127,15 @@ class Dispatch:
         for tensor in traced:
             self.shadow(tensor)
             if (memory := tensor.__dict__.get("_memory")) is not None and memory.stale:
-                raise DiffersError(_full_name(function), memory.stale)
+                raise DiffersError(operator_name(function), memory.stale)
         if all(is_known(tensor) for tensor in traced) and self._host_makes(function, args, kwargs):
             return self._on_host(function, args, kwargs)
         return self._on_devices(function, types, args, kwargs, traced)
+
+    def _traced(self, tree: Any) -> list[Any]:
+        """Returns the engine's tensors in a tree."""
+        leaves = pytree.tree_leaves(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, self.type)]
 
     def _index(self, index: Any) -> Any:
         """Returns an index with tensors in place of lists, whose numbers PyTorch would put on meta, and lose."""
@@ -187,11 +193,11 @@ class Dispatch:
     def _on_host(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator whose arguments all have known values, in PyTorch."""
         answer = self._answer(function, args, kwargs, "cpu")
-        shadows = {id(t._shadow): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, self.type)}
-        for tensor in _written(function, args, kwargs):
-            if isinstance(tensor, self.type):
-                for other, _ in self._memory(tensor).alive():
-                    other._array = None
+        traced = self._traced((args, kwargs))
+        shadows = {id(t._shadow): t for t in traced}
+        for tensor in self._traced(_written(function, args, kwargs)):
+            for other, _ in self._memory(tensor).alive():
+                other._array = None
         outputs, tree = pytree.tree_flatten(answer)
         shapes = [getattr(leaf, "shape", None) for leaf in outputs]
         for item, leaf in enumerate(outputs):
@@ -209,9 +215,9 @@ class Dispatch:
         if (operators := watched()) is not None:
             with _plain():
                 operators.see(function, args, kwargs)
-        written = _written(function, args, kwargs)
+        written = self._traced(_written(function, args, kwargs))
         for tensor in written:
-            if isinstance(tensor, self.type) and is_known(tensor):
+            if is_known(tensor):
                 self._forget(tensor)
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
@@ -221,8 +227,8 @@ class Dispatch:
             if tensor._elem is not before[id(tensor)]:
                 self._write(function, tensor, tensor._elem)
         for tensor in written if _name(function) != "copy_" else ():  # what is copied may be the same array
-            if isinstance(tensor, self.type) and tensor._elem is before.get(id(tensor)):
-                raise DiffersError(_full_name(function), "does not write to its argument, as PyTorch's does")
+            if tensor._elem is before[id(tensor)]:
+                raise DiffersError(operator_name(function), "does not write to its argument, as PyTorch's does")
         if answer is _UNKNOWN:
             return output
         leaves, tree = pytree.tree_flatten(output)
@@ -237,7 +243,7 @@ class Dispatch:
             if id(shadow) in shadows:
                 leaves[item] = shadows[id(shadow)]
             else:  # also where a lowering returns its argument, of which PyTorch makes a copy
-                tensor = leaves[item] = self._as_pytorch(_full_name(function), leaf, shadow)
+                tensor = leaves[item] = self._as_pytorch(function, leaf, shadow)
                 self._share(tensor, function, args, kwargs, item, shapes)
         return pytree.tree_unflatten(leaves, tree)
 
@@ -256,13 +262,15 @@ class Dispatch:
         """Returns a tensor of the host as one of the engine's, with known values."""
         return leaf if isinstance(leaf, self.type) or leaf.is_meta else self.tensor(None, leaf)
 
-    def _as_pytorch(self, function: str, leaf: Any, shadow: torch.Tensor) -> Any:
+    def _as_pytorch(self, function: Any, leaf: Any, shadow: torch.Tensor) -> Any:
         """Returns a result with PyTorch's dtype and strides."""
         from torchax.ops import mappings
 
         value, dtype = leaf._elem, mappings.t2j_dtype(shadow.dtype)
         if tuple(value.shape) != tuple(shadow.shape):
-            raise DiffersError(function, f"returns the shape {list(value.shape)}, PyTorch's {list(shadow.shape)}")
+            shapes = list(value.shape), list(shadow.shape)
+            how = f"returns the shape {shapes[0]}, PyTorch's {shapes[1]}"
+            raise DiffersError(operator_name(function), how)
         if value.dtype != dtype:
             value = value.astype(dtype)
         return self.tensor(value, shadow)
@@ -288,8 +296,8 @@ class Dispatch:
     def _share(self, tensor: Any, function: Any, args: Any, kwargs: Any, item: int, shapes: Any) -> None:
         """Notes of a result that it lies in the memory of an argument, if PyTorch says so."""
         memory_of = tensor._shadow.untyped_storage()._cdata
-        for base in pytree.tree_leaves((args, kwargs)):
-            if isinstance(base, self.type) and base._shadow.untyped_storage()._cdata == memory_of:
+        for base in self._traced((args, kwargs)):
+            if base._shadow.untyped_storage()._cdata == memory_of:
                 break
         else:
             return
@@ -336,13 +344,14 @@ class Dispatch:
         if tuple(value.shape) != tuple(tensor._shadow.shape):
             import jax.numpy as jnp
 
-            if value.ndim > tensor._shadow.ndim:  # PyTorch refuses that, and a lowering of torchax's does it to its own
+            # PyTorch refuses that. A lowering of torchax's does it to a tensor of its own.
+            if value.ndim > tensor._shadow.ndim:
                 tensor._array, tensor._shadow = value, _empty(value)
                 return
             value = jnp.broadcast_to(value, tuple(tensor._shadow.shape))
         memory = self._memory(tensor)
         if memory.whose:
-            raise DiffersError(_full_name(function), f"writes to {memory.whose}, and its caller would not see that")
+            raise DiffersError(operator_name(function), f"writes to {memory.whose}, and its caller would not see that")
         tensor._array = value
         memory.write(tensor._path, value)
         for other, path in memory.alive():
@@ -374,7 +383,7 @@ class Dispatch:
             raise self.not_found(f"Operator with name {function.name()} has no lowering")
         memory = self._memory(tensor)
         if memory.whose:
-            raise DiffersError(_full_name(function), f"reshapes {memory.whose}, and its caller would not see that")
+            raise DiffersError(operator_name(function), f"reshapes {memory.whose}, and its caller would not see that")
         new = self(other, types, args, kwargs)
         memory.tensors = [(ref, path) for ref, path in memory.tensors if ref() is not tensor]
         with _plain():
@@ -408,9 +417,9 @@ def freeze(tree: Any, whose: str) -> None:
     """
     from torchax import default_env
 
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, default_env().dispatch.type):
-            default_env().dispatch._memory(leaf).whose = whose
+    dispatch = default_env().dispatch
+    for tensor in dispatch._traced(tree):
+        dispatch._memory(tensor).whose = whose
 
 
 def spoil(tensor: Any, why: str) -> None:
@@ -434,7 +443,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
                 continue
-            found.extend(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            found.append(value)
     return found
 
 
@@ -462,12 +471,6 @@ def _name(function: Any) -> str:
     if isinstance(function, torch._ops.OpOverload):
         return str(function._schema.name).rpartition("::")[2]
     return str(getattr(function, "__name__", ""))
-
-
-def _full_name(function: Any) -> str:
-    if isinstance(function, torch._ops.OpOverload):
-        return str(function)
-    return f"{getattr(function, '__module__', None) or 'torch.Tensor'}.{_name(function)}"
 
 
 def _is_engine_device(value: Any) -> bool:

@@ -18,17 +18,10 @@ _WORST = ("differs", "unknown", "mended", "same")
 
 
 class DiffersError(Exception):
-    """The engine would compute something else than PyTorch.
-
-    Args:
-        operator: Its name.
-        how: In what it differs: a verb and what follows it.
-    """
+    """An operator would compute something else than PyTorch: its name, and a verb with what follows it."""
 
     def __init__(self, operator: str, how: str) -> None:
         super().__init__(f"{operator}, which {how}")
-        self.operator = operator
-        self.how = how
 
 
 class Operators:
@@ -79,8 +72,11 @@ class Operators:
         others: dict[str, Any] = {state: [] for state in _WORST if state != "same"}
         for form, (state, what) in sorted(self.found.items(), key=lambda found: found[0].operator):
             if state != "same":
-                reason = self.accepted.get(form.operator, "")
-                others[state].append(f"{form.operator}: {what}" + (f"; accepted: {reason}" if reason else ""))
+                text = f"{form.operator}: {what}"
+                if form.operator in self.accepted:
+                    reason = self.accepted[form.operator]
+                    text += f"; accepted: {reason}"
+                others[state].append(text)
         return {"same": sum(state == "same" for state in states.values()), **{k: v for k, v in others.items() if v}}
 
     def text(self) -> str:
