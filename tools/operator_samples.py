@@ -145,17 +145,24 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
     forms = {"whole": x, "transposed": y.mT.mT.permute(2, 1, 0), "expanded": x[:1].expand(2, 3, 4), "one": x[:, :1],
              "empty": x[:0], "flat": x.flatten(), "0-dim": x[0, 0, 0]}  # fmt: skip
     unary: dict[str, Callable[[Any], Any]] = {
+        "all": lambda x: x.all(),
         "any": lambda x: x.any(-1),
+        "any of dims": lambda x: x.any((-1,)),
         "argsort": lambda x: x.argsort(stable=True),
+        "argsort of int32": lambda x: torch.argsort(x.int(), stable=True),
         "cat": lambda x: torch.cat([x, x], -1),
         "chunk": lambda x: x.chunk(2, -1),
+        "clamp": lambda x: x.clamp(0, 1).clamp(max=1).clamp(min=0),
         "contiguous": lambda x: x.contiguous(),
         "cumsum": lambda x: x.cumsum(-1),
         "diff": lambda x: x.diff(dim=-1),
         "eq": lambda x: x == x,
+        "eq of a number": lambda x: x == 1,
+        "lt of a number": lambda x: x < 1,
         "expand": lambda x: x.unsqueeze(0).expand(3, *[-1] * x.ndim),
         "flatten": lambda x: x.flatten(),
         "flip": lambda x: x.flip(-1),
+        "gelu": lambda x: functional.gelu(x) if dtype.is_floating_point else x,
         "mean": lambda x: x.mean(-1) if dtype.is_floating_point else x.sum(-1, True),
         "movedim": lambda x: x.movedim(0, -1),
         "narrow": lambda x: x.narrow(-1, 0, 1),
@@ -167,6 +174,7 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         "squeeze": lambda x: x.squeeze(-2),
         "stack": lambda x: torch.stack([x, x], -1),
         "sum": lambda x: x.sum(-1),
+        "tensor_split": lambda x: x.tensor_split(2, -1),
         "tile": lambda x: x.tile(2),
         "unbind": lambda x: x.unbind(-1),
         "unflatten": lambda x: x.unflatten(-1, (-1, 1)),
@@ -178,6 +186,11 @@ def _shapes(dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(f"{name} of {form}", function, (tensor,))
     for first, second in itertools.combinations(("whole", "transposed", "expanded", "one", "0-dim"), 2):
         yield Sample("add broadcast", torch.add, (forms[first], forms[second]))
+    rows = torch.empty(0, dtype=torch.int64)
+    for equation in ("bcthw,dc->bdthw", "dc,bcthw->bdthw"):
+        video, weight = _values(1, 3, 2, 2, 2, dtype=dtype), _values(4, 3, dtype=dtype)
+        yield Sample("einsum", torch.einsum, (equation, *((video, weight) if equation[0] == "b" else (weight, video))))
+    yield Sample("embedding of nothing", functional.embedding, (rows, x[0]))
     yield Sample("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(-1, stable=True), -1), (x,))
     yield Sample("repeat_interleave", torch.repeat_interleave, (x, torch.tensor([1, 2])), {"dim": 0, "output_size": 3})
     yield Sample("pad", functional.pad, (x, (1, -1)))
@@ -328,6 +341,8 @@ def _attention(dtype: torch.dtype) -> Iterator[Sample]:
         {"attn_mask": torch.zeros(5, 6, dtype=dtype).masked_fill(~mask, float("-inf"))},
     ):  # fmt: skip
         yield Sample("attention", attention, (query, key, key), options)
+    by_name = {"query": query, "key": key, "value": key}
+    yield Sample("attention by keyword", attention, (), by_name)
     yield Sample("attention groups", attention, (query, key[:, :2], key[:, :2]), {"enable_gqa": True})
     hidden = torch.full((2, 4), float("-inf"), dtype=dtype)
     yield Sample("softmax of nothing", torch.softmax, (hidden, -1))

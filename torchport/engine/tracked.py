@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchport.engine.aliasing import Storage, View, inverse
 from torchport.engine.conformance import operator_name
-from torchport.engine.verdicts import DiffersError, watched
+from torchport.engine.verdicts import DiffersError, watched, watching
 
 LARGEST = 2**28
 """Bytes of the largest tensor that the host computes. A larger one is left to the devices."""
@@ -222,7 +222,8 @@ class Dispatch:
         answer = self._answer(function, args, kwargs, "meta")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._known, (args, kwargs))
         before = {id(tensor): tensor._elem for tensor in traced}
-        output = self._lowered(function, types, args, kwargs)
+        with watching(None):  # what a lowering calls was compared as a part of it
+            output = self._lowered(function, types, args, kwargs)
         for tensor in traced:
             if tensor._elem is not before[id(tensor)]:
                 self._write(function, tensor, tensor._elem)
@@ -438,12 +439,11 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
     if not isinstance(function, torch._ops.OpOverload):
         return []
     found: list[Any] = []
-    for number, argument in enumerate(function._schema.arguments):
+    for argument in function._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.name.startswith("running_") and not _of_schema(function, args, kwargs, "training"):
                 continue
-            found.append(value)
+            found.append(_of_schema(function, args, kwargs, argument.name))
     return found
 
 

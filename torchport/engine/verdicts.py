@@ -91,8 +91,8 @@ _WATCHING: contextvars.ContextVar[Operators | None] = contextvars.ContextVar("op
 
 
 @contextlib.contextmanager
-def watching(operators: Operators) -> Iterator[None]:
-    """Notes each operator that is traced in the context."""
+def watching(operators: Operators | None) -> Iterator[None]:
+    """Notes each operator that is traced in the context; None: notes none."""
     token = _WATCHING.set(operators)
     try:
         yield
