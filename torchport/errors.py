@@ -561,7 +561,8 @@ class OperatorError(ForeignError):
     """An operator would compute something else on the devices than in PyTorch, or what it writes would be lost.
 
     A write to an argument or to a buffer of the network is lost outside the program. The table of operators
-    (docs/engine.md) names the operators that torchax computes otherwise.
+    (docs/engine.md) names the operators that torchax computes otherwise. Under `--strict` an operator that no sample
+    has compared with PyTorch's is refused, too.
     """
 
     id = "TP907"

@@ -73,6 +73,14 @@ def test_another_torchax_than_the_tried_one_is_said_and_not_refused(monkeypatch)
     assert doctor._versions() == [Diagnosis("ok", "torchax", "0.0.13")]
 
 
+def test_the_table_of_operators_says_for_which_versions_it_is(monkeypatch):
+    assert doctor._operators() == Diagnosis("ok", "table of operators", doctor._operators().fact)
+    here = manifest.versions() | {"torchax": "0.0.14.dev20261026"}
+    monkeypatch.setattr(manifest, "versions", lambda: here)
+    found = doctor._operators()
+    assert found.state == "note" and "; here is torchax 0.0.14.dev20261026, of which it may not be true" in found.fact
+
+
 def test_a_checkout_that_is_not_installed_is_a_note(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)

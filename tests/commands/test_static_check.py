@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from fakes.patch_world import World
 
-from torchport.commands import check, patches, static_check
+from torchport.commands import check, findings, patches, static_check
 from torchport.commands.check import CheckFlags, CheckProcess, StagePatches
 from torchport.commands.findings import Report
 from torchport.config.pack import Pack
@@ -221,6 +221,16 @@ def test_a_card_with_its_family_and_its_demo_is_clean(cards):
         ("configs/models/some.yaml:1", "card"),
         ("configs/demo.yaml:1", "schema"),
         ("configs/demo.yaml:1", "job"),
+    ]
+
+
+def test_operators_that_a_card_accepts_are_said_with_the_reason(cards):
+    cards.replace("decode: [up/p]", "decode: [up/p]\noperators: {aten.flip.default: It flips no 0-dim tensor}")
+    report = static_check.check_cards(Pack(cards.root))
+    assert findings.as_text(report).splitlines() == [
+        "configs/models/some.yaml:15: accepts aten.flip.default, which may differ from PyTorch's: "
+        "It flips no 0-dim tensor",
+        "clean",
     ]
 
 

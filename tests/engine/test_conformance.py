@@ -9,6 +9,7 @@ import yaml
 from torchport import engine
 from torchport.engine import conformance
 from torchport.engine.conformance import Form, form_of
+from torchport.engine.verdicts import Operators
 
 aten = torch.ops.aten
 
@@ -95,6 +96,22 @@ STATES = [
 @pytest.mark.parametrize(("found", "state"), STATES)
 def test_the_table_says_of_a_form_what_its_samples_said(table, found, state):
     assert conformance.state(found) == state
+
+
+def test_an_unknown_operator_is_counted_and_under_strict_refused(table):
+    found = Operators()
+    for function in (aten.add.Tensor, aten.sub.Tensor):
+        found.see(function, (torch.ones(2), torch.ones(2)), {})
+    assert found.text() == "2 operators: 1 same, 1 unknown (aten.sub.Tensor)"
+    Operators({"aten.sub.Tensor": "a reason"}, strict=True).see(aten.sub.Tensor, (torch.ones(2), torch.ones(2)), {})
+    strict = Operators(strict=True)
+    strict.see(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {})
+    with pytest.raises(engine.DiffersError) as caught:
+        strict.see(aten.sub.Tensor, (torch.ones(2), torch.ones(2)), {})
+    assert str(caught.value) == (
+        "aten.sub.Tensor, which no sample has compared with PyTorch's (the operator was never sampled)"
+    )
+    assert engine.acceptable(caught.value) and not engine.acceptable(engine.DiffersError("a", "b"))
 
 
 def test_a_form_of_which_some_calls_are_the_same_differs_only_there():

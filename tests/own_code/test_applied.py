@@ -46,7 +46,7 @@ def test_children_are_told_what_is_in_force(here, monkeypatch):
     assert told == {
         "model": "small", "patches": [], "upstream_path": None, "backend": "original",
         "paths": [str(here.root / "pack")],
-        "choice": dict.fromkeys(("strategy", "mesh", "attention", "machine")),
+        "choice": dict.fromkeys(("strategy", "mesh", "attention", "machine")) | {"strict": False},
     }  # fmt: skip
     assert "TORCHPORT_APPLIED" not in os.environ
 

@@ -12,6 +12,7 @@ import torch
 from fakes.small_port import SmallPort
 
 import torchport
+from torchport.engine import conformance
 from torchport.errors import (
     BadValueError,
     CudaError,
@@ -20,6 +21,7 @@ from torchport.errors import (
     HostTensorError,
     MeshError,
     NoLoweringError,
+    OperatorError,
     StaleTraceError,
     TorchportError,
     TracedValueError,
@@ -235,6 +237,24 @@ def test_a_module_that_is_training_is_refused(block, session):
 def test_without_patches_in_force_it_is_refused(block):
     with pytest.raises(BadValueError, match=r"^port: No patches are in force"):
         torchport.port(block, strategy=RULES, mesh=MESH)
+
+
+def test_it_says_how_many_operators_are_known_and_under_strict_refuses_the_others(x, session, caplog, monkeypatch):
+    known = conformance.state
+    unknown = "unknown", "the operator was never sampled"
+    monkeypatch.setattr(conformance, "state", lambda form: unknown if ".neg." in form.operator else known(form))
+
+    class Negated(torch.nn.Module):
+        def forward(self, x):
+            return x.neg()
+
+    with caplog.at_level("INFO"):
+        torchport.port(Negated().eval(), strategy=RULES | {"weights": []}, mesh={"dp": 2})(x)
+    assert " unknown (aten.neg.default)" in caplog.text
+    accepting = RULES | {"weights": [], "operators": {"aten.neg.default": "A test"}}
+    torchport.port(Negated().eval(), strategy=accepting, mesh={"dp": 2}, strict=True)(x)
+    with pytest.raises(OperatorError, match="no sample has compared with PyTorch's"):
+        torchport.port(Negated().eval(), strategy=RULES | {"weights": []}, mesh={"dp": 2}, strict=True)(x)
 
 
 def test_it_is_not_compiled_outside_of_its_patches(block, x):

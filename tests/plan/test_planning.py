@@ -131,7 +131,14 @@ def unfit(what, asked, limit):
 def compiled_program(memory, **fields):
     """What the compiler's process says of a program."""
     known = {"inputs": {"x": [2, 3]}, "times": 8, "steps": 1, "flops": 10**15, "borders": 10**9, "dump": None}
-    known |= {"trace_s": 1.0, "compile_s": 2.0, "calls": [], "passes": [], "spots": []}
+    known |= {
+        "operators": "2 operators: 2 same",
+        "trace_s": 1.0,
+        "compile_s": 2.0,
+        "calls": [],
+        "passes": [],
+        "spots": [],
+    }
     return aot.CompiledProgram(memory, **{**known, **fields})
 
 

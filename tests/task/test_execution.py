@@ -43,9 +43,10 @@ def test_a_trace_of_more_steps_than_there_are_is_refused(refused):
     )
 
 
-def test_op_by_op_without_a_network_is_refused(refused):
-    assert refused(changes={**PORT, "stage": "encode"}, jit=False) == (
-        "--no-jit: 'encode' has no network that is compiled. Leave it out, or run another stage."
+@pytest.mark.parametrize(("flag", "execution"), [("--no-jit", {"jit": False}), ("--strict", {"strict": True})])
+def test_what_is_asked_of_a_network_is_refused_without_one(refused, flag, execution):
+    assert refused(changes={**PORT, "stage": "encode"}, **execution) == (
+        f"{flag}: 'encode' has no network that is compiled. Leave it out, or run another stage."
     )
 
 

@@ -34,6 +34,7 @@ FAULTY = verification(
     decoded=Decoded(0.0, 2.0, 1, {"the original": b"png"}),
     unlike=("the encoders", "the loop"),
     programs=("denoise: another dtype",),
+    operators={"denoise": "2 operators: 2 same"},
     seconds={"the original": 3.0, "the port": 9.5},
 )
 

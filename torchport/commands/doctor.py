@@ -53,6 +53,7 @@ def examine(paths: Sequence[str]) -> list[Diagnosis]:
     return [
         Diagnosis("ok", "python", f"{platform.python_version()} on {platform.platform()}"),
         *_versions(),
+        _operators(),
         *_devices(),
         *_disk(),
         *_jax_cache(),
@@ -85,6 +86,23 @@ def _versions() -> list[Diagnosis]:
     if "libtpu" in versions:
         findings.append(Diagnosis("ok", "libtpu", versions["libtpu"]))
     return findings
+
+
+def _operators() -> Diagnosis:
+    """Returns for which versions the table of operators was made, and which of them are others here."""
+    from torchport import engine
+    from torchport.save import manifest
+
+    what = "table of operators"
+    made = engine.table_versions()
+    here = manifest.versions()
+    text = ", ".join(map(" ".join, made.items()))
+    others = [f"{name} {here[name]}" for name, version in made.items() if here[name].partition("+")[0] != version]
+    fact = f"made with {text}"
+    if not others:
+        return Diagnosis("ok", what, fact)
+    fact += f"; here is {', '.join(others)}, of which it may not be true: docs/engine.md"
+    return Diagnosis("note", what, fact)
 
 
 def _within(version: str, specifier: str) -> bool:

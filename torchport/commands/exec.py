@@ -17,6 +17,7 @@ from torchport.commands import options, terminal
 @click.option("--mesh", metavar="A=N", help="The devices along each axis of its mesh, as dp=2,tp=4 [one device].")
 @click.option("--machine", metavar="NAME", help="The devices, such as cpu:8 for 8 virtual ones [all that JAX finds].")
 @click.option("--attention", metavar="NAME", help="The implementation of attention [the platform's own].")
+@options.strict
 @options.backend
 @options.paths
 @click.argument("words", nargs=-1, metavar="-- SCRIPT ARGS")

@@ -55,6 +55,8 @@ class Report:
 
     findings: list[Finding] = dataclasses.field(default_factory=list)  #: What is wrong.
     cases: list[Case] = dataclasses.field(default_factory=list)  #: What was tried.
+    #: What is worth knowing and no mistake, a line each, in the text alone.
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def try_entry(self, entry: Entry, step: str, skipped: str = "") -> None:
         """Notes that a step of an entry is tried, or why it is not."""
@@ -69,6 +71,7 @@ class Report:
         """Adds what another report has and this one has not; a patch is tried in more than one process."""
         self.findings = [*dict.fromkeys([*self.findings, *other.findings])]
         self.cases = [*dict.fromkeys([*self.cases, *other.cases])]
+        self.notes = [*dict.fromkeys([*self.notes, *other.notes])]
 
 
 def of_error(error: TorchportError, step: str, patch: str = "", review: str = "") -> Finding:
@@ -93,9 +96,10 @@ _LEVELS = {"covered": "note", "unknown": "warning"}
 
 
 def as_text(report: Report) -> str:
-    """Returns one line per finding, and a last line that counts them."""
+    """Returns one line per finding, the notes, and a last line that counts the findings."""
     lines = [printable(f"{finding.place}: {finding.id} {finding.text}") for finding in report.findings]
-    return "\n".join([*lines, f"{len(lines)} finding{'s' if len(lines) > 1 else ''}" if lines else "clean"])
+    count = f"{len(lines)} finding{'s' if len(lines) > 1 else ''}" if lines else "clean"
+    return "\n".join([*lines, *map(printable, report.notes), count])
 
 
 def as_json(report: Report) -> str:

@@ -39,6 +39,9 @@ backend = click.option(
     show_default=True,
     help="torchax compiles with JAX; original runs upstream in eager PyTorch.",
 )
+strict = click.option(
+    "--strict", is_flag=True, help="Refuse operators that no sample has compared with PyTorch's: docs/engine.md."
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 negative_prompt = click.option("--negative-prompt", metavar="TEXT", help="What the video should not show.")

@@ -31,6 +31,7 @@ class PlanFlags:
     stage: str | None = None
     file: Path | None = None
     xla_flags: str | None = None
+    strict: bool = False
     keep: Path | None = None
     as_json: bool = False
 
@@ -49,6 +50,7 @@ class PlanFlags:
 @options.xla_flags
 @click.option("--keep", type=options.FILE, metavar="DIR", help="Keep the plan and the dump.")
 @options.report("an HTML page")
+@options.strict
 @options.as_json
 @options.paths
 def command(**given: Any) -> None:
@@ -58,7 +60,7 @@ def command(**given: Any) -> None:
 
     flags = options.taken(PlanFlags, given)
     overrides = options.with_fields(flags.overrides, strategy=flags.strategy)
-    request = Request(**given, overrides=overrides, execution=Execution(xla_flags=flags.xla_flags))
+    request = Request(**given, overrides=overrides, execution=Execution(xla_flags=flags.xla_flags, strict=flags.strict))
     outcome = answer(request, flags, shlex.join(["torchport", *sys.argv[1:]]))
     outcome.say(flags.as_json)
     sys.exit(outcome.exit_code)

@@ -75,6 +75,7 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 @options.xla_flags
 @click.option("--profile", callback=_steps, metavar="steps=N", help="Trace N steps after the first two.")
 @click.option("--memory", is_flag=True, help="Print the devices' memory after each stage.")
+@options.strict
 @options.cache
 @options.paths
 @click.option("--distributed", is_flag=True, help="On several hosts that JAX finds: a TPU slice, Slurm, Kubernetes.")
@@ -94,6 +95,9 @@ def command(**given: Any) -> None:
     overrides = options.with_fields(flags.overrides, strategy=flags.strategy, save_every=flags.save_every)
     cluster = options.taken(hosts.cluster_of, given)
     execution = options.taken(Execution, given)
+    original = given["backend"] == "original"
+    if execution.strict and original:
+        raise BadValueError("--strict", "--backend original calls PyTorch's own operators", "Leave one of the two out")
     request = Request(**given, overrides=overrides, execution=execution)
     if flags.prompts is not None:
         sys.exit(_make_series(flags.prompts, request, flags, cluster))

@@ -238,6 +238,10 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
         report.cases.append(Case(document.place(), "", "card"))
         for error in _mistakes(pack, card, document):
             report.add(error, "card")
+        for key, why in card.operators.items():
+            place = document.place(["operators", key])
+            note = f"accepts {key}, which may differ from PyTorch's"
+            report.notes.append(f"{place}: {note}: {why}")
         _check_demo(pack, card, document, report)
     if not models:
         for error in (error for lower in pack.checked for error in lower.unread()):

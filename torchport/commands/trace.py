@@ -27,13 +27,14 @@ SHOWN = 10
 @options.upstream_path
 @click.option("--without-patches", is_flag=True, help="Without the card's patches: what upstream itself stops at.")
 @options.overrides
+@options.strict
 @options.as_json
 @options.paths
 def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     """Lists every place that stops the networks from being traced; the exit code is 1 if there is one.
 
     No weights are read. After a stopper the trace goes on with a value that it names. It also lists the constants of
-    the programs, and what makes a second program.
+    the programs, what makes a second program, and how many operators compute what PyTorch does.
     """
     terminal.log_to_stderr()
     from torchport.porting.trace.tracing import trace
@@ -43,15 +44,15 @@ def command(without_patches: bool, as_json: bool, **given: Any) -> None:
     sys.exit(1 if report.stoppers else 0)
 
 
-def request_of(model: str, config: str | None, **fields: Any) -> Request:
+def request_of(model: str, config: str | None, strict: bool = False, **fields: Any) -> Request:
     """Returns the job to trace: without a config, the card's demo."""
     from torchport.config.pack import find_pack
-    from torchport.task import Request
+    from torchport.task import Execution, Request
 
     if config is None:
         pack = find_pack(fields["paths"])
         config = pack.demo(pack.card(model)[0])
-    return Request(model, config, **fields)
+    return Request(model, config, execution=Execution(strict=strict), **fields)
 
 
 def data(report: TraceReport) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def lines(report: TraceReport, patched: bool) -> list[str]:
     """
     text = [line for stopper in report.stoppers for line in _of_stopper(stopper)]
     text += _of_programs(report)
+    text += [f"{stage}: {operators}" for stage, operators in report.operators.items()]
     if report.constants:
         total = sum(constant.bytes for constant in report.constants)
         text.append(f"constants: {len(report.constants)} tensors of the host, {size_text(total)}")

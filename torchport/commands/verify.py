@@ -55,6 +55,7 @@ class VerifyFlags:
 @options.upstream_path
 @options.strategy
 @options.overrides
+@options.strict
 @options.cache
 @options.report(".html, .json or .sarif")
 @options.as_json
@@ -67,10 +68,11 @@ def command(**given: Any) -> None:
     """
     terminal.log_to_stderr()
     from torchport.processes import stopping
-    from torchport.task import Request
+    from torchport.task import Execution, Request
 
-    flags = options.taken(VerifyFlags, given)
-    request = Request(**given, overrides=options.with_fields(flags.overrides, strategy=flags.strategy))
+    flags, execution = options.taken(VerifyFlags, given), options.taken(Execution, given)
+    overrides = options.with_fields(flags.overrides, strategy=flags.strategy)
+    request = Request(**given, overrides=overrides, execution=execution)
     with stopping.unwinding():
         outcome, verification = answer(request, flags)
     outcome.say(flags.as_json)

@@ -434,6 +434,7 @@ def compiled(
         keeps=stage.keeps if cache is None else (step_cache.KEPT,),
         free=frozenset() if cache is None else frozenset([step_cache.KEPT]),
         differing=task.card.operators,
+        strict=task.request.execution.strict,
     )
     attention = dispatch.Context(task.job.attention, bounds, record)
     return program.Compiled(network, weights, mesh, trace=trace, attention=attention, jit=jit)
@@ -488,6 +489,8 @@ def ported(
         how=how,
         outputs=("output",),
         spare=rules.of_card,
+        differing=rules.own.operators,
+        strict=rules.strict,
     )
     return program.Compiled(network, weights, mesh, trace=trace, attention=dispatch.Context(attention, bounds, None))
 

@@ -67,6 +67,7 @@ class Network:
         free: Those of `keeps` that no rule places: the compiler chooses.
         spare: Whether a rule for inputs may match none of them: a caller's own call may lack some.
         differing: Operators that may compute something else than PyTorch, each with the reason.
+        strict: Whether an operator of which that is not known is refused.
     """
 
     module: torch.nn.Module
@@ -85,6 +86,11 @@ class Network:
     free: Set[str] = frozenset()
     spare: bool = False
     differing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    strict: bool = False
+
+    def operators(self) -> engine.Operators:
+        """Returns a place for the operators that it calls while it is traced."""
+        return engine.Operators(self.differing, self.strict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +184,7 @@ class Compiled:
         self.seconds = 0.0
         self.programs: dict[Any, Any] = {}
         self.shardings: dict[tuple[str, tuple[int, ...]], NamedSharding] = {}
-        self.operators = engine.Operators(network.differing)
+        self.operators = network.operators()
         self._tables: list[Any] = []  # of the program that was lowered last
         self._origins: dict[Any, Origin] = {}
         self._used: dict[Any, Origin] = {}  # of the programs that this run has called
@@ -199,7 +205,7 @@ class Compiled:
 
     def called(self) -> str:
         """Returns how many operators the programs that this run has called have, by what is known of them."""
-        operators = engine.Operators(self.network.differing)
+        operators = self.network.operators()
         for origin in self._used.values():
             operators.found |= origin.operators.found
         return operators.text()
@@ -390,7 +396,9 @@ class Compiled:
             self.programs[key], self._origins[key] = self._compiled(arrays, static)
             spent = time.perf_counter() - start
             self.seconds += spent
-            log.info("compile %s: %.1f s", self.network.name, spent)
+            origin = self._origins[key]
+            words = origin.operators.text()
+            log.info("compile %s: %.1f s, %s", self.network.name, spent, words)
         elif key not in self._used and self.ledger is not None and (trace := self._origins[key].trace) is not None:
             self.ledger.credit(trace)
         self._used[key] = self._origins[key]
@@ -400,7 +408,7 @@ class Compiled:
         """Returns the program of these inputs, traced and compiled now."""
         before = None if self.ledger is None else self.ledger.trace()
         with waiting(f"compile {self.network.name}"):
-            self.operators = engine.Operators(self.network.differing)
+            self.operators = self.network.operators()
             lowered = self.lowered(arrays, static)
             if unknown := self.operators.unknown():
                 log.warning("%s calls operators that may differ from PyTorch's: %s", self.network.name, unknown)

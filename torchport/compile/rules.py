@@ -11,7 +11,7 @@ from typing import Literal
 
 from torchport import shard
 from torchport.config import Document, Frozen, parse_document, validated
-from torchport.config.card import ActivationRule, Axis, Card, Rule, ScoreBound, Stack, WeightRule
+from torchport.config.card import ActivationRule, Axis, Card, Rule, ScoreBound, Stack, WeightRule, Word
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
 Kind = Literal["weights", "inputs", "activations"]
@@ -33,6 +33,8 @@ class OwnRules(Frozen):
     """By the path of a list of blocks in it: the blocks that are compiled as one."""
     precision: Literal["default", "high", "highest"] = "default"
     """The precision of its float32 products on a TPU."""
+    operators: dict[str, Word] = {}
+    """Operators that may compute something else than PyTorch, each with the reason why it may here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Rules:
         bounds: Attention with bounded scores.
         divides: For an axis, the number of the network's configuration that it must divide.
         extra: Rules of the caller for inputs, before the others.
+        strict: Whether an operator is refused of which nobody knows whether it computes what PyTorch does.
         document: Where it is all written.
         strategy: The path of the strategy in there; none of a caller's own rules.
         written: What the network's rules are called there.
@@ -58,6 +61,7 @@ class Rules:
     bounds: Mapping[str, ScoreBound] = dataclasses.field(default_factory=dict)
     divides: Mapping[Axis, str] = dataclasses.field(default_factory=dict)
     extra: Sequence[Rule] = ()
+    strict: bool = False
 
     @property
     def of_card(self) -> bool:
@@ -113,6 +117,7 @@ def of_card(card: Card, document: Document, strategy: str, component: str, extra
         activations=chosen.activations.get(component, []),
         stacks=card.stacks.get(component, {}),
         precision=card.components[component].precision,
+        operators=card.operators,
     )
     bounds = {what: entry for what, entry in card.score_bounds.items() if entry.component == component}
     divides = {axis: path for axis, path in chosen.divides.items() if path.partition(".")[0] == card.written(component)}

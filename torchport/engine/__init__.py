@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchport.engine import tracked
+from torchport.engine import conformance, tracked
 from torchport.engine.tracked import freeze, spoil, was_written
-from torchport.engine.verdicts import DiffersError, Operators, watching
+from torchport.engine.verdicts import DiffersError, Operators, RefusedError, watching
 
 __all__ = [
     "DiffersError",
     "Operators",
+    "acceptable",
     "array",
     "begin_trace",
     "call_jax",
@@ -35,6 +36,7 @@ __all__ = [
     "missing_operator",
     "operators",
     "spoil",
+    "table_versions",
     "was_written",
     "watching",
     "wide",
@@ -122,6 +124,11 @@ def difference(error: BaseException) -> str | None:
     return str(error) if isinstance(error, DiffersError) else None
 
 
+def acceptable(error: BaseException) -> bool:
+    """Returns whether an exception is about an operator that a card or a caller may accept by its name."""
+    return isinstance(error, RefusedError)
+
+
 def is_host_tensor(error: BaseException) -> bool:
     """Returns whether an exception says that a tensor of the host meets one of the engine, or one on meta."""
     return isinstance(error, AssertionError | RuntimeError) and _HOST_TENSOR.search(str(error)) is not None
@@ -142,6 +149,11 @@ def is_traced_value(error: BaseException) -> bool:
 _HOST_TENSOR = re.compile(r"Expect a Tensor or a View but got|Tensor on device \w+ is not on the expected device")
 _NO_VALUE = re.compile(r"\b[Mm]eta tensors?\b|Meta Tensors|Meta tensors|meta device type tensor|register_meta")
 """What torchax and torch say. Source: torchax/tensor.py of torchax 0.0.13, and torch/_meta_registrations.py of 2.13."""
+
+
+def table_versions() -> Mapping[str, str]:
+    """Returns the versions of packages for which the table of operators was made."""
+    return conformance.read().versions
 
 
 def begin_trace() -> None:

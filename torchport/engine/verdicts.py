@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,22 +23,28 @@ class DiffersError(Exception):
         super().__init__(f"{operator}, which {how}")
 
 
+class RefusedError(DiffersError):
+    """The table of operators says so, or does not know: a card or a caller may accept the operator."""
+
+
 class Operators:
     """What a network calls, by what the table says of it.
 
     Args:
         accepted: The reason by name of each operator that may differ.
+        strict: Whether one of which nobody knows whether it differs is refused, too.
     """
 
-    def __init__(self, accepted: Mapping[str, str] = {}) -> None:
+    def __init__(self, accepted: Mapping[str, str] = {}, strict: bool = False) -> None:
         self.accepted = accepted
+        self.strict = strict
         self.found: dict[Form, tuple[str, str]] = {}
 
     def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Notes a call.
 
         Raises:
-            DiffersError: It differs from PyTorch's, and nobody has accepted that.
+            RefusedError: It differs from PyTorch's, or nobody knows and that is refused, and nobody has accepted that.
         """
         form = conformance.form_of(function, args, kwargs)
         if form in self.found:
@@ -48,10 +53,14 @@ class Operators:
         name, _, overload = form.operator.rpartition(".")
         if state == "unknown" and name.endswith("_"):  # torchax computes `add_` by `add`
             state, what = conformance.state(dataclasses.replace(form, operator=f"{name.rstrip('_')}.{overload}"))
-        if state == "differs" and _STOPS.match(what):  # its own exception says more, if it does stop
+        stops = state == "differs" and _STOPS.match(what) is not None
+        if stops:  # its own exception says more, if it does stop
             state = "unknown"
-        if state == "differs" and form.operator not in self.accepted:
-            raise DiffersError(form.operator, f"differs from PyTorch's on torchax ({what})")
+        if form.operator not in self.accepted:
+            if state == "differs":
+                raise RefusedError(form.operator, f"differs from PyTorch's on torchax ({what})")
+            if state == "unknown" and self.strict and not stops:
+                raise RefusedError(form.operator, f"no sample has compared with PyTorch's ({what})")
         self.found[form] = state, what
 
     def states(self) -> dict[str, str]:
@@ -80,11 +89,17 @@ class Operators:
         return {"same": sum(state == "same" for state in states.values()), **{k: v for k, v in others.items() if v}}
 
     def text(self) -> str:
-        """Returns one line: `112 operators: 110 same, 2 mended`."""
-        counts = Counter(self.states().values())
-        return f"{counts.total()} operators: " + ", ".join(
-            f"{counts[state]} {state}" for state in reversed(_WORST) if counts[state]
-        )
+        """Returns one line: `112 operators: 110 same, 2 mended`. Those that differ or are unknown have their names."""
+        states = self.states()
+        parts = []
+        for state in reversed(_WORST):
+            names = sorted(name for name in states if states[name] == state)
+            words = f"{len(names)} {state}"
+            if state in ("differs", "unknown"):
+                words += f" ({', '.join(names)})"
+            if names:
+                parts.append(words)
+        return f"{len(states)} operators: {', '.join(parts)}"
 
 
 _WATCHING: contextvars.ContextVar[Operators | None] = contextvars.ContextVar("operators", default=None)

@@ -36,12 +36,14 @@ class PortDefaults:
         mesh: Sizes of the axes.
         attention: The implementation.
         machine: The devices, such as `cpu:8`; None: what JAX finds. A child prepares them as its parent did.
+        strict: Whether an operator is refused that no sample has compared with PyTorch's.
     """
 
     strategy: str | None = None
     mesh: Mapping[Axis, int] | None = None
     attention: Implementation | None = None
     machine: str | None = None
+    strict: bool = False
 
     def prepare(self) -> None:
         """Gives JAX in this process the machine's devices, before it starts.

@@ -35,6 +35,7 @@ def port(
     component: str | None = None,
     inputs: Sequence[Mapping[str, object]] = (),
     attention: Implementation | None = None,
+    strict: bool = False,
 ) -> torch.nn.Module:
     """Returns a module that is compiled on a mesh at its first call, and at each call with other shapes.
 
@@ -50,6 +51,7 @@ def port(
         component: The card's name for the module; by default the one whose class it is.
         inputs: Rules for inputs, before those of the card: for a call that differs from that of its family.
         attention: The implementation of attention; by default the platform's own.
+        strict: Whether an operator is refused that no sample has compared with PyTorch's; see docs/engine.md.
 
     Returns:
         The ported module. Under `backend="original"` it is `module` itself.
@@ -75,6 +77,7 @@ def port(
     sizes = {axis: placed_on.shape[axis] for axis in shard.AXES}
     config = load.configuration(module) if hasattr(module, "config") else {}
     rules.check(written, config, sizes)
+    written = dataclasses.replace(written, strict=strict or session.choice.strict)
     return Ported(module, written, placed_on, session, attention or session.choice.attention)
 
 

@@ -37,6 +37,7 @@ class Flags:
         mesh: Sizes of the axes, `dp=2,tp=4`; by default one device.
         machine: The devices, such as `cpu:8`; by default what JAX finds.
         attention: The implementation of attention.
+        strict: Whether an operator is refused that no sample has compared with PyTorch's.
         paths: The packs.
     """
 
@@ -49,6 +50,7 @@ class Flags:
     mesh: str | None = None
     machine: str | None = None
     attention: Implementation | None = None
+    strict: bool = False
     paths: Sequence[str] = ()
 
 
@@ -64,10 +66,10 @@ def run(flags: Flags) -> None:
     if flags.machine is not None:
         machine.parse_machine(flags.machine, f"--machine {flags.machine}")
     if flags.backend == "original":
-        for name in ("strategy", "mesh", "machine", "attention"):
-            if getattr(flags, name) is not None:
-                fact = "--backend original compiles nothing"
-                raise BadValueError(f"--{name} {getattr(flags, name)}", fact, "Leave one of the two out")
+        for name in ("strategy", "mesh", "machine", "attention", "strict"):
+            if (value := getattr(flags, name)) not in (None, False):
+                place = f"--{name}" if value is True else f"--{name} {value}"
+                raise BadValueError(place, "--backend original compiles nothing", "Leave one of the two out")
     _check_names(flags)
     arguments = {key: value for key, value in dataclasses.asdict(flags).items() if key != "words"}
     script.become(flags.words, "torchport.own_code.program:begin", arguments, {})
@@ -116,7 +118,7 @@ def begin(**arguments: Any) -> None:
     log.addHandler(handler)  # to this logger alone: all others are the script's to set up
     log.setLevel(logging.INFO)
     log.propagate = False
-    choice = PortDefaults(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine)
+    choice = PortDefaults(flags.strategy, axes_of(flags.mesh), flags.attention, flags.machine, flags.strict)
     choice.prepare()
     session = _entered.enter_context(
         applied(

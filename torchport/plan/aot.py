@@ -157,6 +157,7 @@ class CompiledProgram:
     passes: list[dispatch.Pass]
     spots: list[grid.Spot]  #: Where the mesh's devices are, in its order.
     dump: str | None  #: The name of its file in the dump; None where there is none.
+    operators: str  #: How many it calls, by what is known of them, in words.
     trace_s: float  #: Seconds of tracing.
     compile_s: float  #: Seconds of compiling.
 
@@ -215,6 +216,7 @@ def _program(
     """Compiles for one set of shapes; returns the program's outputs as shapes, too, or None if it does not fit."""
     written, traced = set(dump.glob(SCHEDULED)), len(network.kernels)
     start, lowered_at = time.monotonic(), None
+    network.program.operators = network.program.network.operators()
     memory: DeviceBytes | Overflow
     outputs = None
     try:
@@ -238,6 +240,7 @@ def _program(
         _once(call for call in noted if isinstance(call, dispatch.Pass)),
         grid.spots(list(network.program.mesh.devices.flat)),
         next((path.name for path in written), None),
+        network.program.operators.text(),
         lowered_at - start,
         end - lowered_at,
     )

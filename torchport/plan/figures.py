@@ -249,6 +249,8 @@ class PlanFigures(Figure):
     """what does not fit, and what counts with more than the compiler estimates"""
     not_modelled: list[str]
     """what takes time and is in no part of the model"""
+    operators: str = ""
+    """how many operators it calls, by what is known of them (engine.md)"""
     trace_s: float
     """seconds of tracing on this machine"""
     compile_s: float

@@ -27,6 +27,8 @@ class Execution:
     #: How many denoising steps are traced, in each stage that takes them.
     profile: int | None = None
     memory: bool = False  #: Whether the devices' memory is printed after each stage.
+    #: Whether an operator is refused of which no sample has shown that it computes what PyTorch does.
+    strict: bool = False
 
     def row(self, machine: Machine) -> dict[str, object]:
         """Returns what a manifest says of it: what may change a result's last bits."""
@@ -43,9 +45,10 @@ COMPILED = Execution()
 def check(execution: Execution, stages: Sequence[Stage], original: bool, job: Job, machine: Machine) -> None:
     """Refuses flags that would have no effect on a request."""
     networks, loops = [s for s in stages if s.network], [s for s in stages if s.name in DENOISING]
-    if not execution.jit and not networks:
-        fact = f"'{stages[0].name}' has no network that is compiled"
-        raise BadValueError("--no-jit", fact, "Leave it out, or run another stage")
+    for flag, given in {"--no-jit": not execution.jit, "--strict": execution.strict}.items():
+        if given and not networks:
+            fact = f"'{stages[0].name}' has no network that is compiled"
+            raise BadValueError(flag, fact, "Leave it out, or run another stage")
     if not execution.jit and job.cache is not None:
         fact = "The job has a step cache, which is two compiled programs"
         raise BadValueError("--no-jit", fact, "Leave one of the two out: --set cache=null")

@@ -59,6 +59,8 @@ class Measurements:
     decoded: Decoded | None = None
     #: What differs from the programs that a plan has, a line each.
     programs: list[str] = dataclasses.field(default_factory=list)
+    #: By stage, how many operators its programs call, by what is known of them, in words.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
     folder: Path = Path()  #: The checkpoint's.
     #: Its dtype, by component.
     yardstick: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -210,6 +212,7 @@ class _StageComparison:
             if step not in loops:
                 loops[step] = self._run_loop(call, parts, (step, states[step]), step, {})
             self._compare_outputs(step, loops[step])
+        self.found.operators[stage.name] = call.called()
         if planned is not None:
             self.found.programs += program_differences(stage, run_programs(call), planned)
 

@@ -202,6 +202,8 @@ class Verification:
     left_out: int = 0  #: Blocks that were not compared, as a capture lacks them.
     #: A line for each program that `run` and `plan` do not have in common.
     programs: tuple[str, ...] = ()
+    #: By stage, how many operators its programs call, by what is known of them, in words.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
     #: By what took them.
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -353,7 +355,7 @@ def _network_line(verification: Verification) -> str:
     worst = max(networks, key=lambda unit: unit.ratio)
     return (
         f"networks: {len(networks)} call(s) on the mesh, at most {worst.ratio:.3g} times the rounding: {worst.name}, "
-        f"step {worst.step}"
+        f"step {worst.step}" + "".join(f"; {stage}: {words}" for stage, words in verification.operators.items())
     )
 
 

@@ -238,6 +238,7 @@ def _verification(task: Task, options: Options, found: Measurements, notes: list
         against="original" if options.reference is None else f"run:{options.reference}",
         unlike=(*notes, *found.seams.unlike, *found.unlike, *_not_compared(options, found.decoded)),
         programs=tuple(found.programs),
+        operators=found.operators,
     )
 
 

@@ -8,9 +8,10 @@ import pytest
 from fakes.small_port import SmallPort
 
 from torchport import errors, patch
-from torchport.errors import TorchportError
+from torchport.engine import conformance
+from torchport.errors import OperatorError, TorchportError
 from torchport.run.path import run
-from torchport.task import Request
+from torchport.task import Execution, Request
 
 LAYER = "        y = self.layer(x)\n"
 """The line of upstream's forward before which, and after which, a test puts its own."""
@@ -27,15 +28,16 @@ def port(tmp_path, monkeypatch):
     jax.clear_caches()
 
 
-def carried():
+def carried(strict=False):
     """Runs the port as it is now."""
-    return run(Request("small", "configs/small.yaml", prompt="x", paths=("pack",), out=Path("out"), cache=False))
+    given = {"prompt": "x", "paths": ("pack",), "out": Path("out"), "cache": False}
+    return run(Request("small", "configs/small.yaml", execution=Execution(strict=strict), **given))
 
 
-def refused(port, kind):
+def refused(port, kind, strict=False):
     """Returns the lines of the one error of a run, which must be of this kind."""
     with pytest.raises(TorchportError) as caught:
-        carried()
+        carried(strict)
     port.forget()
     assert type(caught.value) is kind, caught.value
     lines = str(caught.value).splitlines()
@@ -57,7 +59,21 @@ def pasted(port, lines, python, names):
 
 
 def test_the_port_itself_runs(port):
-    assert carried().steps == 1
+    summary = carried()
+    assert summary.steps == 1 and summary.operators == {"denoise": "1 operators: 1 same"}
+
+
+def test_under_strict_an_operator_that_was_not_compared_is_refused_until_a_card_accepts_it(port, monkeypatch):
+    known = conformance.state
+    unknown = "unknown", "the operator was never sampled"
+    monkeypatch.setattr(conformance, "state", lambda form: unknown if ".neg." in form.operator else known(form))
+    port.change("up/model.py", LAYER, f"{LAYER}        y = y.neg()\n")
+    lines = refused(port, OperatorError, strict=True)
+    assert "calls aten.neg.default, which no sample has compared with PyTorch's (the operator was never " in lines[0]
+    assert "or accept it under `operators` in the card, with the reason" in lines[0].lower()
+    card = "configs/models/small.yaml"
+    port.change(card, "frames:", "operators: {aten.neg.default: A test}\nframes:")
+    assert carried(strict=True).operators["denoise"].endswith(" unknown (aten.neg.default)")
 
 
 VALUES = {

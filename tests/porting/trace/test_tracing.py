@@ -1,5 +1,7 @@
 """A trace goes on after each stopper, and says what it assumed."""
 
+import re
+
 import pytest
 import torch
 from fakes.plain_pack import PlainPack
@@ -43,7 +45,10 @@ def test_nothing_stops_a_network_of_plain_operators(plain):
     report = traced(plain)
     assert report.stoppers == [] and report.stages == ["denoise", "decode"]
     assert report.skipped == {"encode": "it runs on the host"}
-    assert command.lines(report, True)[-1] == "nothing stops denoise, decode with the card's patches"
+    lines = command.lines(report, True)
+    assert lines[-1] == "nothing stops denoise, decode with the card's patches"
+    assert f"denoise: {report.operators['denoise']}" in lines
+    assert re.fullmatch(r"\d+ operators: \d+ same", report.operators["denoise"])
 
 
 def test_every_question_for_a_value_is_noted_with_what_is_assumed(plain):

@@ -116,7 +116,11 @@ def _host_tensor(failure: Failure) -> Cure:
 def _operator(failure: Failure) -> Cure:
     entry = failure.rewritten("Calls an operator that computes something else than in PyTorch.")
     fact = f"{failure.frame.caller} calls {engine.difference(failure.error)}"
-    return fact, failure.remedy("Compute it with other operators, and write to a copy", entry), entry
+    if engine.acceptable(failure.error):
+        cure = "Compute it with other operators, or accept it under `operators` in the card, with the reason"
+    else:
+        cure = "Compute it with other operators, and write to a copy"
+    return fact, failure.remedy(cure, entry), entry
 
 
 def _traced_value(failure: Failure) -> Cure:

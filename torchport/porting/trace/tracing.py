@@ -37,6 +37,8 @@ class TraceReport:
     programs: list[Program]  #: The programs of each stage, and what makes a second one.
     stages: list[str]  #: Those that were traced.
     skipped: dict[str, str]  #: The others, with the reason.
+    #: By stage, how many operators its network calls, by what is known of them, in words.
+    operators: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -110,7 +112,7 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
         ends = f"nothing: the trace of {stage.name} ends here"
         try:
             with Raised() as raised:
-                report.programs += _of_stage(task, stage, notes, calls)
+                report.programs += _of_stage(task, stage, notes, calls, report.operators)
         except TorchportError as error:
             if not notes.stoppers:  # else an assumption may have led to it
                 raise
@@ -123,8 +125,8 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     return report
 
 
-def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> list[Program]:
-    """Traces one stage's network for each set of its inputs."""
+def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None, operators: dict[str, str]) -> list[Program]:
+    """Traces one stage's network for each set of its inputs, and adds what it calls to `operators`."""
     patches = task.patches([stage])
     entries = patches if calls is None else [entry for entry in patches if entry.upstream == "torchax"]
     going = functools.partial(_going_on, notes, stage.call or _plain, False)
@@ -140,6 +142,7 @@ def _of_stage(task: Task, stage: Stage, notes: Notes, calls: Calls | None) -> li
             compiled = network.compiled(task, loud, module, network.shapes(task, loud, module, mesh), mesh)
             for call in found:
                 compiled.lowered(compiled.shapes(call.inputs), call.static)
+            operators[stage.name] = compiled.operators.text()
         if calls is not None:
             return []
         with in_force(task, [stage], entries=entries, explained=False):
