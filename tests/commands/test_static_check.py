@@ -234,6 +234,16 @@ def test_operators_that_a_card_accepts_are_said_with_the_reason(cards):
     ]
 
 
+def test_a_job_is_not_judged_by_other_cards_where_one_cannot_be_read(cards):
+    cards.demo.with_name("own.yaml").write_text(cards.demo.read_text().replace("strategy: tp\n", "strategy: split\n"))
+    [line] = cards.told()
+    assert line.startswith("configs/own.yaml") and "split" in line
+    cards.replace("  scheduler: {class:", "  scheduler: {clas:")
+    told = cards.told()
+    assert "Unknown key 'components.scheduler.clas'" in told[0]
+    assert [line for line in told if line.startswith("configs/own.yaml")] == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "place", "text"),
     [

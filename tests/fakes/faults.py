@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import yaml
 
@@ -603,3 +604,81 @@ def attend(self, x):
     "diffusers.hunyuan15.vae-attention",
 )
 """What the decoder of a port may get wrong: it is looked for where frames are compared."""
+
+W = f"{MODELS}.transformer_wan"
+EMBEDDED = """
+import torch
+
+def planted(original, self, timestep, *args, **kwargs):
+    temb, steps, text, image = original(self, timestep, *args, **kwargs)
+    return temb, torch.where({when}, steps * 1.02, steps), text, image
+"""
+SHORTER = """
+def planted(original, self, caption):
+    return original(self, caption)[:, :-1]
+"""
+UNPADDED = """
+def planted(original, self, *args, **kwargs):
+    embeds = original(self, *args, **kwargs)
+    return embeds[:, : int(embeds.any(-1).sum(-1).max())]
+"""
+WAN_VAE = (Path(__file__).parents[2] / "patches" / "diffusers" / "wan_vae.py").read_text()
+
+
+def _changed(code, old, new):
+    """Returns code with one place changed, which it must have."""
+    if old not in code:
+        raise LookupError(old)
+    return code.replace(old, new, 1)
+
+
+WAN_FAULTS = [
+    Fault(
+        "the last step alone",
+        "wan",
+        EMBEDDED.format(when="(timestep < 450).any()"),
+        r"transformer_2\.condition_embedder.* at step 7",
+        entry=wrap(f"{W}:WanTimeTextImageEmbedding.forward"),
+    ),
+    Fault(
+        "the last step of the first network",
+        "wan",
+        EMBEDDED.format(when="((timestep > 880) & (timestep < 960)).any()"),
+        r"transformer\.condition_embedder.* at step 2",
+        entry=wrap(f"{W}:WanTimeTextImageEmbedding.forward"),
+        stage="denoise_first",
+    ),
+    Fault(
+        "a text shorter by one token",
+        "wan",
+        SHORTER,
+        r"transformer\.condition_embedder returns .*511.*512",
+        entry=wrap("diffusers.models.embeddings:PixArtAlphaTextProjection.forward"),
+        stage="denoise_first",
+    ),
+    Fault(
+        "rows of zeros left out of the text",
+        "wan",
+        UNPADDED,
+        r"prompt_embeds \(encode\)",
+        entry=wrap("diffusers.pipelines.wan.pipeline_wan:WanPipeline._get_t5_prompt_embeds"),
+        stage="encode",
+    ),
+]
+WAN_DECODER_FAULTS = [
+    Fault(
+        "time padded with the frame itself",
+        "wan",
+        _changed(WAN_VAE, "torch.where(first, torch.zeros_like(x), x)", "x"),
+        r"frame \d+ of decode differs by",
+        "diffusers.wan.vae-upsample",
+    ),
+    Fault(
+        "an activation left out",
+        "wan",
+        _changed(WAN_VAE, "residual_BDTHW=residual)", "residual_BDTHW=None)"),
+        r"frame \d+ of decode differs by",
+        "diffusers.wan.vae-resnet",
+    ),
+]
+"""What the decoder of Wan may get wrong: noticed, but its patches need each other, so none is named yet."""

@@ -17,8 +17,12 @@ from torchport.verify.report import Verdict
 from torchport.verify.verification import Options
 
 SIZES = ("height=32", "width=48", "frames=9", "steps=3", "machine=cpu:1", "mesh={}")
-CONFIGS = {"hunyuan": "configs/demo.yaml", "cogvideox": "configs/cogvideox_demo.yaml"}
-PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat"}
+CONFIGS = {
+    "hunyuan": "configs/demo.yaml",
+    "cogvideox": "configs/cogvideox_demo.yaml",
+    "wan": "configs/wan_demo.yaml",
+}
+PROMPTS = {"hunyuan": 'A cat says "red"', "cogvideox": "A cat", "wan": "A cat"}
 """HunyuanVideo's second encoder reads what is quoted: without it, its tokens are masked, and no picture shows them."""
 QUICK = [
     ("cogvideox", "a sign"),
@@ -84,7 +88,7 @@ def verified(root, tmp_path, originals, monkeypatch):
             CONFIGS[model],
             prompt=PROMPTS[model],
             checkpoint="tiny",
-            overrides=SIZES,
+            overrides=(*SIZES, "steps=8") if model == "wan" else SIZES,  # each of its networks has three or more
             paths=paths,
             cache=False,
         )
@@ -103,7 +107,7 @@ def check_named(verified, fault, **options):
     assert result.exit_code == 1
 
 
-EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS]
+EVERY = [*faults.HUNYUAN_FAULTS, *faults.COGVIDEOX_FAULTS, *faults.WAN_FAULTS]
 
 
 @pytest.mark.parametrize(

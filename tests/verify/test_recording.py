@@ -47,7 +47,8 @@ def units(call: RecordedCall):
 
 
 def test_a_plan_counts_the_bytes_of_the_values_that_a_recording_has(root, recorded):
-    [call] = recorded()  # both conditions of guidance
+    call, last = recorded()  # each with both conditions of guidance
+    assert (call.step, last.step) == (0, 1)
     port = task(root, "torchax")
     [stage] = port.denoising
     with aot.outlined(port, stage, devices(port.machine)) as outline:
@@ -57,7 +58,7 @@ def test_a_plan_counts_the_bytes_of_the_values_that_a_recording_has(root, record
 
 def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monkeypatch):
     monkeypatch.setattr(recording, "BORDERS_LIMIT", 0)
-    [call] = recorded()
+    call, _ = recorded()
     assert call.values.keys() == units(call).keys()
     assert call.outer and not call.inner and not call.is_whole
 
@@ -65,7 +66,7 @@ def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monke
 @pytest.mark.parametrize(
     ("name", "steps", "decodes", "stop"),
     [
-        ("denoise", None, False, 1),
+        ("denoise", None, False, 5),
         ("denoise", (0, 2), False, 3),
         ("denoise", (0, 2), True, 5),
         ("denoise", None, True, 5),
@@ -75,12 +76,37 @@ def test_above_the_limit_the_modules_of_units_are_left_for_later(recorded, monke
     ],
 )
 def test_a_loop_stops_after_the_last_step_that_is_looked_at_unless_its_end_is_needed(name, steps, decodes, stop):
-    """By the next network, or by the decoder; its 4 steps end before the fifth."""
+    """By the next network, by the decoder, or to know which step is the last; its 4 steps end before the fifth."""
     stages = [Stage(name, None, ()) for name in ("denoise_first", "denoise")]
     task = types.SimpleNamespace(denoising=stages, settings=types.SimpleNamespace(steps=4))
     stage = next(stage for stage in stages if stage.name == name)
-    loop = recording._RecordedLoop(task, stage, None, types.SimpleNamespace(ends={}), steps, decodes)
+    loop = recording._RecordedLoop(task, stage, None, types.SimpleNamespace(ends={}, states={}), steps, decodes)
     assert loop.stop == stop
+
+
+def watched(kinds):
+    """The steps that follow from a loop whose network is called with batches of some sizes, a list for each step."""
+    watch = recording._StepWatch(0, {})
+    for number, batches in enumerate(kinds):
+        for batch in batches:
+            watch.called({"hidden_states": torch.zeros(batch, 2), "timestep": number, "skips": False})
+        watch.finished(number + 1, {"latents": torch.tensor(number + 1)})
+    return [(step, {name: int(tensor) for name, tensor in state.items()}) for step, state in watch.found()]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "steps"),
+    [
+        ([[1, 1]] * 5, [4]),
+        ([[1, 1]], []),
+        ([[1, 1], [1, 1], [1], [1], [1, 1], [1, 1]], [2, 5]),
+        ([[2], [2], [2, 1], [2]], [2, 3]),
+        ([[2], [2], [1], [3]], [2, 3]),
+    ],
+    ids=["the last", "one step", "without a condition", "one call more", "the last is of its own kind"],
+)
+def test_the_last_step_and_the_first_of_each_kind_follow_from_the_loop(kinds, steps):
+    assert watched(kinds) == [(step, {"latents": step}) for step in steps]
 
 
 def test_a_process_waits_until_the_recording_is_whole(tmp_path):

@@ -239,6 +239,31 @@ def test_the_second_network_has_guidance_of_its_own(wan):
     assert bad(wan, denoise=fault)[0] == ("guidance", "denoise", 1)
 
 
+def cut(tokens, mask, length, **more):
+    """The seams of an encoder whose tokens and mask a port has cut."""
+    original = {"prompt_embeds": tokens, "prompt_embeds_mask": mask, **more}
+    port = {"prompt_embeds": tokens[:, :length], "prompt_embeds_mask": mask[:, :length], **more}
+    original, port = ({k: x for k, x in each.items() if x.numel()} for each in (original, port))
+    return [row.name for row in seams.value_seams("encode", original, port) if row.verdict is not Verdict.SAME]
+
+
+TOKENS, MASK = torch.arange(1, 25.0).reshape(1, 6, 4), torch.tensor([[1, 1, 1, 1, 0, 0]])
+
+
+def test_only_what_its_own_mask_hides_may_be_left_out():
+    assert cut(TOKENS, MASK, 4) == []
+    assert cut(TOKENS, MASK, 3) == ["prompt_embeds", "prompt_embeds_mask"]
+    shorter = torch.tensor([[1, 0, 0, 0, 0, 0]])
+    assert cut(TOKENS, MASK, 3, negative_prompt_embeds_mask=shorter) == ["prompt_embeds", "prompt_embeds_mask"]
+    assert cut(TOKENS, MASK, 3, prompt_embeds_mask_2=shorter) == ["prompt_embeds", "prompt_embeds_mask"]
+
+
+def test_zeros_that_no_mask_hides_are_seen():
+    zeros = TOKENS * MASK[..., None]
+    assert cut(zeros, MASK[:, :0], 4) == ["prompt_embeds"]
+    assert cut(zeros, MASK, 4) == []
+
+
 def test_words_say_what_both_have(hunyuan):
     rows = seams.against(hunyuan.port, hunyuan.folder, {0}, hunyuan.reference, hunyuan.likes).seams
     assert next(row for row in rows if row.name == "sigmas").port == "float32 [4] (1, 0.857143, 0.6, 0)"

@@ -3,10 +3,19 @@
 import math
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torchport.verify.yardstick import computing_in, distance, least_rounding, wide_dtype, wide_module, widened
+from torchport.verify.yardstick import (
+    channel_ratio,
+    computing_in,
+    distance,
+    least_rounding,
+    wide_dtype,
+    wide_module,
+    widened,
+)
 
 
 class Norm(torch.nn.Module):
@@ -87,3 +96,42 @@ def test_zeros_are_compared_absolutely():
 def test_the_floor_is_one_rounding_of_the_narrowest_dtype():
     assert least_rounding([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)]) == torch.finfo(torch.bfloat16).eps
     assert least_rounding([torch.tensor([1])]) == 0
+
+
+def massive(dtype=torch.bfloat16):
+    """Tokens of size 1 beside one value of 1e6: the exact ones, and those that a dtype has."""
+    exact = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    exact[3, 5] = 1e6
+    return exact, exact.to(dtype)
+
+
+@pytest.mark.parametrize("channels", [slice(None), slice(8, 10), slice(5, 6)], ids=["all", "two", "its own"])
+def test_a_massive_value_hides_no_change_of_the_other_channels(channels):
+    exact, rounded = massive()
+    changed = rounded.clone()
+    changed[:, channels] += 0.1
+    assert distance(changed, exact) == distance(rounded, exact)
+    assert (channel_ratio(changed, exact, rounded) > 3) is (channels != slice(5, 6))
+
+
+def test_another_rounding_of_every_channel_is_no_fault():
+    exact, rounded = massive()
+    noise = torch.rand(64, 32, generator=torch.Generator().manual_seed(1)) - 0.5
+    other = (exact * (1 + noise * torch.finfo(torch.bfloat16).eps)).to(torch.bfloat16)
+    assert channel_ratio(rounded, exact, rounded) <= 1
+    assert channel_ratio(other, exact, rounded) < 2
+
+
+def test_a_channel_of_few_values_has_no_figure():
+    exact, rounded = massive()
+    assert channel_ratio(rounded[:7] + 1, exact[:7], rounded[:7]) == 0
+    assert channel_ratio(rounded[:8] + 1, exact[:8], rounded[:8]) > 3
+
+
+def test_the_channels_of_a_video_are_its_second_dim():
+    exact = torch.ones(1, 2, 3, 4, 4)
+    exact[:, 0] *= 1e6
+    changed = exact.clone()
+    changed[:, 1] += 1e-3
+    assert channel_ratio(changed, exact, exact) > 1e3
+    assert distance(changed, exact) < 1e-8

@@ -248,8 +248,9 @@ def check_cards(pack: Pack, models: Sequence[str] = ()) -> Report:
             report.add(error, "schema")
         others = set(pack.models()) - {card.model for card, _ in cards}
         known = [card for card, _ in (*cards, *read_cards(pack, others, Report()))]
+        is_whole = len(known) == len({*pack.models()})
         for file in sorted(file for lower in pack.checked for file in (lower.root / "configs").glob("*.yaml")):
-            _check_config(pack, file, known, report)
+            _check_config(pack, file, known, is_whole, report)
     return report
 
 
@@ -400,8 +401,17 @@ def _networks_of(statement: ast.stmt | None) -> set[str] | None:
     return networks or None
 
 
-def _check_config(pack: Pack, file: Path, cards: Sequence[Card], report: Report) -> None:
-    """Checks a config: its fields, its machine, and that some card of the pack can do it."""
+def _check_config(
+    pack: Pack,
+    file: Path,
+    cards: Sequence[Card],
+    is_whole: bool,
+    report: Report,
+) -> None:
+    """Checks a config: its fields, its machine, and that some card of the pack can do it.
+
+    Where a card cannot be read, the job may be its own: no other card judges it, unless `is_whole`.
+    """
     try:
         pack.highest(f"configs/{file.name}")  # refuses a name that it takes without saying so
         job, document = pack.job(str(file))
@@ -413,7 +423,9 @@ def _check_config(pack: Pack, file: Path, cards: Sequence[Card], report: Report)
         return
     refusals = [error for card in cards for error in _job_mistake(job, card, document)]
     places = {finding.place for finding in report.findings}  # of a card whose demo it is
-    if cards and len(refusals) == len(cards) and not any(error.place in places for error in refusals):
+    if not cards or not is_whole:
+        return
+    if len(refusals) == len(cards) and not any(error.place in places for error in refusals):
         report.add(refusals[0], "job")
 
 

@@ -42,7 +42,7 @@ class VerifyFlags:
 @options.model()
 @options.config()
 @click.option("--against", default="original", show_default=True, metavar="original|run:DIR", help="What is compared.")
-@click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [the first of each network].")
+@click.option("--steps", metavar="N,N", help="Denoising steps to compare, from 0 [first and last of each network].")
 @click.option("--decode", is_flag=True, help="Compare the decoder's frames, too, given the same latents.")
 @click.option("--floor", metavar="MESH", help="Another mesh, as `dp=1,tp=4`: its drift is printed beside the port's.")
 @click.option("--capture", type=options.FILE, metavar="DIR", help="Run the original alone, into DIR.")

@@ -205,7 +205,9 @@ class _StageComparison:
         steps, states = sorted({call.step for call in self.calls}), self.recorded.states
         loops: dict[int, _WatchedProgram] = {}
         if all(name in ends for name in stage.needs if name in DENOISING):
-            loop = self._run_loop(call, parts, recording.start_of(ends, stage), max(steps), ends)
+            is_followed = any(other.step > max(steps) for other in self.recorded.calls)
+            last = self.task.settings.steps if is_followed else max(steps)
+            loop = self._run_loop(call, parts, recording.start_of(ends, stage), last, ends)
             self._note_drift(loop)
             loops = {0: loop} if loop.first == 0 else {}  # nothing has drifted before the first step
         for step in steps:

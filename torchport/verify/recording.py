@@ -4,6 +4,10 @@ The original runs in PyTorch, without the patches that a port needs and without 
 of them must not be in both. The yardstick gets the original's own values at every border, so that each unit is
 measured alone.
 
+The steps are chosen by hand, or follow from the loop: the first and the last of each network, and the first in which
+it is called in another way. The state before a step that turns out to be one of these is kept, and that step is taken
+again.
+
 Of a call whose borders take more than `BORDERS_LIMIT` bytes, units are recorded, and modules of a faulty unit later; of
 guidance's other calls in the same step, what the network returns.
 """
@@ -34,7 +38,7 @@ from torchport.stages.replay import latents_of
 from torchport.task import Request, Task, accept
 from torchport.verify import decoder, seams
 from torchport.verify.borders import Original, Values, inner_paths, size
-from torchport.verify.yardstick import distance
+from torchport.verify.yardstick import by_place, distance
 
 PAUSE = 0.1
 """Seconds between two looks at the folder."""
@@ -164,7 +168,7 @@ def record(request: Request, steps: tuple[int, ...] | None, file: Path, decodes:
 
     Args:
         request: Of the original.
-        steps: From 0; None: the first of each network.
+        steps: From 0; None: those that follow from the loop.
         file: Where the recording is written.
         decodes: Whether the decoder's frames are recorded, too.
     """
@@ -212,8 +216,9 @@ class _RecordedLoop:
         self.start, self.state = start_of(recording.ends, stage)
         chosen = (self.start,) if steps is None else steps
         self.chosen = [step for step in chosen if step >= self.start]
-        is_last = stage.name == task.denoising[-1].name
-        self.stop = max(chosen) + 1 if (is_last or steps is not None) and not decodes else task.settings.steps + 1
+        #: What follows the loop, to find more steps; None where they were chosen by hand.
+        self.watch = _StepWatch(self.start, self.state) if steps is None else None
+        self.stop = max(chosen) + 1 if steps is not None and not decodes else task.settings.steps + 1
         self.step = self.start
 
     def run(self) -> None:
@@ -221,15 +226,26 @@ class _RecordedLoop:
         task, stage, recording = self.task, self.stage, self.recording
         parts = network.loaded(task, stage, self.folder)
         eager = network.eager(task, stage, parts, self.folder)
-        inputs = {**recording.embeddings, **task.noise(stage)}
         if self.start in self.chosen and self.start:
             recording.states[self.start] = self.state
         call = RecordedNetwork(eager, self)
-        steps = Steps(finished=self._finished, resume=(self.start, self.state) if self.start else None)
+        outputs = self._loop(call, parts, (self.start, self.state) if self.start else None)
+        if outputs is not None:
+            recording.ends[stage.name] = outputs
+        for step, state in self.watch.found() if self.watch is not None else ():
+            recording.states[step] = state
+            self.watch, self.chosen, self.step, self.stop = None, [step], step, step + 1
+            self._loop(call, network.afresh(task, stage, parts, self.folder), (step, state))
+
+    def _loop(self, call: RecordedNetwork, parts: dict[str, Any], resume: Any) -> dict[str, torch.Tensor] | None:
+        """Returns what the stage returns; None where it was left early."""
+        task, stage = self.task, self.stage
+        inputs = {**self.recording.embeddings, **task.noise(stage)}
         try:
-            recording.ends[stage.name] = stage.run(parts, call, task.settings, steps, **inputs)
+            return stage.run(parts, call, task.settings, Steps(finished=self._finished, resume=resume), **inputs)
         except LoopStop:
             log.debug("%s: step %d is the last that is looked at", stage.name, self.step - 1)
+        return None
 
     def _finished(self, number: int, state: Mapping[str, torch.Tensor], timestep: Any = None, kept: Any = None) -> None:
         recording = self.recording
@@ -238,9 +254,46 @@ class _RecordedLoop:
             recording.latents[number] = _copied(latents)
         if number in self.chosen:
             recording.states[number] = {name: _copied(tensor) for name, tensor in state.items()}
+        if self.watch is not None:
+            self.watch.finished(number, state)
         self.step = number
         if number >= self.stop:
             raise LoopStop
+
+
+class _StepWatch:
+    """Follows a loop, and finds the steps beside the first in which a fault of their own may lie."""
+
+    def __init__(self, start: int, state: Mapping[str, torch.Tensor]) -> None:
+        self.start = start
+        self._state = dict(state)  # before the step that is taken
+        self._last = (start, self._state)
+        self._calls: list[Any] = []  # of the network in this step
+        self._known: list[Any] = []  # the calls of each kind of step
+        self._steps: dict[int, dict[str, torch.Tensor]] = {}
+
+    def called(self, inputs: Mapping[str, Any]) -> None:
+        """Notes how the network is called: shapes, and arguments that choose a way through it."""
+        shapes = {key: (tuple(leaf.shape), leaf.dtype) for key, leaf in by_place(inputs).items()}
+        flags = {}
+        for name, value in inputs.items():
+            if value is None or isinstance(value, bool | str):
+                flags[name] = value
+        self._calls.append((shapes, flags))
+
+    def finished(self, number: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Ends a step; its state is kept if it is the first of its kind."""
+        self._last = (number - 1, self._state)
+        if self._calls not in self._known:
+            self._known.append(self._calls)
+            self._steps[number - 1] = self._state
+        self._calls = []
+        self._state = {name: _copied(tensor) for name, tensor in state.items()}
+
+    def found(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """Returns the steps, each with the state before it: the last, and the first of each other kind."""
+        steps = {**self._steps, self._last[0]: self._last[1]}
+        return [(step, steps[step]) for step in sorted(steps) if step > self.start]
 
 
 def start_of(ends: Mapping[str, Mapping[str, torch.Tensor]], stage: Stage) -> tuple[int, dict[str, torch.Tensor]]:
@@ -272,6 +325,8 @@ class RecordedNetwork:
     def __call__(self, **inputs: Any) -> Any:
         """Returns what the network returns."""
         step = self.loop.step
+        if self.loop.watch is not None:
+            self.loop.watch.called(inputs)
         if step not in self.loop.chosen:
             return self.eager(**inputs)
         number = self._last_call[1] + 1 if self._last_call[0] == step else 0

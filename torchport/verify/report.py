@@ -82,13 +82,15 @@ class Unit:
     number: int = 0
     #: Whether it stands behind the first fault: effects are not measured there.
     is_behind: bool = False
+    #: Its own error over the original's where each channel is measured by its own greatest value.
+    by_channel: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """Its own error over the original's: about 1 is rounding."""
+        """Its own error over the original's, of the whole or by channel: about 1 is rounding."""
         if self.added == 0:
             return 0.0
-        return self.added / self.rounding if self.rounding > 0 else math.inf
+        return max(self.added / self.rounding if self.rounding > 0 else math.inf, self.by_channel)
 
     @property
     def is_harmless(self) -> bool:
@@ -141,6 +143,8 @@ class Cause:
     rounding: float | None = None  #: The unit's; None for a value of the loop.
     #: Whether the family's `prepare` changes the unit, so that it may be at fault in the patch's place.
     prepared: bool = False
+    #: The module before the unit whose result it gives another shape, with both shapes; empty where it does not.
+    reshaped: str = ""
 
     def words(self, error: float) -> str:
         """Returns an error in words: of a unit in times its rounding, of a value of the loop as a part of it."""
@@ -262,6 +266,8 @@ class Verification:
         if self.culprits:
             unit = self.culprits[0]
             where = f"at step {unit.step}"
+            reshaped = self.causes[0].reshaped if self.causes else ""
+            line += f"{reshaped}, and so " if reshaped else ""
             return f"{line}{unit.name} adds {unit.ratio:.3g} times the rounding {where}{self._blame()}"
         if self.decoded is not None and self.decoded.verdict is not Verdict.SAME:
             decoded = self.decoded

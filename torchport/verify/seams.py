@@ -449,8 +449,6 @@ def value_seams(
 ) -> Iterator[Seam]:
     """Yields the seams of named trees of tensors, numbers and texts: of each its dtype, and itself."""
     ours, theirs = outputs.leaves(port), outputs.leaves(original)
-    masks = [x for x in theirs.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
-    others = [x for x in ours.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
     for name in [*theirs, *(name for name in ours if name not in theirs)]:
         expected, other = theirs.get(name), ours.get(name)
         if not isinstance(expected, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -460,7 +458,9 @@ def value_seams(
         if expected.dtype != other.dtype:
             first, second = (str(x.dtype).removeprefix("torch.") for x in (expected, other))
             yield Seam(f"dtype of {name}{suffix}", stage, step, first, second, math.inf, 0.0)
-        expected, other = _without_padding(expected, other, masks), _without_padding(other, expected, others)
+        longer, shorter = expected, other
+        expected = _without_padding(longer, shorter, _masks(name, longer, theirs), stage)
+        other = _without_padding(shorter, longer, _masks(name, shorter, ours), stage)
         where = _worst(expected, other)
         words = _words(expected, where), _words(other, where)
         yield Seam(f"{name}{suffix}", stage, step, *words, _distance(expected, other), _allowed(expected))
@@ -525,14 +525,39 @@ def _step_values(step: SchedulerStep) -> dict[str, Any]:
     return {**arguments, "latents after the step": step.latents}
 
 
-def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
-    """Returns tokens without those that the other side has not, if they are masked or zeros: they change nothing."""
+def _without_padding(x: torch.Tensor, other: torch.Tensor, masks: list[torch.Tensor], stage: str) -> torch.Tensor:
+    """Returns tokens without those that the other side has not, if their masks hide them: they change nothing.
+
+    That tokens are zeros is no evidence: attention without a mask sees them. An input of a network that is all zeros
+    may stand for an image that is not there; the network is called with it, and its outputs are compared.
+    """
     if x.ndim not in (2, 3) or x.ndim != other.ndim or x.shape[1] <= other.shape[1]:
         return x
-    length, count = other.shape[1], x.shape[1]
-    mask_ends = [mask[:, length:] for mask in [*masks, x] if mask.ndim == 2 and mask.shape[1] == count]
-    is_unread = not x[:, length:].any() or any(not end.any() for end in mask_ends)
+    length = other.shape[1]
+    is_masked = bool(masks) and not any(mask[:, length:].any() for mask in masks)
+    is_unread = is_masked or (stage == LOOP and not x.any())
     return x[:, :length] if is_unread else x
+
+
+def _masks(name: str, tokens: torch.Tensor, values: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Returns the masks of tokens: as many columns, zeros and ones, for the same prompt, of the same text encoder."""
+    return [
+        value
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+        and value.ndim == 2
+        and tokens.ndim in (2, 3)
+        and value.shape[1] == tokens.shape[1]
+        and _prompt_and_encoder(key) == _prompt_and_encoder(name)
+        and bool(((value == 0) | (value == 1)).all())
+    ]
+
+
+def _prompt_and_encoder(name: str) -> tuple[bool, str]:
+    """Returns whether a name is of the negative prompt, and the number that it ends with: `prompt_embeds_mask_2`."""
+    end = name.rpartition("_")[2]
+    number = end if end.isdigit() else ""
+    return name.startswith(NEGATIVE), number
 
 
 def _is_same(first: Any, other: Any) -> bool:

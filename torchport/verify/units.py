@@ -21,7 +21,15 @@ from torchport.task import Request, accept
 from torchport.verify.borders import Border, Port, Values, WatchedCall, inner_paths, inner_values
 from torchport.verify.recording import BlockKey, RecordedCall, original_network, read
 from torchport.verify.report import FAULT, ROUNDING, Kind, Unit, Verdict
-from torchport.verify.yardstick import by_place, distance, is_sampled, least_rounding, matched, shape_of
+from torchport.verify.yardstick import (
+    by_place,
+    channel_ratio,
+    distance,
+    is_sampled,
+    least_rounding,
+    matched,
+    shape_of,
+)
 
 HARMLESS = 6
 """Units of one call, with more than rounding, whose effect on the network's output is measured at once."""
@@ -46,6 +54,9 @@ class MeasuredUnit:
     #: The paths of the modules whose borders had the original's values.
     forced: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  #: Those that were not called.
+    #: The first module in the call that returns another shape than the original's, in words; empty where none does.
+    reshaped: str = ""
+    reshaped_patches: frozenset[str] = frozenset()  #: Those that were called up to there.
 
 
 class Units:
@@ -78,7 +89,7 @@ class Units:
         blocks = list(self._measured(forced, self.call.outer, paths, "", ()))
         for block in blocks:
             block.skipped = self._skipped(block.border.path)
-        return blocks
+        return self._with_shapes(blocks)
 
     def modules(self, block: str) -> list[MeasuredUnit]:
         """Returns the modules of a block, and what its forward computes between them."""
@@ -91,7 +102,26 @@ class Units:
         self._uncompared = _uncompared(free.observed, all_paths, paths)
         borders |= {border: value for border, value in values.items() if border.path in paths}
         _, forced = self.port.called(self.call.inputs, [*self.port.units, *paths], borders, skipped)
-        return list(self._measured(forced, self.call.inner, paths, block, skipped))
+        return self._with_shapes(list(self._measured(forced, self.call.inner, paths, block, skipped)))
+
+    def _with_shapes(self, measured: list[MeasuredUnit]) -> list[MeasuredUnit]:
+        """Returns units, with the first module that returns another shape than the original's, if one stands before."""
+        assert self.forced_call is not None
+        patches: frozenset[str] = frozenset()
+        for border, value in self.forced_call.observed.items():
+            patches |= self.forced_call.patches[border]
+            known = self.call.values.get(border)
+            if border.side == "in" or not border.path or known is None or _shapes(known) == _shapes(value):
+                continue
+            shapes, other = _shapes(value), _shapes(known)
+            places = [place for place in other if shapes.get(place) != other[place]]
+            ours, theirs = (", ".join(str(list(x[place])) for place in places if place in x) for x in (shapes, other))
+            words = f"{self.call.network}.{border.path} returns {ours}, and the original's {theirs}"
+            for item in measured:
+                if not _within(item.border.path, border.path):
+                    item.reshaped, item.reshaped_patches = words, patches
+            break
+        return measured
 
     @property
     def joint_effect(self) -> float | None:
@@ -200,6 +230,7 @@ class Units:
                 *(call.step, call.number, call.network, path, depth, kind, f"{call.network}{name}"),
                 *(rounding, added, inherited, None, border.number),
             )
+            unit = dataclasses.replace(unit, by_channel=channel_ratio(value, wide[border], original))
             within = block or (border.path if border.side == "out" else "")
             yield MeasuredUnit(
                 *(unit, border, within, forced.patches[border], patches.get(within, frozenset())),

@@ -34,9 +34,18 @@ from torchport.verify import decoder, reference, seams
 from torchport.verify.borders import Port, inner_values
 from torchport.verify.comparing import Measurements
 from torchport.verify.recording import BlockKey, RecordedCall, read, split_by_call
-from torchport.verify.report import FAULT, Cause, Decoded, Drift, Seam, Unit, Verdict, Verification
+from torchport.verify.report import (
+    FAULT,
+    Cause,
+    Decoded,
+    Drift,
+    Seam,
+    Unit,
+    Verdict,
+    Verification,
+)
 from torchport.verify.units import MeasuredUnit, Units
-from torchport.verify.yardstick import LEVELS, distance
+from torchport.verify.yardstick import LEVELS, channel_ratio, distance
 
 SMALLER = "Free memory, or make the video smaller: --set height=, width= or frames="
 
@@ -45,7 +54,7 @@ SMALLER = "Free memory, or make the video smaller: --set height=, width= or fram
 class Options:
     """What is verified, beside the request."""
 
-    #: The denoising steps, from 0; None: the first of each network.
+    #: The denoising steps, from 0; None: those that follow from the loop, see `recording`.
     steps: tuple[int, ...] | None = None
     decodes: bool = False  #: Whether the decoder is compared.
     #: Another mesh, whose drift is printed beside the port's; None: none.
@@ -327,10 +336,18 @@ def causes_of_unit(request: Request, file: Path, folder: Path, measured: Measure
     devices.prepare(task.machine)
     entries = candidates(task, stage, measured)
     found = _search(task, stage, folder, unit, entries, lambda port: _error_at_border(port, call, measured))
-    if any(cause.how == "absence" for cause in found.causes):
+    causes = found.causes
+    if any(cause.how == "absence" for cause in causes):
         prepared = _is_prepared(task, stage, unit.path)
-        return Search(tuple(dataclasses.replace(cause, prepared=prepared) for cause in found.causes), found.tried)
-    return found
+        causes = tuple(dataclasses.replace(cause, prepared=prepared) for cause in causes)
+    earlier = measured.reshaped_patches - measured.patches - measured.block_patches
+    reshaping = []
+    for cause in causes:
+        if cause.patch in earlier:
+            words = measured.reshaped
+            cause = dataclasses.replace(cause, reshaped=words)
+        reshaping.append(cause)
+    return Search(tuple(reshaping), found.tried)
 
 
 def _is_prepared(task: Task, stage: Stage, path: str) -> bool:
@@ -394,7 +411,7 @@ def causes_of_decoder(request: Request, file: Path, folder: Path, decoded: Decod
     unit = f"frame {decoded.frame} of {stage.name}"
     for entry in (entry for entry in task.patches([stage]) if not entry.plumbing):
         rest, without = _task_without(task, [entry.id]), list[Decoded]()
-        with _refusals_logged(entry), in_force(rest, [stage]):
+        with _refusals_logged([entry]), in_force(rest, [stage]):
             without.append(decoder.compare(rest, folder, recorded))
         tried[entry.id] = without[0].added / LEVELS if without else None
         log.info("without %s: %s differs by %s", entry.id, unit, tried[entry.id])
@@ -439,7 +456,8 @@ def _is_cured(rounding: float, added: float | None) -> bool:
 def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.Entry]:
     """Returns the patches that may be at fault: those called right before the border first, then those of its block.
 
-    A patch whose calls are not counted may have been called anywhere.
+    A patch whose calls are not counted may have been called anywhere. The last are those that were called up to the
+    first module whose result has another shape: what it lacks is missed later.
     """
     entries = [entry for entry in task.patches([stage]) if not entry.plumbing]
     first = [entry for entry in entries if entry.id in measured.patches]
@@ -448,23 +466,25 @@ def candidates(task: Task, stage: Stage, measured: MeasuredUnit) -> list[patch.E
     rest = [entry for entry in entries if entry not in first]
     uncounted = {entry.id for entry in rest if not entry.counted}
     nearby = [entry for entry in rest if entry.id in measured.block_patches | uncounted]
-    return [*first, *nearby]
+    earlier = [entry for entry in rest if entry not in nearby and entry.id in measured.reshaped_patches]
+    return [*first, *nearby, *earlier]
 
 
 def _error_without(
     task: Task, stage: Stage, folder: Path, entry: patch.Entry | None, error: Callable[[Port], float | None]
 ) -> float | None:
     """Returns an error without a patch, or with all; None where the network cannot be called without it."""
-    with _refusals_logged(entry), in_force(_task_without(task, [entry.id] if entry else []), [stage]) as ledger:
+    entries = [entry] if entry else []
+    with _refusals_logged(entries), in_force(_task_without(task, [each.id for each in entries]), [stage]) as ledger:
         with lowerings(ledger):
             return error(Port(task, stage, folder, ledger))
     return None
 
 
 @contextlib.contextmanager
-def _refusals_logged(entry: patch.Entry | None) -> Iterator[None]:
-    """Logs why a network cannot be called without a patch, and goes on."""
-    name = "all patches in force" if entry is None else f"{entry.id} left out"
+def _refusals_logged(entries: Sequence[patch.Entry]) -> Iterator[None]:
+    """Logs why a network cannot be called without some patches, and goes on."""
+    name = f"{', '.join(entry.id for entry in entries)} left out" if entries else "all patches in force"
     try:
         yield
     except TorchportError as error:
@@ -488,8 +508,12 @@ def _error_at_border(port: Port, call: RecordedCall, measured: MeasuredUnit) -> 
     observed = port.called(call.inputs, watched, borders, measured.skipped, [measured.border])[1].observed
     if measured.border not in observed:
         return None
-    unit, added = measured.unit, distance(observed[measured.border], wide[measured.border])
-    if added is None or added <= FAULT * unit.rounding or unit.effect is None or added >= unit.added:
+    value, exact, unit = observed[measured.border], wide[measured.border], measured.unit
+    added = distance(value, exact)
+    if added is None:
+        return None
+    added = max(added, unit.rounding * channel_ratio(value, exact, call.values[measured.border]))
+    if added <= FAULT * unit.rounding or unit.effect is None or added >= unit.ratio * unit.rounding:
         return added
     effect = Units(port, call).effect_of(measured.border, observed[measured.border])
     return added if effect is None else min(added, effect * unit.rounding)
@@ -504,7 +528,8 @@ def _eliminated(task: Task, stage: Stage, unit: Unit, tried: dict[str, float | N
 
 
 def _cause(entry: patch.Entry, unit: Unit, without: float | None) -> Cause:
-    return Cause(entry.id, entry.place, _promise(entry), unit.name, unit.added, without, "absence", unit.rounding)
+    with_it = unit.ratio * unit.rounding
+    return Cause(entry.id, entry.place, _promise(entry), unit.name, with_it, without, "absence", unit.rounding)
 
 
 def _promise(entry: patch.Entry) -> str:

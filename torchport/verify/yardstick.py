@@ -165,6 +165,47 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return error / largest if largest > TINY else error
 
 
+QUANTILES = (0.5, 0.9, 1.0)
+"""Of the channels' errors: a fault in half of them, in a tenth, and in the worst."""
+CHANNEL_VALUES = 8
+"""Values that a channel must have: the greatest rounding of fewer is an accident."""
+
+
+def channel_ratio(value: Any, wide: Any, original: Any) -> float:
+    """Returns how many times the original's error a value's is, where each channel is measured by its own scale.
+
+    A value of 1e6 in one channel makes the rounding of a whole tensor so large that no change among values of size 1
+    is more. So each channel's error is divided by its own greatest value. Of the channels' errors some quantiles are
+    compared: one channel's rounding may be small by luck, a quantile's is not.
+    """
+    ours, exact, theirs = by_place(value), by_place(wide), by_place(original)
+    ratios = [0.0]
+    for place in ours.keys() & exact.keys() & theirs.keys():
+        tensors = ours[place], exact[place], theirs[place]
+        if len({shape_of(tensor) for tensor in tensors}) == 1 and _are_numbers(*tensors):
+            least = torch.finfo(tensors[2].dtype).eps
+            errors, rounding = (_channel_errors(tensor, tensors[1], least) for tensor in (tensors[0], tensors[2]))
+            is_known = errors.numel() and rounding.numel()
+            for q in QUANTILES if is_known else ():
+                unit = max(float(rounding.quantile(q)), least)
+                error = float(errors.quantile(q))
+                ratios.append(error / unit)
+    return max(ratios)
+
+
+def _channel_errors(a: torch.Tensor, b: torch.Tensor, least: float) -> torch.Tensor:
+    """Returns max|a - b| / max|b| of each channel: dim 1 of a picture or video, the last dim of everything else."""
+    is_picture = a.ndim > 3 and not is_sampled([a, b])
+    a, b = ((x.movedim(1, -1) if is_picture else x) for x in _in_the_same_rows(a, b))
+    if a.ndim < 2 or a.numel() < CHANNEL_VALUES * a.shape[-1] or not a.numel():
+        return torch.zeros(0)
+    a, b = (x.double().reshape(-1, x.shape[-1]) for x in (a, b))
+    known = b.isfinite()
+    errors = torch.where(known, a - b, 0.0).abs().nan_to_num(nan=math.inf).amax(0)
+    scales = torch.where(known, b, 0.0).abs().amax(0)
+    return errors / scales.clamp(min=max(TINY, least * float(scales.median())))
+
+
 def least_rounding(tree: Any) -> float:
     """Returns the distance that one rounding makes in the narrowest dtype of a tree's tensors."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
