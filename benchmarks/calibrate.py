@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import pydantic
 
 from torchport.config import Document, Frozen, read_document, validated
-from torchport.config.card import Axis
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, TorchportError
 from torchport.kernels.attention import tiles
 from torchport.plan import step_time

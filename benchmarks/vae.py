@@ -22,8 +22,8 @@ import jax
 import torch
 
 from torchport import compile, load, patch, shard
-from torchport.config.card import Rule
 from torchport.config.pack import find_pack
+from torchport.config.strategy import Rule
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")

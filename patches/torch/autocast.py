@@ -281,7 +281,11 @@ def is_torchax(thing: Any) -> bool:
 
 
 def made(original, self, device_type, dtype=None, enabled=True, cache_enabled=None):
-    """Makes a region that is enabled if it was asked to be, where torch would disable it for want of CUDA."""
+    """Makes a region that is enabled if it was asked to be, where torch would disable it for want of CUDA.
+
+    A network that asks one of its tensors for the device's name gets that of what stands in for CUDA.
+    """
+    device_type = "cuda" if device_type in ("meta", "jax") else device_type
     if device_type != "cuda":
         original(self, device_type, dtype, enabled, cache_enabled)
         return

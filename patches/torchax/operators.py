@@ -323,3 +323,8 @@ def repeat_interleave(repeats, *, output_size=None):
         return (ends <= jnp.arange(output_size)[:, None]).sum(-1, dtype=jnp.int32).astype(jnp.int64)
 
     return engine.call_jax(places, repeats)
+
+
+def contiguous(self, *, memory_format=torch.contiguous_format):
+    """Returns the tensor: an array of JAX has no strides."""
+    return self

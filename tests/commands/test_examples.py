@@ -22,8 +22,9 @@ from torchport import load, patch, shard
 from torchport.__main__ import cli
 from torchport.commands.explain import LANGUAGES, examples
 from torchport.config import machine, parse_document, read_document, validated
-from torchport.config.card import Card, Job, Rule, check_job
+from torchport.config.card import Card, Job, check_job
 from torchport.config.pack import find_pack
+from torchport.config.strategy import Rule
 from torchport.errors import TorchportError, kinds
 from torchport.kernels.attention.tiles import Tile, check_vmem
 from torchport.run.path import run

@@ -9,7 +9,7 @@ import torch
 from torchport import compile, patch, shard
 from torchport.compile import memory, network
 from torchport.compile.finite import FirstNotFinite
-from torchport.config.card import Rule
+from torchport.config.strategy import Rule
 from torchport.errors import NotFiniteError
 
 EVERYWHERE = Rule(match=".*", spec="replicate")

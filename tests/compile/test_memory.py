@@ -8,8 +8,8 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import memory
-from torchport.config.card import Rule
 from torchport.config.machine import GIB
+from torchport.config.strategy import Rule
 
 EVERYWHERE = Rule(match=".*", spec="replicate")
 

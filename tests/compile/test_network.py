@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torchport import load, patch, shard
 from torchport.compile import network, preflight
 from torchport.compile.program import Compiled
-from torchport.config.card import WeightRule
+from torchport.config.strategy import WeightRule
 from torchport.errors import BadValueError, CheckpointForeignError, DeadRuleError
 from torchport.plan import aot
 from torchport.run.path import run

@@ -13,7 +13,7 @@ from torchport.commands import shard
 from torchport.compile import network, preflight
 from torchport.compile.preflight import check, check_machine
 from torchport.config import checkout, machine
-from torchport.config.card import ActivationRule, Rule, WeightRule
+from torchport.config.strategy import ActivationRule, Rule, WeightRule
 from torchport.errors import (
     AttentionError,
     BadValueError,

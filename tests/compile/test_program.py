@@ -10,7 +10,8 @@ from fakes.networks import Halves
 from jax.sharding import PartitionSpec
 
 from torchport import compile, engine, patch, shard
-from torchport.config.card import Rule, Stack, WeightRule
+from torchport.config.card import Stack
+from torchport.config.strategy import Rule, WeightRule
 from torchport.errors import DeadRuleError, MeshError, NotCalledError, StaleTraceError, UnmatchedError
 from torchport.patch.ledger import Record
 from torchport.plan import aot

@@ -9,7 +9,8 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import program
-from torchport.config.card import Rule, Stack
+from torchport.config.card import Stack
+from torchport.config.strategy import Rule
 
 
 class Block(torch.nn.Module):

@@ -8,7 +8,8 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile import stack
-from torchport.config.card import Rule, Stack
+from torchport.config.card import Stack
+from torchport.config.strategy import Rule
 from torchport.errors import StackError
 
 

@@ -10,8 +10,9 @@ import torch
 from torchport import compile, patch, shard
 from torchport.compile import step_cache
 from torchport.compile.step_cache import StepCached
-from torchport.config.card import Rule, Stack
+from torchport.config.card import Stack
 from torchport.config.step_cache import Calibrate, DeepCache, MagCache, Schedule, TaylorSeer
+from torchport.config.strategy import Rule
 from torchport.errors import BadValueError, StackError
 from torchport.stages.family import Steps
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchport.config.card import Rule, WeightRule
+from torchport.config.strategy import Rule, WeightRule
 
 CASES = ("t2v", "t2v-with-image", "i2v")
 NAN = float("nan")

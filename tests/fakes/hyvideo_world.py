@@ -39,7 +39,7 @@ from torch import nn
 
 from torchport import compile, patch, shard
 from torchport.config import card
-from torchport.config.card import Rule, WeightRule
+from torchport.config.strategy import Rule, WeightRule
 from torchport.patch.live.registry import registry
 
 TRANSFORMER = "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"

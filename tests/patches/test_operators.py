@@ -54,6 +54,7 @@ SAMPLES = {
     "searchsorted": (lambda x, y: torch.searchsorted(x, y, right=True, out_int32=True), rows, rows),
     "searchsorted of a number": (lambda x: torch.searchsorted(x[0], 0.5, side="left"), rows),
     "searchsorted by a sorter": (lambda x, y: torch.searchsorted(x.flip(-1), y, sorter=_places(x)), rows, rows + 0.5),
+    "contiguous": (lambda x: torch.ops.aten.contiguous(x.mT), square),
     "ldexp": (torch.ldexp, square, torch.tensor([1, -2, 3])),
     "embedding": (embedding, square, torch.tensor([0, 2, 2])),
     "repeat_interleave": (lambda n: torch.repeat_interleave(n, output_size=3), torch.tensor([1, 0, 2])),

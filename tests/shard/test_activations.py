@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from torchport import compile, patch, shard
-from torchport.config.card import ActivationRule, Rule
+from torchport.config.strategy import ActivationRule, Rule, shared_strategies
 from torchport.errors import DeadRuleError, MeshError
-from torchport.shard.activations import constrain
+from torchport.shard.activations import check, constrain
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,3 +124,20 @@ def test_the_first_rule_that_matches_is_a_modules_rule():
     first = ActivationRule(match="two", outputs=[None])
     with pytest.raises(DeadRuleError, match="Rule 2"):
         constrain(Network(), [first, ActivationRule(match="two", outputs=[None])], None, "card.yaml:9")
+
+
+def test_a_shared_rule_may_match_nothing_and_leaves_other_outputs_alone():
+    shared = shared_strategies()["ulysses"].network.activations
+    net = torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)})
+    check(net, shared, {"dp": 2, "sp": 2}, "x")()
+    blocks = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([TwoOutputs()])})
+    done = check(blocks, shared, {"dp": 2, "sp": 2}, "x")
+    assert blocks["blocks"][0](torch.ones(2, 4, 2))[0] is None
+    done()
+
+
+class TwoOutputs(torch.nn.Module):
+    """A block whose last call has no text to return."""
+
+    def forward(self, x):
+        return None, x

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from torchport import shard
 from torchport.config import overridden, parse_document, validated
-from torchport.config.card import Job, Rule, Strategy, WeightRule
+from torchport.config.card import Job
+from torchport.config.strategy import Rule, Strategy, WeightRule, shared_strategies
 from torchport.errors import DeadRuleError, MeshError, PlacementError, ShardError, UnmatchedError
 
 MESH = {"dp": 2, "tp": 4}
@@ -329,3 +330,16 @@ def test_the_shipped_rules_cover_the_published_network_without_a_dead_rule(card,
         "ulysses": 1,
         "fsdp": pytest.approx(1 / 8, abs=0.001),
     }
+
+
+def test_a_shared_rule_may_be_dead_and_a_long_spec_of_it_gives_way():
+    rules = shared_strategies()["fsdp"].network.weights
+    found = shard.match(rules, {"a.weight": (3,), "b.weight": (16, 4), "b.bias": (16,)}, {"dp": 2, "sp": 4}, "x")
+    assert [found[name].spec for name in ("a.weight", "b.weight", "b.bias")] == [
+        "replicate",
+        [["dp", "sp"]],
+        "replicate",
+    ]
+    own = [rule("c", [None, "tp"], "replicate")]
+    with pytest.raises(MeshError, match="has a spec of 2 dims, and 'c' has 1"):
+        shard.match(own, {"c": (4,)}, {"tp": 2}, "x")

@@ -8,7 +8,7 @@ import torch
 
 from torchport import compile, patch, shard
 from torchport.compile.program import LARGE
-from torchport.config.card import Rule
+from torchport.config.strategy import Rule
 from torchport.errors import HostTensorError
 from torchport.files.folder import as_named
 from torchport.stages.family import Stage

@@ -117,7 +117,7 @@ def test_a_pipeline_that_does_something_else_with_its_video_is_refused(of, does,
 def test_a_pipeline_without_post_processing_is_refused(decoding):
     with pytest.raises(BadValueError) as caught:
         decoding.take_over(object())
-    assert str(caught.value) == f"card.yaml:1: 'Pipe' has no 'video_processor'. {REMEDY}"
+    assert str(caught.value) == f"card.yaml:1: 'Pipe' has neither 'video_processor' nor 'image_processor'. {REMEDY}"
 
 
 def test_buffers_of_the_vae_are_read_and_those_of_a_rehearsal_are_ones(decoding):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from torchport import compile, patch, shard
 from torchport.compile import preflight
-from torchport.config.card import Rule
+from torchport.config.strategy import Rule
 from torchport.errors import BadValueError, DeadRuleError, MeshError, UnmatchedError
 from torchport.stages import recorder
 from torchport.stages.family import Stage

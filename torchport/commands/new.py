@@ -9,6 +9,7 @@ import click
 
 from torchport.commands import options, terminal
 from torchport.config.checkout import existing, on_path
+from torchport.errors import BadValueError
 
 out = click.option("--out", required=True, type=options.FILE, metavar="DIR", help="The folder of your pack.")
 
@@ -55,21 +56,35 @@ def new_patch(out: Path, upstream_path: str | None, **given: Any) -> None:
 @click.option(
     "--entry",
     "entries",
-    required=True,
     multiple=True,
     metavar="[COMPONENT=]PACKAGE.MODULE:CLASS",
     help="A class of the model, the network first. Repeatable.",
 )
+@click.option(
+    "--pipeline", metavar="diffusers:CLASS", help="A pipeline of diffusers, in place of --entry: the card is derived."
+)
 @out
 @options.upstream_path
 @click.option("--checkpoint", metavar="DIR|REPO@REV", help="The published weights.")
-def new_model(out: Path, upstream_path: str | None, **given: Any) -> None:
+def new_model(out: Path, upstream_path: str | None, pipeline: str | None, **given: Any) -> None:
     """Writes a model card, its demo's config and its stages, with `tiny:` from the class's own arguments.
 
-    Upstream's source is read, and nothing of it is imported. Nothing that is there already is written over.
+    Upstream's source is read, and nothing of it is imported, but for --pipeline: its own code runs then, with tiny
+    weights. Nothing that is there already is written over.
     """
     from torchport.porting.draft import home, model
 
+    if (pipeline is None) == (not given["entries"]):
+        raise BadValueError("torchport new model", "It takes --entry or --pipeline", "Name one of the two")
+    if pipeline is not None:
+        from torchport.porting import derive
+
+        pieces = derive.pieces(pipeline, given["name"])
+        lines = home.home(out, []).write(pieces)
+        job = f"configs/{given['name']}_demo.yaml"
+        text = f"torchport run --path {out} --model {given['name']} --config {job} --prompt 'A cat walks'"
+        terminal.say("\n".join([*lines, f"then        {text}"]))
+        return
     wish = model.ModelDraftRequest(**_named(given))
     checkout = None if upstream_path is None else existing(upstream_path)
     with on_path(checkout):

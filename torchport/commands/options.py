@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from torchport.config.pack import DERIVED
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 Result = TypeVar("Result")
@@ -60,12 +62,16 @@ def model(default: str = "") -> Decorator[Any]:
     Args:
         default: What is taken without it, in words. It is required if there is nothing.
     """
-    return _required("--model", "NAME", "A model card; `torchport models` lists them", default)
+    text = "A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline"
+    return _required("--model", "NAME", text, default, _derived)
 
 
 def config(default: str = "") -> Decorator[Any]:
     """Returns the flag `--config`; see `model`."""
-    return _required("--config", "FILE", "The job, such as configs/demo.yaml: sizes, machine", default)
+    text = "The job, such as configs/demo.yaml: sizes, machine [a pipeline's demo]."
+    if default:
+        return _required("--config", "FILE", text.partition(" [")[0], default)
+    return click.option("--config", metavar="FILE", help=text, callback=_demo)
 
 
 def topology(default: str = "") -> Decorator[Any]:
@@ -96,9 +102,30 @@ def report(formats: str, multiple: bool = False) -> Decorator[Any]:
     )
 
 
-def _required(flag: str, metavar: str, meaning: str, default: str) -> Decorator[Any]:
+def _required(flag: str, metavar: str, meaning: str, default: str, callback: Any = None) -> Decorator[Any]:
     text = f"{meaning} [{default}]." if default else f"{meaning}."
-    return click.option(flag, required=not default, metavar=metavar, help=text)
+    return click.option(flag, required=not default, metavar=metavar, help=text, callback=callback)
+
+
+def _demo(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Returns the demo's job where a pipeline is named without a job.
+
+    Raises:
+        MissingParameter: A card is named, or nothing.
+    """
+    model = context.params.get("model") or ""
+    if value is None and not model.startswith(DERIVED):
+        raise click.MissingParameter(ctx=context, param=parameter)
+    return value or f"configs/{model}_demo.yaml"
+
+
+def _derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Derives the card of a pipeline that is named in place of a card."""
+    if value is not None and value.startswith(DERIVED):
+        from torchport.porting import derive
+
+        derive.ensure(value)
+    return value
 
 
 def taken(kind: Callable[..., Result], given: dict[str, Any]) -> Result:

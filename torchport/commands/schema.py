@@ -13,7 +13,7 @@ import click
 
 from torchport import patch
 from torchport.commands import terminal
-from torchport.config import Frozen, card, step_cache
+from torchport.config import Frozen, card, step_cache, strategy
 from torchport.patch.declared import entry
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -42,7 +42,7 @@ def schema(kind: Kind) -> dict[str, Any]:
     raw = model.model_json_schema(by_alias=True)
     definitions = {**raw.pop("$defs", {}), model.__name__: raw}
     top = {"$schema": DIALECT, "title": f"torchport {kind}", "$ref": f"#/$defs/{model.__name__}"}
-    return _described({**top, "$defs": definitions}, {**vars(step_cache), **vars(card)})
+    return _described({**top, "$defs": definitions}, {**vars(step_cache), **vars(strategy), **vars(card)})
 
 
 def _described(schema: dict[str, Any], models: Mapping[str, Any]) -> dict[str, Any]:

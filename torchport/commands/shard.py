@@ -11,7 +11,7 @@ from torchport.commands import options, terminal
 from torchport.progress import size_text
 
 if TYPE_CHECKING:
-    from torchport.config.card import Rule, Spec
+    from torchport.config.strategy import Rule, Spec
     from torchport.shard import RuleT
     from torchport.stages import family
     from torchport.task import Request, Task
@@ -133,7 +133,7 @@ def _row(
 
 
 def _spec(spec: Spec | None) -> str:
-    from torchport.config.card import dims_of
+    from torchport.config.strategy import dims_of
 
     if spec is None or spec == "replicate":
         return spec or "free"

@@ -22,8 +22,9 @@ from torchport.compile.eager import Eager, How, plainly
 from torchport.compile.finite import FirstNotFinite
 from torchport.compile.rules import Rules
 from torchport.config import Document
-from torchport.config.card import DENOISING, Implementation, ScoreBound, WeightRule
+from torchport.config.card import DENOISING, Implementation, ScoreBound
 from torchport.config.step_cache import StepCache
+from torchport.config.strategy import WeightRule
 from torchport.errors import (
     BadValueError,
     CheckpointBrokenError,

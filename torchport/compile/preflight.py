@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchport import load, shard
 from torchport.compile import network
-from torchport.config.card import DENOISING, Rule, WeightRule, dims_of
+from torchport.config.card import DENOISING
 from torchport.config.machine import HOST
+from torchport.config.strategy import Rule, WeightRule, dims_of
 from torchport.errors import AttentionError, MeshError
 from torchport.kernels.attention import dispatch, sdpa
 from torchport.load import checkpoint

@@ -24,7 +24,8 @@ from torchport import engine, patch, shard
 from torchport.compile import jax_cache, stack
 from torchport.compile.eager import How, plainly
 from torchport.compile.finite import FirstNotFinite
-from torchport.config.card import ActivationRule, Rule, Stack
+from torchport.config.card import Stack
+from torchport.config.strategy import ActivationRule, Rule
 from torchport.errors import BadValueError, MachineError, VmemError
 from torchport.kernels.attention import dispatch
 from torchport.progress import log, waiting

@@ -11,7 +11,8 @@ from typing import Literal
 
 from torchport import shard
 from torchport.config import Document, Frozen, parse_document, validated
-from torchport.config.card import ActivationRule, Axis, Card, Rule, ScoreBound, Stack, WeightRule, Word
+from torchport.config.card import Card, ScoreBound, Stack, Word
+from torchport.config.strategy import ActivationRule, Axis, Rule, WeightRule
 from torchport.errors import BadValueError, UnknownNameError, nearest
 
 Kind = Literal["weights", "inputs", "activations"]

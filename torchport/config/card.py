@@ -13,6 +13,7 @@ import pydantic
 
 from torchport.config.document import Document, Frozen
 from torchport.config.step_cache import StepCache
+from torchport.config.strategy import Axis, Regex, Strategy, shared_strategies
 from torchport.errors import (
     BadValueError,
     MissingKeyError,
@@ -32,17 +33,8 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """dtype names as torch and JAX have them, with their size in bytes."""
 
 DType = Literal["float32", "bfloat16", "float16"]
-Axis = Literal["dp", "sp", "tp"]
 Implementation = Literal["plain", "splash", "splash_transposed", "splash_int8", "cudnn", "xla"]
 """Of attention; `splash_int8` is lossy."""
-
-
-def _regex(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"It must be a regular expression: {error}") from error
-    return text
 
 
 _CLASS_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
@@ -54,7 +46,6 @@ def _importable(text: str) -> str:
     return text
 
 
-Regex = Annotated[str, pydantic.AfterValidator(_regex), pydantic.WithJsonSchema({"type": "string", "format": "regex"})]
 ClassPath = Annotated[
     str,
     pydantic.AfterValidator(_importable),
@@ -98,74 +89,6 @@ def _inside_checkpoint(text: str) -> str:
 
 BuilderPath = Annotated[str, pydantic.AfterValidator(_beside_family)]
 FilePath = Annotated[Word, pydantic.AfterValidator(_inside_checkpoint)]
-
-
-def _once_each(split: list[Split]) -> list[Split]:
-    axes_of_dims = [axis for axes in dims_of(split) for axis in axes]
-    if len(axes_of_dims) != len(set(axes_of_dims)):
-        raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
-    return split
-
-
-Split = Axis | Annotated[list[Axis], pydantic.Field(min_length=1)] | None
-"""What splits a dim: one axis, several (the first one outermost), or none."""
-Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_once_each)]
-
-
-def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
-    """Returns the axes that split each dim, from the first on; none of `replicate`, and none of null."""
-    dims = [] if spec is None or spec == "replicate" else spec
-    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
-
-
-class Rule(Frozen):
-    """One sharding rule: the tensors whose whole name matches, and the mesh axes of their dims."""
-
-    match: Regex
-    """A regular expression for the whole name of a tensor. The first rule that matches is used."""
-    spec: Spec
-    """The axis of each dim, from dim 0 on: `[tp]`, `[null, tp]`, `[[dp, tp]]`; or `replicate`."""
-    otherwise: list[Spec] = []
-    """Specs to try in this order if an axis does not divide its dim. Without them that is an error."""
-
-
-class WeightRule(Rule):
-    """A rule for weights."""
-
-    gather: bool = False
-    """Whether it is split in memory and gathered where it is used (FSDP). Stacked blocks are gathered one at a time."""
-
-    @pydantic.model_validator(mode="after")
-    def _splits(self) -> WeightRule:
-        if self.gather and not any(dims_of(self.spec)):
-            raise ValueError("'gather' needs a spec that splits: what is whole everywhere cannot be gathered")
-        return self
-
-
-class ActivationRule(Frozen):
-    """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
-
-    match: Regex
-    """A regular expression for the whole name of a module."""
-    outputs: list[Spec | None]
-    """A spec for each tensor that the module returns, in order. `null` leaves that tensor to the compiler."""
-    uneven: bool = False
-    """Whether the compiler may pad a dim that its axes do not divide. Otherwise that is an error."""
-
-
-class Strategy(Frozen):
-    """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
-
-    mesh: dict[Axis, pydantic.PositiveInt]
-    """Its mesh, `{dp: 2, tp: 4}`. It is used if a config has no mesh, or if a flag changes only the strategy."""
-    weights: dict[str, list[WeightRule]]
-    """By network, the rules for its parameters and buffers. Every network of the family needs rules."""
-    inputs: dict[str, list[Rule]]
-    """By network, the rules for the tensors that it is called with."""
-    activations: dict[str, list[ActivationRule]] = {}
-    """By network, the rules for what its modules return."""
-    divides: dict[Axis, str] = {}
-    """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
 
 
 class RenameRule(Frozen):
@@ -305,10 +228,10 @@ class PipelineCall(Frozen):
     """The components that its `encode_prompt` uses: text encoders and tokenizers."""
     encode: dict[str, Any] = {}
     """Arguments of `encode_prompt` that are always the same."""
-    embeddings: dict[str, Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)]]
+    embeddings: dict[str, Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)] | None]
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
-    a shape is a number in the network's configuration. Without guidance there are none whose names begin with
-    `negative_`."""
+    a shape is a number in the network's configuration. `null` is a value that the pipeline computes again. Without
+    guidance there are none whose names begin with `negative_`."""
     conditions: dict[str, Annotated[list[Word], pydantic.Field(min_length=2, max_length=2)]] = {}
     """For a loop that calls the network once for each condition of guidance: the inputs of the network that differ,
     with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
@@ -370,16 +293,23 @@ class FrameRule(Frozen):
 class TinyTokenizer(Frozen):
     """A tokenizer trained in a second on a few sentences, for a card's tiny checkpoint."""
 
-    corpus: list[str]
+    corpus: list[str] = [
+        "A cat walks on the grass, realistic style, in the evening light.",
+        "Two dogs play in the snow while the camera pans slowly to the left.",
+        'The word "torchport" is written on a red sign in front of a small house.',
+        "Waves break on a rocky shore, birds fly over the water, clouds move.",
+    ]
     """The sentences that it is trained on."""
-    vocab_size: pydantic.PositiveInt
+    vocab_size: pydantic.PositiveInt = 200
     """The number of tokens in its vocabulary, at most."""
-    special_tokens: list[str]
+    special_tokens: list[str] = []
     """Tokens that are never split."""
-    eos_token: str
+    eos_token: str = "</s>"
     """The token that ends a text."""
-    pad_token: str
+    pad_token: str = "<pad>"
     """The token that pads a text."""
+    model_max_length: pydantic.PositiveInt | None = None
+    """The number of tokens that it takes; by default the class's own."""
     chat_template: str | None = None
     """A template in Jinja, where the tokenizer has one. `{filler}` in it becomes as many filler tokens as
     `prefix_tokens` asks for."""
@@ -490,8 +420,9 @@ class Card(Frozen):
     """The numbers of frames that the model can make."""
     size_multiple_of: pydantic.PositiveInt
     """Height and width must be multiples of this, in pixels."""
-    strategies: dict[str, Strategy]
-    """The sharding strategies, by name (docs/sharding.md)."""
+    strategies: dict[str, Strategy] = {}
+    """The sharding strategies, by name (docs/sharding.md). With `family: diffusers`, a network that a strategy `tp`,
+    `ulysses` or `fsdp` has no rules for gets the shared ones of that name. Without strategies it has all three."""
     tiny: Tiny
     """A small copy of the model, for demos and tests. Its weights are random, or trained if the card says where."""
     overrides: bool = False
@@ -510,6 +441,15 @@ class Card(Frozen):
                 component.published.update(self.components[component.like].published)
             if component.like in self.components and not component.lora_names:
                 component.lora_names.extend(self.components[component.like].lora_names)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _shares_rules(self) -> Card:
+        """Gives the networks of a generic family the shared rules, where the card has none."""
+        if self.call is not None:
+            networks = [name for name in (*self.call.networks, "vae") if name in self.components]
+            for name in self.strategies or shared_strategies():
+                self.strategies[name] = self.strategies.get(name, Strategy()).completed(name, networks)
         return self
 
     def with_trained(self, trained: Mapping[str, Trained]) -> Card:

@@ -19,6 +19,7 @@ from torchport.errors import (
     UnknownNameError,
     nearest,
 )
+from torchport.files import cache
 from torchport.files.folder import as_named, has_file, has_folder, inside
 
 if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # where patches alone are read, no model of a card is made
 
 SHIPPED = "torchport"
 """What listings call the pack that torchport brings."""
+DERIVED = "diffusers:"
+"""How the name of a model begins whose card is derived. Those cards are a pack that no listing shows."""
 GROUP = "torchport.packs"
 """The entry points by which an installed package says that it holds a pack."""
 
@@ -42,7 +45,9 @@ class Pack:
 
     @property
     def patches(self) -> Path:
-        """The folder of its own patch files, one folder per upstream package."""
+        """The folder of its own patch files, one folder per upstream package; a derived card has those under it."""
+        if self.name == DERIVED and self.under is not None:
+            return self.under.patches
         return self.root / "patches"
 
     def layers(self) -> Iterator[Pack]:
@@ -82,6 +87,8 @@ class Pack:
             TakenNameError: A card has the name of another one under it, and does not say so.
         """
         name = f"configs/models/{model}.yaml"
+        if model.startswith(DERIVED) and has_file(derived_folder() / name):
+            return Pack(derived_folder(), DERIVED, self)
         if model not in self.models():
             folders = ", ".join(as_named(pack.root / "configs" / "models") for pack in self.layers())
             fact = f"There is no model card '{model}' in {folders}"
@@ -187,6 +194,8 @@ class Pack:
         here = Path(name)
         if has_file(here):
             return here
+        if here.name.startswith(DERIVED) and has_file(derived_folder() / name):
+            return derived_folder() / name
         # A bare name means one of the packs' configs; a path means that file of a pack alone.
         names = [name, *(f"configs/{file}" for file in (name, f"{name}.yaml") if here.name == name)]
         for relative in names:
@@ -225,6 +234,12 @@ def find_pack(paths: Sequence[str] = ()) -> Pack:
         first = next(pack for pack in packs if pack.root == root)
         lowest = dataclasses.replace(first, under=lowest)
     return lowest
+
+
+def derived_folder() -> Path:
+    """Returns the pack of the cards that were derived from pipelines, for the upstreams' versions that are here."""
+    versions = [f"{name}-{importlib.metadata.version(name)}" for name in ("diffusers", "transformers")]
+    return cache.folder() / "derived" / "-".join(versions)
 
 
 def _named(source: str, paths: Sequence[str]) -> Iterator[Pack]:

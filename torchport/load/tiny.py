@@ -153,7 +153,7 @@ def _component(card: Card, makers: Mapping[str, Maker], name: str, /, **changes:
     """Returns one tiny component."""
     maker = makers.get(name, card.components[name].class_)
     if name in card.tiny.tokenizers:
-        return _tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
+        return tokenizer(_class_of(str(maker)), card.tiny.tokenizers[name], f"tiny.tokenizers.{name} of {card.model}")
     import torch
 
     config, place = {**card.tiny.components.get(name, {}), **changes}, f"tiny.components.{name} of {card.model}"
@@ -315,14 +315,16 @@ def randomise(module: torch.nn.Module, seed: int, what: str, scale: float) -> No
                 parameter.copy_(noise * scale / parameter[0].numel() ** 0.5)
 
 
-def _tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
+def tokenizer(cls: Any, spec: TinyTokenizer, place: str) -> Any:
     """Returns a tokenizer of the real class, trained on a few sentences.
 
     Upstream crops a fixed number of tokens, its template's prefix; the tiny one is filled up to exactly that number,
     or template tokens would count as prompt.
     """
     system = _system_message(spec.system_message_of) if spec.system_message_of else ""
+    longest = {} if spec.model_max_length is None else {"model_max_length": spec.model_max_length}
     arguments: dict[str, Any] = {
+        **longest,
         **_vocabulary(cls()._tokenizer, spec, [*spec.corpus, system]),
         "eos_token": spec.eos_token,
         "pad_token": spec.pad_token,
@@ -357,7 +359,13 @@ def _vocabulary(tokenizer: Any, spec: TinyTokenizer, sentences: list[str]) -> di
         )
     else:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        trainer = trainers.BpeTrainer(vocab_size=spec.vocab_size, initial_alphabet=alphabet, show_progress=False)
+        unknown = [tokenizer.model.unk_token] if getattr(tokenizer.model, "unk_token", None) else []
+        trainer = trainers.BpeTrainer(
+            vocab_size=max(spec.vocab_size, len(alphabet) + 50) if unknown else spec.vocab_size,
+            initial_alphabet=alphabet,
+            special_tokens=unknown,
+            show_progress=False,
+        )
     tokenizer.train_from_iterator(sentences, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     if isinstance(tokenizer.model, models.Unigram):

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from torchport import engine, patch
 from torchport.config import Document, checkout, machine
-from torchport.config.card import Axis, Card, Implementation
+from torchport.config.card import Card, Implementation
 from torchport.config.pack import Pack, find_pack
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, NothingAppliedError
 from torchport.patch import Entry, Ledger
 

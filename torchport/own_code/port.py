@@ -16,7 +16,8 @@ from torch.utils import _pytree
 from torchport import load, shard
 from torchport.compile import failure, network, rules
 from torchport.config import Document, Frozen, validated
-from torchport.config.card import Axis, Card, Implementation, Rule
+from torchport.config.card import Card, Implementation
+from torchport.config.strategy import Axis, Rule
 from torchport.errors import BadValueError, MeshError, UnknownNameError, nearest
 from torchport.own_code.applied import Session, sessions
 from torchport.task.devices import hush_libtpu

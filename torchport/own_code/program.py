@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 from torchport.config import machine
-from torchport.config.card import Axis, Implementation
+from torchport.config.card import Implementation
 from torchport.config.pack import find_pack
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, TorchportError, UnknownNameError, nearest
 from torchport.own_code.applied import PortDefaults, Session, applied
 from torchport.patch.patch_set import unreached

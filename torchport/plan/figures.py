@@ -13,7 +13,8 @@ from typing import Annotated, Generic, Literal, TypeVar
 import pydantic
 
 from torchport.config import Frozen
-from torchport.config.card import DENOISING, Axis
+from torchport.config.card import DENOISING
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError
 
 SecondsT = TypeVar("SecondsT")

@@ -11,9 +11,10 @@ from typing import Any
 
 from torchport.compile import network
 from torchport.compile.in_force import in_force
-from torchport.config.card import Axis, Card, Rule, Strategy
+from torchport.config.card import Card
 from torchport.config.machine import GIB, Machine, parse_machine
 from torchport.config.pack import find_pack
+from torchport.config.strategy import Axis, Rule, Strategy
 from torchport.errors import BadValueError, MeshError, TorchportError
 from torchport.plan.figures import JobPlan, mesh_text, moved_bytes
 from torchport.plan.planning import of_task, on_slice, require_tpu

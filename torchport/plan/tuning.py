@@ -21,8 +21,8 @@ import jax
 from torchport import load
 from torchport.compile import network as networks
 from torchport.compile.in_force import in_force
-from torchport.config.card import Axis
 from torchport.config.machine import TPU_CHIPS, Chip, Machine, parse_machine
+from torchport.config.strategy import Axis
 from torchport.errors import BadValueError, OutputError, TopologyError, VmemError
 from torchport.files import folder
 from torchport.kernels.attention import tiles, transposed

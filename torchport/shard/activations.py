@@ -13,7 +13,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport import engine
-from torchport.config.card import ActivationRule, Axis, Spec, dims_of
+from torchport.config.strategy import ActivationRule, Axis, Spec, dims_of
 from torchport.errors import DeadRuleError, MeshError, nearest
 
 
@@ -62,7 +62,7 @@ def _check_called(
 ) -> None:
     for number, rule in enumerate(rules, 1):
         names = [name for name in module_rules if module_rules[name] is rule]
-        if called.isdisjoint(names):
+        if called.isdisjoint(names) and not rule.is_shared:
             fact = f"Rule {number}, '{rule.match}', matches modules that are not called ('{names[0]}')"
             raise DeadRuleError(place, fact, "Name the modules that return the tensors", rule=rule.match)
 
@@ -74,7 +74,7 @@ def rule_by_module(module: torch.nn.Module, rules: Sequence[ActivationRule], pla
         name: next((n for n, rule in enumerate(rules) if re.fullmatch(rule.match, name)), None) for name in names
     }
     for number, rule in enumerate(rules):
-        if number not in numbers.values():
+        if number not in numbers.values() and not rule.is_shared:
             fact = f"Rule {number + 1}, '{rule.match}', matches none of {len(names)} modules"
             raise DeadRuleError(
                 place, fact, "Remove it or mend it. " + nearest(rule.match, names[:12]), rule=rule.match
@@ -88,9 +88,17 @@ def _constrain(
     """Returns a module's output with every tensor where its spec puts it: a forward hook."""
     _check_output(name, rule, dict(mesh.shape), place, module, inputs, output)
     outputs = output if isinstance(output, tuple) else (output,)
-    specs = [*rule.outputs, *[None] * (len(outputs) - len(rule.outputs))]
+    specs = [*_specs(rule, outputs), *[None] * (len(outputs) - len(rule.outputs))]
     placed = tuple(_constrain_tensor(*pair, mesh) for pair in zip(outputs, specs, strict=True))
     return placed if isinstance(output, tuple) else placed[0]
+
+
+def _specs(rule: ActivationRule, outputs: Sequence[Any]) -> list[Spec | None]:
+    """Returns a rule's spec of each output; a shared rule has none for what is no tensor of as many dims."""
+    if not rule.is_shared:
+        return rule.outputs
+    dims = [getattr(output, "ndim", 0) for output in outputs]
+    return [spec if count >= len(dims_of(spec)) else None for spec, count in zip(rule.outputs, dims, strict=False)]
 
 
 def _check_output(
@@ -105,7 +113,7 @@ def _check_output(
             "Give one for each output",
             name=name,
         )
-    for tensor, spec in zip(outputs, rule.outputs, strict=False):
+    for tensor, spec in zip(outputs, _specs(rule, outputs), strict=False):
         _check_spec(name, rule, tensor, spec, sizes, place)
 
 

@@ -19,8 +19,9 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from torchport.config import Document
-from torchport.config.card import DTYPES, ActivationRule, Axis, Job, Rule, Spec, Strategy, WeightRule, dims_of
+from torchport.config.card import DTYPES, Job
 from torchport.config.machine import Machine
+from torchport.config.strategy import ActivationRule, Axis, Rule, Spec, Strategy, WeightRule, dims_of
 from torchport.errors import DeadRuleError, MeshError, PlacementError, UnmatchedError, nearest
 from torchport.shard import grid
 
@@ -179,7 +180,7 @@ def check_alive(rules: Sequence[Rule], names: Sequence[str], place: str, places:
     """Refuses a rule that is the first match of no name; see `match` for the arguments."""
     used = firsts(rules, names)
     for number, rule in enumerate(rules):
-        if number not in used:
+        if number not in used and not rule.is_shared:
             raise _dead(rule, number + 1, list(dict.fromkeys(names)), places[number] if places else place)
 
 
@@ -239,6 +240,8 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
     for spec in (rule.spec, *rule.otherwise):
         if spec == "replicate":
             return rule.model_copy(update={"spec": spec})
+        if len(spec) > len(shape) and rule.is_shared:
+            continue
         if len(spec) > len(shape):
             raise MeshError(
                 place,
@@ -248,7 +251,7 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
             )
         if not _uneven_dims(shape, spec, mesh):
             return rule.model_copy(update={"spec": spec})
-    dim, axes = _uneven_dims(shape, rule.spec, mesh)[0]
+    dim, axes = next(uneven for spec in (rule.spec, *rule.otherwise) for uneven in _uneven_dims(shape, spec, mesh))
     raise MeshError(
         place,
         f"{_axes_text(axes, mesh)} does not divide dim {dim} of '{name}' {list(shape)}",
@@ -260,7 +263,8 @@ def _with_fitting_spec(name: str, shape: Shape, rule: RuleT, mesh: Mapping[Axis,
 
 def _uneven_dims(shape: Shape, spec: Spec, mesh: Mapping[Axis, int]) -> list[tuple[int, tuple[Axis, ...]]]:
     """Returns the dims that their axes do not divide."""
-    return [(dim, axes) for dim, axes in enumerate(dims_of(spec)) if shape[dim] % _parts(axes, mesh)]
+    pairs = zip(shape, dims_of(spec), strict=False)
+    return [(dim, axes) for dim, (size, axes) in enumerate(pairs) if size % _parts(axes, mesh)]
 
 
 def _parts(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:

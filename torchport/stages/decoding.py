@@ -23,6 +23,11 @@ CARRIED = (torch.Tensor, bool, int, float, str, type(None))
 """Types of arguments that a program can take: inputs, and constants."""
 
 
+def processor_of(pipe: Any) -> Any:
+    """Returns what post-processes a pipeline's video or picture; None where it has nothing for that."""
+    return getattr(pipe, "video_processor", None) or getattr(pipe, "image_processor", None)
+
+
 class Pending(torch.Tensor):
     """Stands for a tensor that will be computed later; whatever is asked of it is refused.
 
@@ -115,7 +120,11 @@ class Decoding(Encoded):
         first = next(iter(inputs))
         inputs[first] = inputs[first].to(self.dtype)
         for name, value in inputs.items():
-            if not isinstance(value, CARRIED):
+            if name == "generator" and isinstance(
+                value, torch.Generator
+            ):  # a VAE that draws from it is refused when it is traced
+                inputs[name] = None
+            elif not isinstance(value, CARRIED):
                 raise self._refusal(f"calls its VAE's 'decode' with a {type(value).__name__} as '{name}'")
         self.inputs = inputs
         return DecoderOutput(sample=self.video) if as_object else (self.video,)
@@ -127,14 +136,15 @@ class Decoding(Encoded):
             BadValueError: It has none.
         """
 
-        def postprocess_video(video: Any, output_type: str = "np", **kwargs: Any) -> Pending:
+        def postprocess(video: Any, output_type: str = "np", **kwargs: Any) -> Pending:
             if video is not self.video or output_type != "pt" or kwargs:
                 raise self._refusal("post-processes something else than what its VAE decoded")
             return self.frames
 
-        if not hasattr(pipe, "video_processor"):
-            raise self._refusal("has no 'video_processor'")
-        pipe.video_processor.postprocess_video = postprocess_video
+        processor = processor_of(pipe)
+        if processor is None:
+            raise self._refusal("has neither 'video_processor' nor 'image_processor'")
+        processor.postprocess = processor.postprocess_video = postprocess
 
     def inputs_of(self, result: Any) -> dict[str, Any]:
         """Returns what `decode` is to be called with, if a pipeline returned its post-processed video.

@@ -26,7 +26,7 @@ from torchport.stages import frames, picture
 from torchport.stages.decoding import Decoding
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
-from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay
+from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, latents_of
 from torchport.stages.stand_in import ComponentStandIn
 from torchport.stages.upstream_pipeline import UpstreamPipeline, is_guided
 
@@ -216,7 +216,8 @@ class _Stages:
 
     def _embeddings(self, settings: Settings) -> list[str]:
         guided = is_guided(settings)
-        return [name for name in self.card.embeddings if guided or not name.startswith("negative_")]
+        taken = [name for name, shape in self.card.embeddings.items() if shape is not None]
+        return [name for name in taken if guided or not name.startswith("negative_")]
 
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
         """Returns tensors of the shapes that `encode` returns."""
@@ -227,7 +228,7 @@ class _Stages:
         """Returns embeddings of the shapes and dtypes that `encode` returns."""
         config = parts[self.network].config
         sizes = {
-            name: [self._size(size, config) for size in self.card.embeddings[name]]
+            name: [self._size(size, config) for size in self.card.embeddings[name] or ()]
             for name in self._embeddings(settings)
         }
         return {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
@@ -344,6 +345,9 @@ class _Stages:
         vae = Encoded(parts["vae"], settings.dtypes["vae"], replay, moments, str(self._image_stage))
         run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
         latents = run(is_latent=True, latents=noise)
+        last = latents_of(replay.state)
+        if last is not None and last.shape != latents.shape:  # the pipeline turned them round after its loop
+            latents = last
         return {"latents": latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
     def _drawn(

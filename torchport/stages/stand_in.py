@@ -52,6 +52,7 @@ class ComponentStandIn(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
+        inputs = {name: StaticOptions(value) if _has_options(value) else value for name, value in inputs.items()}
         if not self.loop.is_done and self.call is not None:
             self.loop.begin()
             return (self._computed(self.call, inputs),)
@@ -68,6 +69,18 @@ class ComponentStandIn(torch.nn.Module):
         assert batch is not None
         output: torch.Tensor = call(**{name: self.constants.placed(name, value) for name, value in batch.items()})
         return output if self.conditions is None else self.conditions.halves(output)
+
+
+class StaticOptions(dict[str, Any]):
+    """A dict without tensors that a network is called with. It has a hash: a program depends on what it says."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Returns the hash of its items."""
+        return hash(tuple(sorted(self.items())))
+
+
+def _has_options(value: Any) -> bool:
+    return isinstance(value, dict) and not outputs.has_tensor(value)
 
 
 class PlacedInputs:

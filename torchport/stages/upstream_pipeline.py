@@ -14,7 +14,7 @@ from torchport.config.card import PipelineCall
 from torchport.errors import BadValueError, nearest
 from torchport.load.foreign import tokenizing
 from torchport.stages.conditions import Conditions
-from torchport.stages.decoding import Decoding
+from torchport.stages.decoding import Decoding, processor_of
 from torchport.stages.family import Call, Settings
 from torchport.stages.replay import OTHER_LOOP, Loop
 from torchport.stages.stand_in import ComponentStandIn
@@ -66,7 +66,10 @@ class UpstreamPipeline:
         }
         known = inspect.signature(pipe.encode_prompt).parameters
         arguments = {name: value for name, value in arguments.items() if name in known or name == "prompt"}
-        arguments |= self.card.encode
+        required = [
+            name for name, each in known.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+        ]
+        arguments = {**dict.fromkeys(required), **arguments, **self.card.encode}  # prompts of further encoders
         self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
         with torch.no_grad(), tokenizing(self.name):
             values: tuple[Any, ...] = pipe.encode_prompt(**arguments)
@@ -118,7 +121,9 @@ class UpstreamPipeline:
         values |= {} if self.card.image is None else {self.card.image: _blank(settings)}
         self._check_call(pipe, settings)
         constants = {**self.card.constants, **settings.call, "output_type": "latent" if is_latent else "pt"}
-        every = {**values, **constants, **embeddings, "generator": replay.generator, **arguments}
+        takes = inspect.signature(pipe.__call__).parameters
+        texts = {name: None for name in ("prompt", "negative_prompt") if name in takes}  # some have "" by default
+        every = {**texts, **values, **constants, **embeddings, "generator": replay.generator, **arguments}
         self._check_takes("__call__", pipe.__call__, every)
         video: torch.Tensor = pipe(**every, return_dict=False)[0]
         if replay.number != settings.steps:
@@ -135,8 +140,9 @@ class UpstreamPipeline:
         Raises:
             BadValueError: That is no frames of this size.
         """
-        frames = self._built({"vae": vae}).video_processor.postprocess_video(video, output_type="pt")
-        return self.checked_frames(frames, settings)
+        processor = processor_of(self._built({"vae": vae}))
+        function = processor.postprocess_video if video.ndim == 5 else processor.postprocess
+        return self.checked_frames(function(video, output_type="pt"), settings)
 
     def _conditions(
         self, network: str, settings: Settings, embeddings: Mapping[str, torch.Tensor]
@@ -154,6 +160,8 @@ class UpstreamPipeline:
             BadValueError: It is no tensor, or of another shape or range.
         """
         size = [1, settings.frames, 3, settings.height, settings.width]
+        if isinstance(frames, torch.Tensor) and frames.ndim == 4 and settings.frames == 1:
+            frames = frames[:, None]
         if isinstance(frames, torch.Tensor) and frames.is_floating_point() and list(frames.shape) == size:
             return frames
         raise self._unlike("pt", frames, f"numbers from 0 to 1, {size}")

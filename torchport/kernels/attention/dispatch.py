@@ -32,8 +32,9 @@ import jax.numpy as jnp
 import numpy
 from jax.sharding import PartitionSpec
 
-from torchport.config.card import Axis, Implementation
+from torchport.config.card import Implementation
 from torchport.config.machine import TPU_CHIPS
+from torchport.config.strategy import Axis
 from torchport.errors import AttentionError, nearest
 from torchport.kernels.attention import bound as bounds
 from torchport.kernels.attention import plain, splash, stock, tiles, transposed

@@ -185,10 +185,15 @@ def _agreeing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     if heads is not None and size is None:
         result |= {name: heads * _HEAD_SIZE for name in values if _MODEL_WIDTH.fullmatch(name)}
     for name, value in defaults.items():
-        several = isinstance(value, list | tuple) and len(value) > 1 and all(type(item) is int for item in value)
-        if several and re.search(r"rope|axes", name) and sum(value) > 0:
-            result[name] = _shares(value, size or _HEAD_SIZE)
+        if is_rotary(name, value):
+            result[name] = shares(value, size or _HEAD_SIZE)
     return result
+
+
+def is_rotary(name: str, value: Any) -> bool:
+    """Returns whether an argument says how rotary axes share the dims of a head."""
+    several = isinstance(value, list | tuple) and len(value) > 1 and all(type(item) is int for item in value)
+    return several and bool(re.search(r"rope|axes", name)) and "len" not in name and sum(value) > 0
 
 
 def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
@@ -196,7 +201,7 @@ def _first_number(values: Mapping[str, Any], pattern: str) -> int | None:
     return next(found, None)
 
 
-def _shares(parts: Sequence[int], total: int) -> list[int]:
+def shares(parts: Sequence[int], total: int) -> list[int]:
     """Returns even numbers in the proportion of others that add up to a total."""
     shares = [max(2, part * total // sum(parts) // 2 * 2) for part in parts]
     shares[-1] += total - sum(shares)

@@ -1,0 +1,130 @@
+"""Cards that are derived from pipelines of diffusers."""
+
+import subprocess
+import sys
+
+import pipelines
+import pytest
+import yaml
+
+from torchport.config import parse_document, validated
+from torchport.config.card import Card
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, UnknownNameError
+from torchport.porting import derive
+from torchport.porting.derive import derived
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The derived card and job of a pipeline, by its name."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = derive.derived_card(f"diffusers:{name}")
+        return tuple(map(yaml.safe_load, made[name]))
+
+    of.made = made
+    return of
+
+
+def test_a_video_pipelines_card_says_what_its_code_does(texts):
+    card, job = texts("MochiPipeline")
+    prompt, mask = [1, 256, "text_embed_dim"], [1, 256]
+    assert card["call"] == {
+        "network": "transformer",
+        "encoders": ["text_encoder", "tokenizer"],
+        "embeddings": {
+            "prompt_embeds": prompt,
+            "prompt_attention_mask": mask,
+            "negative_prompt_embeds": prompt,
+            "negative_prompt_attention_mask": mask,
+        },
+        "dtypes": {"prompt_attention_mask": "bool", "negative_prompt_attention_mask": "bool"},
+        "settings": {
+            "num_frames": "frames",
+            "num_inference_steps": "steps",
+            "height": "height",
+            "width": "width",
+            "guidance_scale": "guidance_scale",
+        },
+    }
+    assert card["frames"] == {"multiple_of": 6, "plus": 1} and card["size_multiple_of"] == 16
+    assert card["stacks"] == {
+        "transformer": {"transformer_blocks": {"carries": ["hidden_states", "encoder_hidden_states"], "last": 1}}
+    }
+    assert card["patches"]["denoise"] == ["diffusers/mochi", "torch/attention", "torch/normalization", "torch/autocast"]
+    assert card["tiny"]["components"]["transformer"]["text_embed_dim"] == 96  # as wide as the text encoder
+    assert (job["frames"], job["mesh"]) == (13, {"dp": 2, "sp": 4})
+    assert texts.made["MochiPipeline"][0].count("\n") <= 60
+
+
+def test_two_calls_a_step_are_conditions(texts):
+    card, _ = texts("WanPipeline")
+    assert card["call"]["conditions"] == {"encoder_hidden_states": ["prompt_embeds", "negative_prompt_embeds"]}
+    assert card["patches"] == {
+        "denoise": ["diffusers/wan", "torch/attention", "torch/normalization"],
+        "decode": ["diffusers/wan_vae"],
+    }
+
+
+def test_a_picture_has_one_frame_and_no_batch_of_guidance(texts):
+    card, job = texts("FluxPipeline")
+    assert card["frames"] == {"multiple_of": 1, "plus": 0} and "frames" not in card["call"]["settings"].values()
+    assert card["call"]["embeddings"]["text_ids"] is None  # the pipeline computes them again
+    assert (job["frames"], job["mesh"]) == (1, {"sp": 8})
+    components = card["tiny"]["components"]
+    assert 4 * components["vae"]["latent_channels"] == 64  # what the transformer takes in, in patches of 2 x 2
+
+
+def test_a_derived_card_gets_the_shared_strategies(texts):
+    texts("WanPipeline")
+    card = validated(Card, parse_document(texts.made["WanPipeline"][0], "card.yaml"))
+    assert list(card.strategies) == ["tp", "ulysses", "fsdp"]
+    assert all(set(each.weights) == {"transformer", "vae"} for each in card.strategies.values())
+
+
+def test_no_such_pipeline_and_one_that_has_no_prompt_are_refused():
+    with pytest.raises(UnknownNameError, match=r"has no pipeline 'MochiPipelin'. Did you mean 'MochiPipeline'"):
+        derive.derived_card("diffusers:MochiPipelin")
+    with pytest.raises(BadValueError, match="calls unet, and not one network beside 'vae' and 'scheduler'"):
+        derive.derived_card("diffusers:DDPMPipeline")
+
+
+def test_a_card_is_derived_once_and_again_by_other_code(texts, tmp_path, monkeypatch):
+    texts("WanPipeline")
+    monkeypatch.setenv("TORCHPORT_CACHE", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(derived, "derived_card", lambda model: asked.append(model) or texts.made["WanPipeline"])
+    for _ in range(2):
+        derive.ensure("diffusers:WanPipeline")
+    derive.ensure("wan")
+    assert asked == ["diffusers:WanPipeline"]
+    assert find_pack().card("diffusers:WanPipeline")[0].pipeline == "diffusers:WanPipeline"
+    assert find_pack().job("configs/diffusers:WanPipeline_demo.yaml")[0].checkpoint == "tiny"
+    monkeypatch.setattr(derived, "_code", lambda: "other")
+    derive.ensure("diffusers:WanPipeline")
+    assert len(asked) == 2
+
+
+def test_a_picture_by_name_is_upstreams():
+    found = pipelines.in_child("FluxPipeline", ["ulysses"])
+    assert "refused" not in found
+    assert found["latents ulysses"] <= 1e-5 and found["levels ulysses"] <= 1
+
+
+@pytest.mark.parametrize("name", pipelines.PIPELINES)
+def test_a_pipeline_by_name_is_upstreams(name):
+    found = pipelines.in_child(name)
+    assert "refused" not in found
+    for strategy in pipelines.STRATEGIES:
+        assert found.get(f"latents {strategy}", 0.0) <= 1e-5
+        assert found[f"levels {strategy}"] <= 1
+
+
+def test_the_command_writes_a_card_to_edit(tmp_path):
+    words = ["new", "model", "mine", "--pipeline", "diffusers:WanPipeline", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=True)
+    assert "configs/models/mine.yaml" in done.stdout and (tmp_path / "configs" / "mine_demo.yaml").is_file()
+    assert find_pack([str(tmp_path)]).card("mine")[0].pipeline == "diffusers:WanPipeline"

@@ -1,0 +1,169 @@
+"""Runs pipelines of diffusers by name, with tiny weights on 8 virtual devices, and compares them with upstream's own.
+
+    python tools/pipelines.py --write                  # every pipeline of the list below
+    python tools/pipelines.py FluxPipeline --write     # one of them, and its row of docs/models.md
+
+The original is upstream's pipeline object, called as its documentation says. A row has the largest difference of the
+port's latents from it, relative to the largest latent; of frames, in steps of 8 bits; and the sharding strategies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- rows: tools/pipelines.py -->", "<!-- end of rows -->"
+STRATEGIES = ("ulysses", "tp")
+PIPELINES = [
+    "AnyFlowPipeline",
+    "AuraFlowPipeline",
+    "ChromaPipeline",
+    "FluxPipeline",
+    "HunyuanVideoPipeline",
+    "LTXPipeline",
+    "MochiPipeline",
+    "PixArtAlphaPipeline",
+    "PixArtSigmaPipeline",
+    "SanaPipeline",
+    "StableDiffusion3Pipeline",
+    "WanPipeline",
+]
+PROMPT, NEGATIVE, SEED = "A cat walks past a red sign", "blurry", 3
+
+
+def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
+    """Returns what was measured of one pipeline."""
+    import torch
+
+    from torchport import save
+    from torchport.config.pack import find_pack
+    from torchport.errors import TorchportError
+    from torchport.porting import derive
+    from torchport.run.path import run
+    from torchport.task import Request
+
+    model, began = f"diffusers:{name}", time.monotonic()
+    found: dict[str, Any] = {"pipeline": name}
+    try:
+        derive.ensure(model)
+    except TorchportError as error:
+        return found | {"refused": str(error)}
+    pack = find_pack()
+    card, _ = pack.card(model)
+    found["derived"] = round(time.monotonic() - began, 1)
+    found["patches"] = sorted({file for names in card.patches.values() for file in names})
+    latents, frames = _upstream(pack, card)
+    request = Request(model, card.demo, PROMPT, NEGATIVE, seed=SEED)
+    for strategy in strategies:
+        mesh = dict(pack.job(card.demo)[0].mesh)
+        if strategy == "tp":
+            mesh["tp"] = mesh.pop("sp")
+        overrides = (f"strategy={strategy}", f"mesh={json.dumps(mesh)}")
+        with tempfile.TemporaryDirectory() as out:
+            asked = Request(**{**vars(request), "overrides": overrides, "out": Path(out)})
+            try:
+                run(asked)
+            except TorchportError as error:
+                return found | {"refused": f"{strategy}: {error}"}
+            ported = {
+                stage: save.read_file(Path(out) / f"{stage}.safetensors", "")[1] for stage in ("denoise", "decode")
+            }
+        ours = ported["denoise"]["latents"]
+        if ours.shape != latents.shape and ours.ndim == latents.ndim == 5:  # some turn frames and channels round
+            ours = ours.transpose(1, 2)
+        if ours.shape == latents.shape:
+            found[f"latents {strategy}"] = float((ours - latents).abs().max() / latents.abs().max())
+        pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8)
+        theirs, mine = pixels.reshape(-1).int(), ported["decode"]["frames"].reshape(-1).int()
+        found[f"levels {strategy}"] = int((theirs - mine).abs().max())
+    return found | {"seconds": round(time.monotonic() - began)}
+
+
+def _upstream(pack: Any, card: Any) -> tuple[Any, Any]:
+    """Returns the latents and the frames of upstream's own pipeline object."""
+    import importlib
+    import inspect
+
+    import torch
+
+    from torchport.config.checkout import hushed
+    from torchport.load import tiny
+    from torchport.stages.module import file_of
+
+    job, _ = pack.job(card.demo)
+    module, _, name = str(card.pipeline).partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    with hushed(True):
+        pipe = cls.from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    values = {argument: getattr(job, field) for argument, field in card.call.settings.items()}
+    values |= {"prompt": PROMPT, **card.call.constants}
+    if "negative_prompt" in inspect.signature(pipe.__call__).parameters and any(
+        key.startswith("negative_") for key in card.call.embeddings
+    ):
+        values["negative_prompt"] = NEGATIVE
+    results = []
+    for kind in ("latent", "pt"):
+        generator = torch.Generator().manual_seed(SEED)
+        with torch.no_grad():
+            results.append(pipe(**values, generator=generator, output_type=kind, return_dict=False)[0])
+    return results[0], results[1]
+
+
+def in_child(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
+    """Returns a row that a process of its own makes: 8 virtual devices, and no memory that stays."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    words = [sys.executable, __file__, name, "--row", *strategies]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    if done.returncode == 0 and last[0].startswith("{"):
+        return dict(json.loads(last[0]))
+    return {"pipeline": name, "refused": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+
+
+def as_line(found: dict[str, Any]) -> str:
+    """Returns a row of the page's table."""
+    name = f"`diffusers:{found['pipeline']}`"
+    if "refused" in found:
+        return f"| {name} | no: {' '.join(found['refused'].replace('|', '/').split())[:260]} | | | |"
+    latents = [found.get(f"latents {strategy}") for strategy in STRATEGIES]
+    levels = max(found[f"levels {strategy}"] for strategy in STRATEGIES)
+    numbers = ", ".join("other layout" if value is None else f"{value:.1e}" for value in latents)
+    return f"| {name} | {numbers} | {levels} | {', '.join(found['patches'])} | {found['seconds']} |"
+
+
+def main() -> None:
+    """Prints a line for each pipeline; with `--write` the page has them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pipelines", nargs="*", default=PIPELINES)
+    parser.add_argument("--write", action="store_true", help="write the rows into docs/models.md")
+    parser.add_argument("--row", nargs="+", metavar="STRATEGY", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.row:
+        print(json.dumps(row(flags.pipelines[0], flags.row)))
+        return
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else f"{BEGIN}\n{END}\n"
+    head, rest = text.split(BEGIN)
+    body, tail = rest.split(END)
+    rows = {line.split("`")[1]: line for line in body.splitlines() if line.startswith("| `")}
+    for name in flags.pipelines:
+        line = as_line(in_child(name))
+        rows[f"diffusers:{name}"] = line
+        print(line, flush=True)
+        if flags.write:
+            columns = "| pipeline | latents, " + " and ".join(STRATEGIES) + " | levels of 8 bits | patches | seconds |"
+            lines = [columns, "|---|---|---|---|---|", *(rows[key] for key in sorted(rows))]
+            PAGE.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Sharding strategies: rules for weights, inputs and activations, and those that any network of diffusers can have."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from torchport.config.document import Frozen, read_document, validated
+
+FILE = Path(__file__).with_name("strategies.yaml")
+"""The shared rules."""
+
+Axis = Literal["dp", "sp", "tp"]
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"It must be a regular expression: {error}") from error
+    return text
+
+
+Regex = Annotated[str, pydantic.AfterValidator(_regex), pydantic.WithJsonSchema({"type": "string", "format": "regex"})]
+
+
+def _once_each(split: list[Split]) -> list[Split]:
+    axes_of_dims = [axis for axes in dims_of(split) for axis in axes]
+    if len(axes_of_dims) != len(set(axes_of_dims)):
+        raise ValueError("It must name each axis once at most: an axis splits one dim; fallbacks go under 'otherwise'")
+    return split
+
+
+Split = Axis | Annotated[list[Axis], pydantic.Field(min_length=1)] | None
+"""What splits a dim: one axis, several (the first one outermost), or none."""
+Spec = Literal["replicate"] | Annotated[list[Split], pydantic.AfterValidator(_once_each)]
+
+
+def dims_of(spec: Spec | None) -> list[tuple[Axis, ...]]:
+    """Returns the axes that split each dim, from the first on; none of `replicate`, and none of null."""
+    dims = [] if spec is None or spec == "replicate" else spec
+    return [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in dims]
+
+
+class Rule(Frozen):
+    """One sharding rule: the tensors whose whole name matches, and the mesh axes of their dims."""
+
+    match: Regex
+    """A regular expression for the whole name of a tensor. The first rule that matches is used."""
+    spec: Spec
+    """The axis of each dim, from dim 0 on: `[tp]`, `[null, tp]`, `[[dp, tp]]`; or `replicate`."""
+    otherwise: list[Spec] = []
+    """Specs to try in this order if an axis does not divide its dim. Without them that is an error."""
+    _is_shared: bool = pydantic.PrivateAttr(False)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it comes from `strategies.yaml`: such a rule may match nothing."""
+        return self._is_shared
+
+
+class WeightRule(Rule):
+    """A rule for weights."""
+
+    gather: bool = False
+    """Whether it is split in memory and gathered where it is used (FSDP). Stacked blocks are gathered one at a time."""
+
+    @pydantic.model_validator(mode="after")
+    def _splits(self) -> WeightRule:
+        if self.gather and not any(dims_of(self.spec)):
+            raise ValueError("'gather' needs a spec that splits: what is whole everywhere cannot be gathered")
+        return self
+
+
+class ActivationRule(Frozen):
+    """One rule for what modules return: those whose whole name matches, and the mesh axes of their outputs' dims."""
+
+    match: Regex
+    """A regular expression for the whole name of a module."""
+    outputs: list[Spec | None]
+    """A spec for each tensor that the module returns, in order. `null` leaves that tensor to the compiler."""
+    uneven: bool = False
+    """Whether the compiler may pad a dim that its axes do not divide. Otherwise that is an error."""
+    _is_shared: bool = pydantic.PrivateAttr(False)
+
+    @property
+    def is_shared(self) -> bool:
+        """As that of `Rule`."""
+        return self._is_shared
+
+
+class Strategy(Frozen):
+    """A named set of rules, by component: for its weights, the inputs of its forward, and what its modules return."""
+
+    mesh: dict[Axis, pydantic.PositiveInt] = {}
+    """Its mesh, `{dp: 2, tp: 4}`. It is used if a config has no mesh, or if a flag changes only the strategy."""
+    weights: dict[str, list[WeightRule]] = {}
+    """By network, the rules for its parameters and buffers. Every network of the family needs rules."""
+    inputs: dict[str, list[Rule]] = {}
+    """By network, the rules for the tensors that it is called with."""
+    activations: dict[str, list[ActivationRule]] = {}
+    """By network, the rules for what its modules return."""
+    divides: dict[Axis, str] = {}
+    """For an axis, the number that it must divide, such as the heads: `component.key` of a configuration."""
+
+    def completed(self, name: str, networks: Iterable[str]) -> Strategy:
+        """Returns it with the shared rules of its name, wherever it has none for a network.
+
+        Args:
+            name: Its name. One that no shared strategy has leaves it as it is.
+            networks: The networks that need rules.
+        """
+        shared = shared_strategies().get(name)
+        if shared is None:
+            return self
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind in ("weights", "inputs", "activations"):
+            given: dict[str, Any] = dict(getattr(self, kind))
+            for network in networks:
+                given.setdefault(network, getattr(shared.vae if network == "vae" else shared.network, kind))
+            kinds[kind] = given
+        return self.model_copy(update={**kinds, "mesh": self.mesh or shared.mesh})
+
+
+class NetworkRules(Frozen):
+    """The rules of a shared strategy for a network."""
+
+    weights: list[WeightRule]
+    inputs: list[Rule]
+    activations: list[ActivationRule] = []
+
+
+class SharedStrategy(Frozen):
+    """A strategy for any network of diffusers."""
+
+    mesh: dict[Axis, pydantic.PositiveInt]
+    network: NetworkRules
+    vae: NetworkRules
+
+
+class SharedTable(Frozen):
+    """`strategies.yaml`."""
+
+    strategies: dict[str, SharedStrategy]
+
+
+@functools.cache
+def shared_strategies() -> dict[str, SharedStrategy]:
+    """Returns the strategies that the package ships, by name."""
+    table = validated(SharedTable, read_document(FILE, FILE.name)).strategies
+    for rules in (rules for strategy in table.values() for rules in (strategy.network, strategy.vae)):
+        every: list[Rule | ActivationRule] = [*rules.weights, *rules.inputs, *rules.activations]
+        for rule in every:
+            rule._is_shared = True
+    return table

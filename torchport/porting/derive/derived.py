@@ -1,0 +1,93 @@
+"""Cards that are derived: written once for each pipeline and set of versions, into a pack of the cache folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+from torchport.config import parse_document, validated
+from torchport.config.card import Card, Job
+from torchport.config.checkout import hushed
+from torchport.config.pack import DERIVED, derived_folder
+from torchport.files import atomic, cache
+from torchport.load import tiny
+from torchport.porting.derive.parts import Configurations, parts_of, pipeline_class
+from torchport.porting.derive.trial import PipelineTrial
+from torchport.porting.derive.writing import card_of, job_of, text_of
+from torchport.porting.draft.home import Piece
+from torchport.progress import log
+
+
+def ensure(model: str) -> None:
+    """Derives the card of a pipeline, `diffusers:Class`, if it is not there yet; other names of models are left alone.
+
+    Raises:
+        UnknownNameError: diffusers has no such pipeline.
+        BadValueError: Something about it could not be derived.
+    """
+    if not model.startswith(DERIVED):
+        return
+    folder = derived_folder()
+    file = folder / "configs" / "models" / f"{model}.yaml"
+    stamp = f"# {_code()}\n"
+    if file.is_file() and file.read_text(encoding="utf-8").startswith(stamp):
+        return
+    log.info("derive a card for %s: upstream's code runs with tiny weights ...", model)
+    card, job = derived_card(model)
+    cache.make(file.parent)
+    atomic.write_text(folder / "configs" / f"{model}_demo.yaml", job)
+    atomic.write_text(file, stamp + card)
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a hash of the code that derives: a card of another one is made again."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(str(tiny.__file__))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def derived_card(model: str, name: str | None = None) -> tuple[str, str]:
+    """Returns the text of a pipeline's card, and of the job of its demo.
+
+    Args:
+        model: `diffusers:Class`.
+        name: What the card calls the model; by default the same.
+
+    Raises:
+        UnknownNameError: diffusers has no such pipeline.
+        BadValueError: Something about it could not be derived.
+    """
+    cls = pipeline_class(model)
+    trial = PipelineTrial(
+        cls, Configurations(parts_of(cls, f"--model {model}")), f"--model {model}", image_argument(cls)
+    )
+    with hushed(True):  # upstream's log warns of small numbers
+        observed = trial.observed()
+    data = card_of(trial, observed, name or model)
+    card, job = text_of(data), text_of(job_of(data, observed))
+    validated(Card, parse_document(card, f"configs/models/{name or model}.yaml"))
+    validated(Job, parse_document(job, f"configs/{name or model}_demo.yaml"))
+    return card, job
+
+
+def pieces(model: str, name: str) -> list[Piece]:
+    """Returns the files of a derived card, to be written into a pack and edited there.
+
+    Args:
+        model: `diffusers:Class`.
+        name: What the card calls the model.
+    """
+    card, job = derived_card(model, name)
+    return [
+        Piece(f"configs/models/{name}.yaml", card, mode="new"),
+        Piece(f"configs/{name}_demo.yaml", job, mode="new"),
+    ]
+
+
+def image_argument(cls: Any) -> str | None:
+    """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
+    parameter = inspect.signature(cls.__call__).parameters.get("image")
+    return None if parameter is None else "image"

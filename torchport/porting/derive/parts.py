@@ -1,0 +1,267 @@
+"""The components of a pipeline of diffusers: their classes, and small numbers for each class's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from torchport.config.card import TinyTokenizer
+from torchport.errors import BadValueError, UnknownNameError, nearest
+from torchport.load import tiny
+from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
+
+Kind = Literal["network", "encoder", "tokenizer", "scheduler", "other"]
+
+HEADS, HEAD_SIZE = 8, 24
+"""Of a tiny network. 8 heads divide over 8 devices; 24 dims of a head divide into three rotary axes."""
+_WIDTHS = (96, 80, 112)
+"""Widths of tiny text encoders. No other number of a tiny network is one of them: a trial tells them apart."""
+LARGEST = 100_000_000
+"""Parameters of a component that a trial still builds."""
+_STAND_FOR = {
+    "AutoTokenizer": "transformers:T5Tokenizer",
+    "PreTrainedTokenizerBase": "transformers:GemmaTokenizer",
+    "Gemma2PreTrainedModel": "transformers:Gemma2Model",
+    "KarrasDiffusionSchedulers": "diffusers:EulerDiscreteScheduler",
+    "SchedulerMixin": "diffusers:FlowMatchEulerDiscreteScheduler",
+}
+"""Annotations that are no class to build, with the class that upstream's published pipelines have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePart:
+    """A component of a pipeline."""
+
+    name: str  #: Its name, an argument of the pipeline's constructor.
+    cls: Any  #: Its class.
+    kind: Kind  #: What it is.
+
+    @property
+    def class_path(self) -> str:
+        """`package:Class`, as a card writes it."""
+        package = self.cls.__module__.partition(".")[0]
+        is_exported = getattr(importlib.import_module(package), self.cls.__name__, None) is self.cls
+        return f"{package if is_exported else self.cls.__module__}:{self.cls.__name__}"
+
+
+def pipeline_class(name: str) -> Any:
+    """Returns a pipeline class of diffusers by the name that `--model` has: `diffusers:MochiPipeline`.
+
+    Raises:
+        UnknownNameError: diffusers has no such pipeline.
+    """
+    import diffusers
+    from diffusers import DiffusionPipeline
+
+    short = name.partition(":")[2]
+    cls = getattr(diffusers, short, None) if short.isidentifier() else None
+    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
+        names = [each for each in dir(diffusers) if each.endswith("Pipeline")]
+        fact = f"diffusers {diffusers.__version__} has no pipeline '{short}'"
+        raise UnknownNameError(f"--model {name}", fact, nearest(short, names), name=short)
+    return cls
+
+
+def parts_of(cls: Any, place: str) -> list[PipelinePart]:
+    """Returns the components that a pipeline cannot be without, in the order of its constructor.
+
+    Args:
+        cls: The pipeline.
+        place: What errors name.
+
+    Raises:
+        BadValueError: A component's class is not known from its annotation.
+    """
+    hints = typing.get_type_hints(cls.__init__)
+    result = []
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        is_optional = parameter.default is None and parameter.name not in ("transformer", "unet", "text_encoder", "vae")
+        classes = [each for each in _alternatives(hints.get(parameter.name, Any)) if isinstance(each, type)]
+        if is_optional or (classes and all(each in (bool, int, float, str, type(None)) for each in classes)):
+            continue
+        chosen = next((each for each in map(_built, classes) if each is not type(None)), None)
+        if chosen is None:
+            fact = f"'{cls.__name__}' does not say of which class its component '{parameter.name}' is"
+            raise BadValueError(place, fact, "Write a card for it: docs/cards.md")
+        result.append(PipelinePart(parameter.name, chosen, _kind(chosen)))
+    return result
+
+
+def _alternatives(hint: Any) -> Sequence[Any]:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else [hint]
+
+
+def _built(cls: Any) -> Any:
+    path = _STAND_FOR.get(cls.__name__)
+    if path is None:
+        return cls
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _kind(cls: Any) -> Kind:
+    from diffusers import ModelMixin, SchedulerMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    kinds: dict[Kind, type] = {"network": ModelMixin, "scheduler": SchedulerMixin}
+    kinds |= {"encoder": PreTrainedModel, "tokenizer": PreTrainedTokenizerBase}
+    return next((kind for kind, base in kinds.items() if issubclass(cls, base)), "other")
+
+
+def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
+    """Returns small numbers for the arguments of each component that has weights.
+
+    The names of the arguments say what they are. Whether the components agree with one another shows in a trial.
+    """
+    widths = iter(_WIDTHS * len(parts))
+    result: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        if part.kind == "encoder":
+            result[part.name] = _encoder(part.cls, next(widths))
+        elif part.kind == "network":
+            result[part.name] = _network(part.cls)
+    return result
+
+
+def arguments(cls: Any) -> list[Argument]:
+    """Returns the arguments of a class's constructor; of a class of transformers those of its configuration."""
+    if getattr(cls, "config_class", None) is not None:
+        return [_plain(name, value) for name, value in cls.config_class().to_dict().items() if name[0] != "_"]
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        Argument(each.name, None if each.default is each.empty else each.default, each.default is each.empty, "", True)
+        for each in parameters
+        if each.kind not in kinds
+    ]
+
+
+def _plain(name: str, value: Any) -> Argument:
+    return Argument(name, value, False, "", True)
+
+
+def _network(cls: Any) -> dict[str, Any]:
+    known = {argument.name: argument.default for argument in arguments(cls)}
+    values, _ = tiny_arguments(arguments(cls))
+    heads = [name for name in ("num_attention_heads", "num_heads", "n_heads") if type(known.get(name)) is int]
+    values |= dict.fromkeys(heads, HEADS)
+    if heads:
+        values |= {name: HEAD_SIZE for name in known if name in ("attention_head_dim", "head_dim", "dim_head")}
+    values |= {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
+    values |= _levels(known)
+    if known.get("sample_size", 0) is None:
+        values["sample_size"] = 16
+    if known.get("shift_factor", 0) is None:  # pipelines add it to latents
+        values["shift_factor"] = 0.125
+    return values
+
+
+def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns four levels for a network of one: a class's defaults may have one where every published one has four."""
+    lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
+    if not lists or any(len(value) != 1 for value in lists.values() if isinstance(value, tuple | list)):
+        return {}
+    return {name: [32] * 4 if name.endswith("channels") else list(value) * 4 for name, value in lists.items()}
+
+
+def _encoder(cls: Any, width: int) -> dict[str, Any]:
+    values = _encoder_numbers(arguments(cls), width)
+    for name, nested in cls.config_class().to_dict().items():
+        if name.endswith("_config") and isinstance(nested, dict):
+            kept = {key: nested[key] for key in ("model_type",) if key in nested}
+            values[name] = kept | _encoder_numbers(
+                [_plain(*each) for each in nested.items() if each[0][0] != "_"], width
+            )
+    return values
+
+
+def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
+    values, _ = tiny_arguments(known)
+    names = {argument.name for argument in known}
+    values |= {name: width for name in ("d_model", "hidden_size", "projection_dim", "embed_dim") if name in names}
+    values |= {name: 4 for name in ("num_heads", "num_attention_heads", "num_key_value_heads") if name in names}
+    values |= {name: width // 4 for name in ("d_kv", "head_dim") if name in names}
+    for argument in known:
+        if isinstance(argument.default, dict) and "mrope_section" in argument.default:  # rotary axes of a vision model
+            sections = shares(argument.default["mrope_section"], width // 8)
+            values[argument.name] = {**argument.default, "mrope_section": sections}
+    return values | ({"pad_token_id": 0} if "pad_token_id" in names and "vocab_size" in names else {})
+
+
+def tokenizer_of(cls: Any) -> TinyTokenizer | None:
+    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
+    blank = cls()
+    if not hasattr(blank, "_tokenizer"):
+        return None
+    return TinyTokenizer(
+        eos_token=str(blank.eos_token or "</s>"),
+        pad_token=str(blank.pad_token or "<pad>"),
+        model_max_length=77 if "CLIP" in cls.__name__ else None,
+    )
+
+
+class Configurations:
+    """Small configurations of a pipeline's components, which a trial mends."""
+
+    def __init__(self, parts: Sequence[PipelinePart]) -> None:
+        self.parts = {part.name: part for part in parts}
+        self.values = small_numbers(parts)
+        #: Arguments that a trial has set, by component: those that agree with another component.
+        self.mended: dict[str, list[str]] = {}
+        self.tokenizers = {part.name: tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
+
+    def change(self, component: str, changes: Mapping[str, Any]) -> None:
+        """Sets arguments of a component."""
+        self.values.setdefault(component, {}).update(changes)
+        self.mended.setdefault(component, []).extend(changes)
+
+    def built(self) -> dict[str, Any]:
+        """Returns the components, with drawn weights.
+
+        Raises:
+            ValueError: One of them is not small: a number that makes it large has a name that says nothing.
+        """
+        for component in self.values:
+            count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
+            if count > LARGEST:
+                raise ValueError(f"The tiny '{component}' has {count:,} parameters")
+        return {name: self._part(part) for name, part in self.parts.items()}
+
+    def _part(self, part: PipelinePart) -> Any:
+        tokenizer = self.tokenizers.get(part.name)
+        if tokenizer is not None:
+            return tiny.tokenizer(part.cls, tokenizer, part.name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            built = self.of_class(part.name, self.values.get(part.name, {}))
+        if isinstance(built, torch.nn.Module):
+            tiny.randomise(built, 0, part.name, 1.0)
+            built.eval()
+        return built
+
+    def on_meta(self, component: str, changes: Mapping[str, Any]) -> torch.nn.Module:
+        """Returns a component without storage, with other numbers."""
+        with torch.device("meta"):
+            module: torch.nn.Module = self.of_class(component, {**self.values[component], **changes})
+        return module
+
+    def of_class(self, component: str, values: Mapping[str, Any]) -> Any:
+        """Returns an object of a component's class."""
+        cls = self.parts[component].cls
+        config = getattr(cls, "config_class", None)
+        return cls(**values) if config is None else cls(config(**values))
+
+    def numbers(self, component: str) -> Iterator[tuple[str, int]]:
+        """Yields the arguments of a component that are whole numbers, with their values."""
+        known = {argument.name: argument.default for argument in arguments(self.parts[component].cls)}
+        for name, value in {**known, **self.values.get(component, {})}.items():
+            if type(value) is int:
+                yield name, value

@@ -1,0 +1,480 @@
+"""A trial of a pipeline with tiny components: what upstream's own code does is noted, and where it stops is mended."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchport.errors import BadValueError
+from torchport.porting.derive.parts import HEAD_SIZE, HEADS, Configurations
+
+PATIENCE = 120.0
+"""Seconds after which no further numbers are tried."""
+ARGUMENTS = {
+    "frames": ("num_frames", "frames", "video_length"),
+    "steps": ("num_inference_steps",),
+    "height": ("height",),
+    "width": ("width",),
+}
+"""By field of a job, the names that pipelines have for the argument which takes it."""
+_SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+
+
+@dataclasses.dataclass
+class LoopCall:
+    """A call of a network in the pipeline's loop."""
+
+    network: str  #: Its name.
+    step: int  #: The steps that were over.
+    inputs: dict[str, Any]  #: What it was called with.
+
+
+@dataclasses.dataclass
+class Observed:
+    """What a pipeline did in a trial."""
+
+    unit: int = 16  #: Pixels that height and width are multiples of.
+    frames: int = 1  #: Frames that were asked for.
+    encoding: dict[str, Any] = dataclasses.field(default_factory=dict)  #: What `encode_prompt` was called with.
+    embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
+    encodings: int = 0  #: How often it was called.
+    calls: list[LoopCall] = dataclasses.field(default_factory=list)
+    #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
+    stacks: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    steps: int = 0  #: Calls of the scheduler's `step`.
+    output: Any = None  #: What the pipeline returned first.
+    finished: int = 0  #: Modules' calls that returned: how far the trial came.
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Where a trial stopped."""
+
+    error: Exception
+    component: str | None  #: The component whose module raised, if one did.
+    module: str = ""  #: Its name in the component.
+    wanted: tuple[str, int] | None = None  #: An attribute of the module, and the size that its input has.
+
+    @property
+    def line(self) -> str:
+        """Upstream's line."""
+        frame = self.error.__traceback__
+        place = ""
+        while frame is not None:
+            name = frame.tb_frame.f_code.co_filename
+            if "/site-packages/diffusers/" in name or "/site-packages/transformers/" in name:
+                place = f"{name.rpartition('/site-packages/')[2]}:{frame.tb_lineno}"
+            frame = frame.tb_next
+        return place
+
+
+@dataclasses.dataclass
+class PipelineTrial:
+    """Trials of one pipeline.
+
+    Attributes:
+        cls: The pipeline.
+        configurations: Of its components; they are mended.
+        place: What errors name.
+        image: The pipeline's argument that takes an image; None for one that takes none.
+    """
+
+    cls: Any
+    configurations: Configurations
+    place: str
+    image: str | None = None
+    unit: int | None = None
+
+    def observed(self) -> Observed:
+        """Returns what the pipeline did, after mending what stopped it.
+
+        Raises:
+            BadValueError: No numbers were found with which upstream's own code runs.
+        """
+        end = time.monotonic() + PATIENCE
+        observed, stop = self._tried()
+        while stop is not None:
+            better = self._mended(stop, observed, end)
+            if better is None:
+                raise self._refusal(stop)
+            observed, stop = better
+        if observed.steps != 2:
+            fact = f"'{self.cls.__name__}' calls its scheduler's 'step' {observed.steps} times in 2 steps"
+            raise BadValueError(
+                self.place, fact, "Replay needs one call a step; write a family for it: docs/families.md"
+            )
+        return observed
+
+    def _refusal(self, stop: Stop) -> BadValueError:
+        words = f"{type(stop.error).__name__}: {str(stop.error).splitlines()[0][:200] if str(stop.error) else ''}"
+        where = f"tiny.components.{stop.component}" if stop.component else "its components"
+        fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {words}"
+        return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
+
+    def _mended(
+        self,
+        stop: Stop,
+        before: Observed,
+        end: float,
+    ) -> tuple[Observed, Stop | None] | None:
+        """Returns the next trial that came further; None if no change of numbers helps."""
+        divisor = re.search(r"divisible by\D*(\d+)", str(stop.error))
+        if divisor and int(divisor[1]) % (self.unit or 1 << 30):
+            self.unit = math.lcm(int(divisor[1]), self.unit or 1)
+            return self._tried()
+        for component, changes in self._proposals(stop):
+            if time.monotonic() > end:
+                return None
+            kept = dict(self.configurations.values.get(component, {}))
+            self.configurations.values.setdefault(component, {}).update(changes)
+            observed, later = self._tried()
+            if later is None or observed.finished > before.finished:
+                self.configurations.mended.setdefault(component, []).extend(changes)
+                return observed, later
+            self.configurations.values[component] = kept
+        return None
+
+    def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
+        if stop.component is not None and stop.wanted is not None:
+            yield from ((stop.component, changes) for changes in self._resizing(stop))
+        networks = [name for name, part in self.configurations.parts.items() if part.kind == "network"]
+        for component in [stop.component] if stop.component else networks:
+            yield from ((component, changes) for changes in self._variants(component))
+
+    def _resizing(self, stop: Stop) -> Iterator[dict[str, int]]:
+        """Yields each change of one number that gives a module the size of its input."""
+        assert stop.component is not None and stop.wanted is not None
+        attribute, size = stop.wanted
+        current = _size(self.configurations.on_meta(stop.component, {}), stop.module, attribute)
+        for name, value in self.configurations.numbers(stop.component):
+            for proposal in dict.fromkeys((size, value * size // current if current else size)):
+                if proposal in (value, 0):
+                    continue
+                with contextlib.suppress(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError):
+                    module = self.configurations.on_meta(stop.component, {name: proposal})
+                    if _size(module, stop.module, attribute) == size:
+                        yield {name: proposal}
+
+    def _variants(self, component: str) -> Iterator[dict[str, Any]]:
+        """Yields changes of one argument: a switch turned, a size of a head, a width as another component has it."""
+        from torchport.porting.derive.parts import arguments
+
+        known = {each.name: each.default for each in arguments(self.configurations.parts[component].cls)}
+        current = {**known, **self.configurations.values.get(component, {})}
+        sizes = {HEADS * HEAD_SIZE, HEAD_SIZE, *self._widths()}
+        for name, value in current.items():
+            if type(value) is bool:
+                yield {name: not value}
+            elif value is None and name.startswith("use_"):
+                yield from ({name: is_on} for is_on in (False, True))
+            elif type(value) is int and re.search(r"head_dim|head_size", name):
+                yield from ({name: size} for size in (16, 32, 48) if size != value)
+            elif type(value) is int and re.search(r"dim|channels|width|size", name):
+                yield from ({name: size} for size in sorted(sizes) if size != value)
+
+    def _widths(self) -> set[int]:
+        values = self.configurations.values
+        found = [
+            part.get(name)
+            for component, part in values.items()
+            if self.configurations.parts[component].kind == "encoder"
+            for name in ("d_model", "hidden_size")
+        ]
+        widths = [width for width in found if isinstance(width, int)]
+        return {*widths, sum(widths)}
+
+    def _tried(self) -> tuple[Observed, Stop | None]:
+        """Returns one run of upstream's pipeline, and where it stopped."""
+        observed = Observed()
+        try:
+            parts = self.configurations.built()
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            AssertionError,
+            AttributeError,
+            KeyError,
+            ArithmeticError,
+        ) as error:
+            return observed, Stop(error, self._building(error))
+        running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
+        try:
+            pipe = self.cls(**parts)
+            pipe.set_progress_bar_config(disable=True)
+            arguments = self._arguments(pipe, observed)
+            with _watched(pipe, parts, observed, running), torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
+                observed.output = pipe(**arguments, return_dict=False)[0]
+        except Exception as error:  # noqa: BLE001 - upstream raises what it likes, and each is a trial's result
+            return observed, _stop(error, running)
+        return observed, None
+
+    def _building(self, error: Exception) -> str | None:
+        """Returns the component whose class raised while it was built."""
+        frame, found = error.__traceback__, None
+        while frame is not None:
+            found = (
+                frame.tb_frame.f_locals.get("component", found)
+                if "of_class" in frame.tb_frame.f_code.co_name
+                else found
+            )
+            frame = frame.tb_next
+        return found
+
+    def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
+        """Returns what the pipeline is called with: the smallest video that it makes, in two steps."""
+        parameters = inspect.signature(pipe.__call__).parameters
+        spatial = next((getattr(pipe, name) for name in _SPATIAL if hasattr(pipe, name)), 8)
+        temporal = next((getattr(pipe, name) for name in _TEMPORAL if hasattr(pipe, name)), 4)
+        self.unit = self.unit or int(spatial) * _patch(self.configurations)
+        observed.unit, observed.frames = self.unit, 1
+        values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": "bad", "output_type": "pt"}
+        values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2}
+        values |= {"height": self.unit * 2, "width": self.unit * 4}
+        frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
+        if frames is not None:
+            observed.frames = values[frames] = 2 * int(temporal) + 1
+        values |= constants_of(parameters)
+        scale = guidance_argument(parameters)
+        values |= {} if scale is None else {scale: 3.0}
+        if self.image is not None:
+            from PIL import Image
+
+            values[self.image] = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
+        return {name: value for name, value in values.items() if name in parameters}
+
+
+def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Returns arguments of a pipeline that are the same in all jobs: it makes the size that is asked for."""
+    return {name: False for name in ("use_resolution_binning",) if name in parameters}
+
+
+def guidance_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+    """Returns the argument of a pipeline that takes the scale of guidance."""
+    plain = parameters.get("guidance_scale")
+    if plain is not None and (plain.default is not None or "true_cfg_scale" not in parameters):
+        return "guidance_scale"
+    return "true_cfg_scale" if "true_cfg_scale" in parameters else None
+
+
+def _patch(configurations: Configurations) -> int:
+    """Returns the latent positions along a side of a token, by the networks' configurations."""
+    sides = [2]
+    for name, part in configurations.parts.items():
+        if part.kind == "network" and name != "vae":
+            from torchport.porting.derive.parts import arguments
+
+            known = {each.name: each.default for each in arguments(part.cls)} | configurations.values.get(name, {})
+            value = known.get("patch_size", known.get("patch_size_hw"))
+            value = value[-1] if isinstance(value, list | tuple) else value
+            sides += [value] if isinstance(value, int) and value > 0 else []
+    return math.lcm(*sides)
+
+
+def _size(
+    module: torch.nn.Module,
+    path: str,
+    attribute: str,
+) -> int | None:
+    try:
+        value = getattr(module.get_submodule(path), attribute)
+    except AttributeError:
+        return None
+    if isinstance(value, torch.Tensor):
+        value = value.shape
+    return int(value[0] if isinstance(value, tuple | torch.Size) else value)
+
+
+def _wanted(module: torch.nn.Module, args: Sequence[Any]) -> tuple[str, int] | None:
+    """Returns the attribute of a module that does not fit its input, and the size that would."""
+    shapes = [tuple(value.shape) for value in args if isinstance(value, torch.Tensor) and value.ndim]
+    if not shapes:
+        return None
+    last, second = shapes[0][-1], shapes[0][1] if len(shapes[0]) > 1 else 0
+    if isinstance(module, torch.nn.Linear):
+        return ("in_features", last) if last != module.in_features else None
+    if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
+        return ("in_channels", second) if second != module.in_channels else None
+    if isinstance(module, torch.nn.LayerNorm):
+        return ("normalized_shape", last) if last != module.normalized_shape[0] else None
+    weight = getattr(module, "weight", None)
+    is_gain = isinstance(weight, torch.Tensor) and weight.ndim == 1
+    return ("weight", last) if is_gain and weight is not None and last != weight.shape[0] else None
+
+
+def _stop(error: Exception, running: Sequence[tuple[str, str, torch.nn.Module, tuple[Any, ...]]]) -> Stop:
+    if not running:
+        return Stop(error, None)
+    component, name, module, args = running[-1]
+    return Stop(error, component, name, _wanted(module, args))
+
+
+@contextlib.contextmanager
+def _watched(
+    pipe: Any,
+    parts: Mapping[str, Any],
+    observed: Observed,
+    running: list[Any],
+) -> Iterator[None]:
+    """Notes what a pipeline calls, and with what."""
+    handles: list[Any] = []
+    networks = [name for name, part in parts.items() if isinstance(part, torch.nn.Module)]
+    for component in networks:
+        for name, module in parts[component].named_modules():
+            handles += _counted(component, name, module, observed, running)
+        handles.append(parts[component].register_forward_pre_hook(_noting(component, observed), with_kwargs=True))
+    chains = [chain for component in networks for chain in _chains(component, parts[component])]
+    handles += [handle for chain in chains for handle in chain.watched()]
+    step, encode = pipe.scheduler.step, getattr(pipe, "encode_prompt", None)
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        observed.steps += 1
+        return step(*args, **kwargs)
+
+    def encoded(*args: Any, **kwargs: Any) -> Any:
+        returned = encode(*args, **kwargs)  # type: ignore[misc]
+        observed.encodings += 1
+        if observed.encodings == 1:
+            observed.encoding = dict(inspect.signature(encode).bind(*args, **kwargs).arguments)  # type: ignore[arg-type]
+            observed.embeddings = list(returned) if isinstance(returned, tuple) else [returned]
+        return returned
+
+    stepped.__wrapped__ = step  # type: ignore[attr-defined]  # upstream reads its signature
+    pipe.scheduler.step = stepped
+    if encode is not None:
+        pipe.encode_prompt = encoded
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for chain in chains:
+            if chain.carries:
+                last = {"last": chain.last} if chain.last else {}
+                observed.stacks.setdefault(chain.component, {})[chain.path] = {"carries": chain.carries, **last}
+
+
+@dataclasses.dataclass
+class _Chain:
+    """A list of blocks of one class, and whether each takes what the one before it returns."""
+
+    component: str
+    path: str
+    blocks: list[torch.nn.Module]
+    carries: list[str] | None = None  #: Of the pairs seen until now; [] if one did not fit.
+    before: tuple[int, dict[str, Any], list[Any]] | None = None
+
+    @property
+    def last(self) -> int:
+        """The blocks at the end that are made otherwise than the first."""
+        made = [_made(block) for block in self.blocks]
+        return next((n for n in range(len(made)) if made[-1 - n] == made[0]), 0)
+
+    def watched(self) -> list[Any]:
+        """Returns the handles of the hooks that watch it."""
+        return [
+            block.register_forward_hook(functools.partial(self._noted, number), with_kwargs=True)
+            for number, block in enumerate(self.blocks)
+        ]
+
+    def _noted(
+        self,
+        number: int,
+        block: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        inputs = dict(inspect.signature(block.forward).bind_partial(*args, **kwargs).arguments)
+        outputs = list(output) if isinstance(output, tuple) else [output]
+        if self.before is not None and self.before[0] == number - 1:
+            _, others, returned = self.before
+            carries = [next((name for name, value in inputs.items() if value is each), "") for each in returned]
+            same = all(inputs[name] is others.get(name) for name in inputs if name not in carries)
+            fits = "" not in carries and same and self.carries in (None, carries)
+            self.carries = carries if fits else []
+        self.before = (number, inputs, outputs)
+
+
+def _made(block: torch.nn.Module) -> tuple[str, ...]:
+    """Returns how a block is made: its modules, and the plain values among its attributes."""
+    plain = [f"{name}={value}" for name, value in vars(block).items() if isinstance(value, bool | int | float | str)]
+    return repr(block), *plain
+
+
+def _chains(component: str, module: torch.nn.Module) -> Iterator[_Chain]:
+    for path, each in module.named_modules():
+        blocks = list(each) if isinstance(each, torch.nn.ModuleList) else []
+        if len(blocks) > 1 and len({type(block) for block in blocks}) == 1 and "." not in path:
+            yield _Chain(component, path, blocks)
+
+
+def _counted(
+    component: str,
+    name: str,
+    module: torch.nn.Module,
+    observed: Observed,
+    running: list[Any],
+) -> list[Any]:
+    def enter(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        running.append((component, name, module, args))
+
+    def leave(
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
+        observed.finished += 1
+        running.pop()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+
+def _noting(component: str, observed: Observed) -> Any:
+    def note(
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        inputs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        observed.calls.append(LoopCall(component, observed.steps, dict(inputs)))
+
+    return note
+
+
+def returned_names(function: Any) -> list[str]:
+    """Returns the names of the values that a function returns as a tuple, by its last `return`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None]
+    last = returns[-1] if returns else ast.Constant(None)
+    items = last.elts if isinstance(last, ast.Tuple) else [last]
+    return [_root(item) for item in items]
+
+
+def _root(node: ast.expr) -> str:
+    """Returns the name at the root of `name.to(...)`, or of `name if ... else None`."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.IfExp):
+            node = node.body
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return ""
+    return node.id

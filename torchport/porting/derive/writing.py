@@ -1,0 +1,295 @@
+"""A card's text, from what a pipeline did in a trial."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from torchport.config.pack import find_pack
+from torchport.errors import BadValueError, TorchportError
+from torchport.patch.declared import reading
+from torchport.patch.source import proposal
+from torchport.porting.derive.parts import arguments
+from torchport.porting.derive.trial import (
+    ARGUMENTS,
+    LoopCall,
+    Observed,
+    PipelineTrial,
+    constants_of,
+    guidance_argument,
+    returned_names,
+)
+
+_WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
+_PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
+"""Arguments of `encode_prompt` that every run passes."""
+
+
+def card_of(
+    trial: PipelineTrial,
+    observed: Observed,
+    model: str,
+) -> dict[str, Any]:
+    """Returns a card as YAML's data.
+
+    Args:
+        trial: Of the pipeline.
+        observed: What it did.
+        model: The model's name.
+
+    Raises:
+        BadValueError: Something that a card has to say could not be derived.
+    """
+    cls, parts = trial.cls, trial.configurations.parts
+    networks = list(dict.fromkeys(call.network for call in observed.calls if _is_loops(trial, call)))
+    if len(networks) != 1 or "vae" not in parts or "scheduler" not in parts:
+        found = " and ".join(networks) or "none"
+        fact = f"The loop of '{cls.__name__}' calls {found}, and not one network beside 'vae' and 'scheduler'"
+        raise BadValueError(trial.place, fact, "Write a family with a loop of its own for it: docs/families.md")
+    [network] = networks
+    encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
+    by_network = [call for call in observed.calls if call.network == network]
+    call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
+    call |= _conditions(call["embeddings"], by_network, observed, cls)
+    call["settings"] = _settings(cls)
+    constants = constants_of(inspect.signature(cls.__call__).parameters)
+    call |= {"constants": constants} if constants else {}
+    call |= {} if trial.image is None else {"image": trial.image}
+    components = trial.configurations.values
+    card: dict[str, Any] = {
+        "model": model,
+        "title": f"{cls.__name__} of diffusers, by a card that is derived",
+        "family": "diffusers",
+        "artefacts": cls.__name__,
+        "pipeline": f"diffusers:{cls.__name__}",
+        "upstream": {**proposal.fits("diffusers"), **proposal.fits("transformers")},
+        "checkpoint": _checkpoint(cls),
+        "demo": f"configs/{model}_demo.yaml",
+        "call": call,
+        "patches": _patches(trial, network),
+        "components": {name: _component(trial, name) for name in parts},
+    }
+    stacks = observed.stacks.get(network)
+    card |= {"stacks": {network: stacks}} if stacks else {}
+    step = (observed.frames - 1) // 2
+    card["frames"] = {"multiple_of": step, "plus": 1} if step > 0 else {"multiple_of": 1, "plus": 0}
+    tokenizers = {name: spec for name, spec in trial.configurations.tokenizers.items() if spec is not None}
+    tokens = {name: spec.model_dump(exclude_defaults=True) for name, spec in tokenizers.items()}
+    tiny = {"seed": 0, "scale": 1.0, "components": components, "tokenizers": tokens}
+    return {**card, "size_multiple_of": observed.unit, "tiny": tiny}
+
+
+def text_of(data: Mapping[str, Any]) -> str:
+    """Returns data as YAML: one line for each entry of a section."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            lines.append(f"{key}:")
+            lines += [f"  {name}: {_flow(each)}" for name, each in value.items()]
+        else:
+            lines.append(f"{key}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1_000_000, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
+    """Returns the job of a card's demo as YAML's data."""
+    network = card["call"]["network"]
+    first = next(call for call in observed.calls if call.network == network)
+    tensors = [value for value in first.inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
+    is_batch = bool(card["call"].get("conditions")) or bool(tensors and tensors[0].shape[0] == 2)
+    dtypes = {name: "float32" for name, each in card["components"].items() if "dtype" in each}
+    return {
+        "height": observed.unit * 2,
+        "width": observed.unit * 4,
+        "frames": observed.frames,
+        "fps": 8,
+        "steps": 4,
+        "guidance_scale": 3.0,
+        "machine": "cpu:8",
+        "mesh": {"dp": 2, "sp": 4} if is_batch else {"sp": 8},
+        "strategy": "ulysses",
+        "checkpoint": "tiny",
+        "dtypes": dtypes,
+    }
+
+
+def _is_loops(trial: PipelineTrial, call: LoopCall) -> bool:
+    """Whether a call is of the loop's network, and not of an encoder or the VAE."""
+    return trial.configurations.parts[call.network].kind == "network" and call.network != "vae"
+
+
+def _encoding(
+    trial: PipelineTrial,
+    observed: Observed,
+    network: str,
+) -> dict[str, Any]:
+    """Returns what a card's `call` says of `encode_prompt`: its arguments, and what it returns."""
+    cls = trial.cls
+    if not observed.encodings:
+        fact = f"'{cls.__name__}' does not call 'encode_prompt'"
+        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+    known, takes = inspect.signature(cls.encode_prompt).parameters, inspect.signature(cls.__call__).parameters
+    encode = {
+        name: value
+        for name, value in observed.encoding.items()
+        if name not in _PASSED and value is not None and name in known and value != known[name].default
+    }
+    names = returned_names(cls.encode_prompt)
+    embeddings: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    for number, value in enumerate(observed.embeddings):
+        name = names[number] if number < len(names) and names[number] else f"unnamed_{number}"
+        if name not in takes:
+            embeddings[name] = None
+            continue
+        if not isinstance(value, torch.Tensor):
+            fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
+            raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+        embeddings[name] = [_size(trial, network, name, dim, size) for dim, size in enumerate(value.shape)]
+        dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
+    if not any(embeddings.values()):
+        fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
+        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
+    result: dict[str, Any] = {"encode": encode} if encode else {}
+    return {**result, "embeddings": embeddings, **({"dtypes": dtypes} if dtypes else {})}
+
+
+def _size(
+    trial: PipelineTrial,
+    network: str,
+    name: str,
+    dim: int,
+    size: int,
+) -> int | str:
+    """Returns a size of an embedding: the name of the network's argument that says it, where it is a width."""
+    if dim == 0 or size < 16:
+        return size
+    configurations = trial.configurations
+    mended = configurations.mended.get(network, [])
+    same = [key for key in mended if configurations.values[network].get(key) == size]
+    known = {each.name: each.default for each in arguments(configurations.parts[network].cls)}
+    likely = re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
+    current = {**known, **configurations.values[network]}
+    same += [key for key, value in current.items() if value == size and likely.search(key)]
+    return same[0] if same and dim > 0 and name.endswith(("embeds", "embeds_2", "embeddings")) else size
+
+
+def _conditions(
+    embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed, cls: Any
+) -> dict[str, Any]:
+    """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
+    first = [call for call in calls if call.step == 0]
+    if len(first) != 2:
+        return {}
+    values = dict(zip(embeddings, observed.embeddings, strict=True))
+    pairs: dict[str, list[str]] = {}
+    for name in first[0].inputs.keys() & first[1].inputs.keys():
+        tensor, other = (call.inputs[name] for call in first)
+        if not isinstance(tensor, torch.Tensor) or _same(tensor, other):
+            continue
+        found = [_key_of(values, each) for each in (tensor, other)]
+        if None in found or tensor.shape != other.shape:
+            return {}
+        pairs[name] = [str(key) for key in found]
+    return {"conditions": pairs} if pairs else {}
+
+
+def _key_of(values: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
+    """Returns the embedding that a tensor is."""
+    for name, value in values.items():
+        if _same(value, tensor):
+            return name
+    return None
+
+
+def _same(value: Any, tensor: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    if value.shape != tensor.shape:
+        return False
+    return torch.equal(value.to(tensor.dtype), tensor)
+
+
+def _settings(cls: Any) -> dict[str, str]:
+    takes = inspect.signature(cls.__call__).parameters
+    settings = {name: field for field, names in ARGUMENTS.items() for name in names if name in takes}
+    scale = guidance_argument(takes)
+    return settings | ({} if scale is None else {scale: "guidance_scale"})
+
+
+def _component(trial: PipelineTrial, name: str) -> dict[str, Any]:
+    part = trial.configurations.parts[name]
+    dtype = {"network": "bfloat16", "encoder": "bfloat16"}.get(part.kind)
+    if name == "vae":
+        return {"class": part.class_path, "dtype": "float32", "precision": "high"}
+    return {"class": part.class_path, **({"dtype": dtype} if dtype else {})}
+
+
+def _checkpoint(cls: Any) -> str:
+    """Returns the repository that upstream's own example loads."""
+    text = inspect.getsource(inspect.getmodule(cls) or cls)
+    found = re.search(r'"([A-Za-z][\w.-]*/[A-Za-z][\w.-]*)"', text)
+    return f"{found[1]}@main" if found else "owner/repository@revision"
+
+
+def _patches(trial: PipelineTrial, network: str) -> dict[str, list[str]]:
+    """Returns the patches of each stage: the generic ones, and the files all of whose targets a component has."""
+    result: dict[str, list[str]] = {}
+    built = {name: trial.configurations.on_meta(name, {}) for name in (network, "vae")}
+    for stage, name in (("denoise", network), ("decode", "vae")):
+        places = set(_places(built[name]))
+        names = [file for file, targets in _files(stage) if targets and targets <= places]
+        if stage == "denoise":
+            names.append("torch/attention")
+        if any(isinstance(module, torch.nn.LayerNorm) for module in built[name].modules()) and stage == "denoise":
+            names.append("torch/normalization")
+        files = {inspect.getsourcefile(type(module)) for module in built[name].modules()}
+        if any("autocast(" in Path(file).read_text(encoding="utf-8") for file in files if file and "diffusers" in file):
+            names.append("torch/autocast")
+        if names:
+            result[stage] = names
+    return result
+
+
+def _places(module: torch.nn.Module) -> Iterator[str]:
+    """Yields the classes of a network's modules and of their attention's processors, as targets name them."""
+    for each in module.modules():
+        for part in (each, getattr(each, "processor", None)):
+            if part is not None:
+                yield from (f"{cls.__module__}:{cls.__qualname__}" for cls in type(part).__mro__)
+
+
+def _files(stage: str) -> Iterable[tuple[str, set[str]]]:
+    """Yields the files of patches for diffusers that are for a stage, with the classes of their targets.
+
+    Those of a second implementation are left out: a card offers them, and a job chooses.
+    """
+    pack = find_pack()
+    chosen: set[str] = set()
+    for _, read in pack.cards():
+        if not isinstance(read, TorchportError):
+            kinds = read[0].implementations.values()
+            chosen |= {
+                name
+                for kind in kinds
+                for implementation, stages in kind.patches.items()
+                if implementation != kind.default
+                for names in stages.values()
+                for name in names
+            }
+    files = [file for folder in pack.folders for file in folder.glob("diffusers/*.yaml")]
+    for name in sorted({f"diffusers/{file.stem}" for file in files if file.stem != "lock"} - chosen):
+        entries = reading.read(pack.folders, [name])
+        if any(stage in entry.must_be_called for entry in entries):
+            yield name, {entry.target.rpartition(".")[0] for entry in entries}
