@@ -399,3 +399,8 @@ def test_the_shipped_pack_is_checked_without_importing_torch_jax_or_an_upstream(
     dependencies = {line.strip().strip('"').partition(">")[0].partition("[")[0] for line in written.splitlines()}
     dependencies.remove("torchport")  # a dependency of its own extras
     assert set(imported) & dependencies == installed
+
+
+def test_a_shipped_card_that_is_named_is_clean(root):
+    report = static_check.check_cards(Pack(root), ["cogvideox", "hunyuan", "ltx", "wan", "wan_5b"])
+    assert findings.as_text(report).splitlines()[-1] == "clean"

@@ -70,3 +70,11 @@ def test_a_video_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path, monkeypa
         with pytest.raises(OutputError, match=r"sheet.png: The disk is full\."):
             video.write_contact_sheet(tmp_path / "sheet.png", FRAMES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_keeps_its_pixels_and_says_how_it_was_made(tmp_path):
+    pixels = torch.arange(3 * 5 * 7, dtype=torch.uint8).reshape(3, 5, 7)  # odd sides, which no video has
+    video.write_picture(tmp_path / "image.png", pixels, {"prompt": "Ein schöner Tag", "seed": "3"})
+    with Image.open(tmp_path / "image.png") as image:
+        assert image.text == {"prompt": "Ein schöner Tag", "seed": "3"}
+        assert torch.equal(torch.from_numpy(numpy.array(image)).permute(2, 0, 1), pixels)

@@ -79,7 +79,12 @@ class CheckFlags:
 
 @terminal.command("check")
 @click.argument("names", nargs=-1)
-@click.option("--model", metavar="NAME", help="Check a card and its patches, and count their calls with tiny weights.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    callback=options.derived,
+    help="Check a card and its patches, and count their calls with tiny weights.",
+)
 @click.option("--static", is_flag=True, help="In seconds: read files and upstream's source; run and import nothing.")
 @options.upstream_path
 @click.option(

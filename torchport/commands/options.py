@@ -63,7 +63,7 @@ def model(default: str = "") -> Decorator[Any]:
         default: What is taken without it, in words. It is required if there is nothing.
     """
     text = "A model card (`torchport models` lists them), or a pipeline: diffusers:MochiPipeline"
-    return _required("--model", "NAME", text, default, _derived)
+    return _required("--model", "NAME", text, default, derived)
 
 
 def config(default: str = "") -> Decorator[Any]:
@@ -119,7 +119,7 @@ def _demo(context: click.Context, parameter: click.Parameter, value: str | None)
     return value or f"configs/{model}_demo.yaml"
 
 
-def _derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def derived(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Derives the card of a pipeline that is named in place of a card."""
     if value is not None and value.startswith(DERIVED):
         from torchport.porting import derive

@@ -165,7 +165,6 @@ def _folder_of_series(file: Path, request: Request) -> Path:
 
 
 def _print_series(videos: list[series.Video], quiet: bool) -> None:
-    from torchport import save
     from torchport.run import series
 
     if not quiet:
@@ -173,4 +172,4 @@ def _print_series(videos: list[series.Video], quiet: bool) -> None:
         return
     for video in videos:
         if video.state in ("done", "reused"):
-            terminal.say(str(video.task.folder / save.VIDEO))
+            terminal.say(str(video.task.result))

@@ -371,7 +371,7 @@ def _networks(pack: Pack, card: Card, document: Document) -> set[str] | None:
     """Returns the components that a family's stages compile, from its source. None if the source does not show it."""
     check_call(card, document)
     if card.call is not None:
-        return set(card.call.networks)
+        return set(card.call.compiled)
     place = document.place(["family"])
     file = pack.family_file(card, place)
     tree = tree_of(file)

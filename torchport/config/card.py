@@ -258,6 +258,11 @@ class PipelineCall(Frozen):
         """The components that the loop calls, in its order."""
         return (self.network,) if isinstance(self.network, str) else tuple(self.network)
 
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The components that are compiled: the networks, and the VAE unless it stays on the host."""
+        return (*self.networks, *(name for name in ("vae",) if name not in self.host))
+
     @pydantic.model_validator(mode="after")
     def _conditions_are_embeddings(self) -> PipelineCall:
         unknown = [name for names in self.conditions.values() for name in names if name not in self.embeddings]
@@ -447,10 +452,15 @@ class Card(Frozen):
     def _shares_rules(self) -> Card:
         """Gives the networks of a generic family the shared rules, where the card has none."""
         if self.call is not None:
-            networks = [name for name in (*self.call.networks, "vae") if name in self.components]
+            networks = [name for name in self.call.compiled if name in self.components]
             for name in self.strategies or shared_strategies():
                 self.strategies[name] = self.strategies.get(name, Strategy()).completed(name, networks)
         return self
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether its pipeline takes no number of frames: what it makes is one picture."""
+        return self.call is not None and "frames" not in self.call.settings.values()
 
     def with_trained(self, trained: Mapping[str, Trained]) -> Card:
         """Returns the same card with other trained weights of the tiny components, or with none."""
@@ -631,6 +641,10 @@ def _cache_mistakes(job: Job, document: Document) -> Iterator[TorchportError]:
 
 def _job_mistakes(job: Job, card: Card, document: Document) -> Iterator[TorchportError]:
     yield from _cache_mistakes(job, document)
+    if card.makes_pictures and job.frames != 1:
+        fact = f"'frames' is {job.frames}, and '{card.model}' makes pictures"
+        yield BadValueError(document.place(["frames"]), fact, "It must be 1", nearest=(1, 1))
+        return
     step, plus = card.frames.multiple_of, card.frames.plus
     if job.frames % step != plus % step or job.frames < plus:
         first = plus or step  # zero frames are no video

@@ -31,7 +31,7 @@ from torchport.progress import log, track
 from torchport.run import resume
 from torchport.save import artefact
 from torchport.save.manifest import SCHEMA, Manifest, versions
-from torchport.save.video import write_contact_sheet, write_video
+from torchport.save.video import write_contact_sheet, write_picture, write_video
 from torchport.stages import family
 from torchport.task import Execution, Task
 from torchport.task.devices import devices
@@ -290,7 +290,7 @@ class Journey:
     def finish(self) -> Path | None:
         """Writes the run's own manifest, forgets that it was unfinished, and returns the video if it made one."""
         has_video = any(stage.name == "decode" for stage in self.task.stages)
-        file = self.task.folder / save.VIDEO if has_video else None
+        file = self.task.result if has_video else None
         hosts.from_first(lambda: _write_manifest(self.task, file, self._manifests))
         hosts.from_first(lambda: resume.forget(self.task))
         return file
@@ -301,7 +301,14 @@ class Journey:
 
 
 def _write_pictures(task: Task, frames_FCHW: torch.Tensor) -> None:
-    """Writes the video and its contact sheet."""
+    """Writes the video and its contact sheet, or the picture with how it was made."""
+    if task.card.makes_pictures:
+        settings = task.settings
+        facts = {"Software": "torchport", "model": task.card.model, "checkpoint": task.checkpoint}
+        facts |= {"prompt": settings.prompt, "negative_prompt": settings.negative_prompt, "seed": str(settings.seed)}
+        facts |= {"steps": str(settings.steps), "guidance_scale": str(settings.guidance_scale)}
+        write_picture(task.result, frames_FCHW[0], facts)
+        return
     tracked = functools.partial(track, what="save video.mp4", unit="frame", total=len(frames_FCHW))
     write_video(task.folder / save.VIDEO, frames_FCHW, task.job.fps, tracked)
     write_contact_sheet(task.folder / save.CONTACT_SHEET, frames_FCHW)
@@ -322,7 +329,7 @@ def _video_at_jobs_rate(task: Task, digests: dict[str, str]) -> Manifest | None:
         return None
     names = task.identity(stage.name), digests, resume.AFTER_REMOVAL
     outputs = save.read(folder, stage.name, *names)[0]
-    log.info("%s had %s frames per second: it is written again with %s", folder / save.VIDEO, before, task.job.fps)
+    log.info("%s had %s frames per second: it is written again with %s", task.result, before, task.job.fps)
     _write_pictures(task, outputs["frames"][0])
     facts = {key: value for key, value in manifest.model_dump().items() if key not in _DERIVED}
     facts["config"] = {**manifest.config, "fps": task.job.fps}

@@ -270,7 +270,7 @@ def finished_manifests(
 def is_finished(task: Task, weights: checkpoint.Checkpoint, upstream: Upstream | None = None) -> bool:
     """Returns whether a run of this very job has finished in the folder, with every artefact verified."""
     last = save.file_of(task.folder, task.stages[-1].name)
-    is_whole = (task.folder / "manifest.json").is_file() and (task.folder / save.VIDEO).is_file() and last.is_file()
+    is_whole = (task.folder / "manifest.json").is_file() and task.result.is_file() and last.is_file()
     if not is_whole or unfinished_run(task) is not None:
         return False
     for stage in task.stages:

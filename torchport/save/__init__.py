@@ -2,6 +2,7 @@
 
 from torchport.save.artefact import (
     CONTACT_SHEET,
+    PICTURE,
     VIDEO,
     check_lineage,
     discard_stale,
@@ -19,6 +20,7 @@ from torchport.save.artefact import (
 
 __all__ = [
     "CONTACT_SHEET",
+    "PICTURE",
     "VIDEO",
     "check_lineage",
     "discard_stale",

@@ -26,7 +26,7 @@ from torchport.save.manifest import SCHEMA, Manifest, Tensor, Version, text_of
 _TEXT, _CHECKSUM = "torchport", "torchport.sha256"
 """Keys of the safetensors metadata: the manifest as JSON, and that text's sha256."""
 
-VIDEO, CONTACT_SHEET = "video.mp4", "contact_sheet.png"
+VIDEO, CONTACT_SHEET, PICTURE = "video.mp4", "contact_sheet.png", "image.png"
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -121,7 +121,7 @@ def discard_stale(folder: Path, name: StageName, sha256: str, later: Sequence[St
             remove(folder, stage)
             changed[stage] = ""
             if stage == later[-1]:
-                atomic.remove(folder / VIDEO, folder / CONTACT_SHEET)
+                atomic.remove(folder / VIDEO, folder / CONTACT_SHEET, folder / PICTURE)
 
 
 def remove(folder: Path, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,23 @@ def write_video(file: Path, frames_FCHW: torch.Tensor, fps: int, track: Callable
         video.init_video_stream("libx264", fps=fps)
         for frame in track(frames_FCHW):
             video.write_frame(_pixels(frame))
+
+
+def write_picture(file: Path, frame_CHW: torch.Tensor, facts: Mapping[str, str]) -> None:
+    """Writes a picture as PNG, whole.
+
+    Args:
+        file: `*.png`.
+        frame_CHW: [3, height, width], bytes, or numbers from 0 to 1.
+        facts: Texts by their keys, which lie in the file: how it was made.
+    """
+    from PIL import Image, PngImagePlugin
+
+    texts = PngImagePlugin.PngInfo()
+    for key, value in facts.items():
+        texts.add_itxt(key, value)
+    with atomic.writing(file) as temporary:
+        Image.fromarray(_pixels(frame_CHW)).save(temporary, format="PNG", pnginfo=texts)
 
 
 def write_contact_sheet(file: Path, frames_FCHW: torch.Tensor, columns: int = 4, rows: int = 3) -> None:

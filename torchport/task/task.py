@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchport import patch, shard
+from torchport import patch, save, shard
 from torchport.config import Document, checkout, machine
 from torchport.config.card import DENOISING, RANDOM, Card, Job, StageName, check_job, check_names, is_tiny
 from torchport.config.pack import Pack, find_pack
@@ -102,6 +102,11 @@ class Task:
     def checkpoint(self) -> str:
         """The checkpoint's name: the flag's, else the config's, else the card's."""
         return _checkpoint(self.request, self.job, self.card)
+
+    @property
+    def result(self) -> Path:
+        """The file that a whole run makes: a video, or a picture."""
+        return self.folder / (save.PICTURE if self.card.makes_pictures else save.VIDEO)
 
     @property
     def is_tiny(self) -> bool:
