@@ -20,7 +20,7 @@ import jax
 import torch
 
 from torchport import compile, patch, shard
-from torchport.config import card
+from torchport.config.strategy import Rule
 
 CONFIG = {
     "patch_size": [1, 1, 1],
@@ -40,9 +40,9 @@ SIZES = {"480p, 121 frames": (31, 30, 53), "720p, 121 frames": (31, 45, 80)}
 MESH = {"dp": 2, "tp": 4}
 BLOCK = r"model\.double_blocks\.\d+\.(img|txt)_"
 WEIGHTS = [
-    card.Rule(match=BLOCK + r"(attn_[qkv]|mlp\.fc1)\.(weight|bias)", spec=["tp"]),
-    card.Rule(match=BLOCK + r"(attn_proj|mlp\.fc2)\.weight", spec=[None, "tp"]),
-    card.Rule(match=".*", spec="replicate"),
+    Rule(match=BLOCK + r"(attn_[qkv]|mlp\.fc1)\.(weight|bias)", spec=["tp"]),
+    Rule(match=BLOCK + r"(attn_proj|mlp\.fc2)\.weight", spec=[None, "tp"]),
+    Rule(match=".*", spec="replicate"),
 ]
 
 

@@ -20,6 +20,7 @@ def stage(**more):
         "status": "ok",
         "fits": True,
         "per_device": memory(),
+        "operators": "",
         "per_block": {
             "count": 54,
             "other_ms": 20.0,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec
 
-from torchport import shard
+from torchport import engine, shard
 from torchport.config import xla_flags
 from torchport.config.machine import parse_machine
 from torchport.errors import BadValueError, MeshError, OutputError, TopologyError, VmemError
@@ -166,7 +166,8 @@ def test_a_tile_that_overflows_vector_memory_is_a_finding(monkeypatch):
 
     notes = []
     mesh = shard.make_mesh({}, jax.devices()[:1])
-    network = type("Network", (), {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh})
+    fields = {"lowered": staticmethod(lowered), "shapes": staticmethod(dict), "mesh": mesh}
+    network = type("Network", (), {**fields, "network": types.SimpleNamespace(operators=engine.Operators)})
     called = recorder.NetworkCall({}, (), 8, 10**15, (1,), None, borders=10**9)
     result, outputs = aot._program(aot.StageNetwork(network, [called], notes), called, V6E, planning.Path("nowhere"))
     assert outputs is None
