@@ -128,3 +128,10 @@ def test_the_command_writes_a_card_to_edit(tmp_path):
     done = subprocess.run([sys.executable, "-m", "torchport", *words], capture_output=True, text=True, check=True)
     assert "configs/models/mine.yaml" in done.stdout and (tmp_path / "configs" / "mine_demo.yaml").is_file()
     assert find_pack([str(tmp_path)]).card("mine")[0].pipeline == "diffusers:WanPipeline"
+
+
+def test_a_tokenizer_that_needs_files_and_components_that_are_not_small_are_refused():
+    with pytest.raises(BadValueError, match="tiny.tokenizers: A TokenizersBackend cannot be made without files"):
+        derive.derived_card("diffusers:HiDreamImagePipeline")
+    with pytest.raises(BadValueError, match="The tiny 'connectors' has 723,359,232 parameters"):
+        derive.derived_card("diffusers:LTX2Pipeline")

@@ -197,8 +197,16 @@ def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
 
 
 def tokenizer_of(cls: Any) -> TinyTokenizer | None:
-    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train."""
-    blank = cls()
+    """Returns what a tiny tokenizer of a class is trained with; None for one that has no vocabulary to train.
+
+    Raises:
+        BadValueError: It cannot be made without files.
+    """
+    try:
+        blank = cls()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        fact = f"A {cls.__name__} cannot be made without files: {str(error).splitlines()[0]}"
+        raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
     if not hasattr(blank, "_tokenizer"):
         return None
     return TinyTokenizer(

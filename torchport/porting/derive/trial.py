@@ -29,6 +29,16 @@ ARGUMENTS = {
     "width": ("width",),
 }
 """By field of a job, the names that pipelines have for the argument which takes it."""
+_OF_CONSTRUCTORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a class raises that is given numbers which do not fit."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -164,7 +174,9 @@ class PipelineTrial:
             for proposal in dict.fromkeys((size, value * size // current if current else size)):
                 if proposal in (value, 0):
                     continue
-                with contextlib.suppress(ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError):
+                with contextlib.suppress(
+                    ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, LookupError
+                ):
                     module = self.configurations.on_meta(stop.component, {name: proposal})
                     if _size(module, stop.module, attribute) == size:
                         yield {name: proposal}
@@ -199,26 +211,22 @@ class PipelineTrial:
 
     def _tried(self) -> tuple[Observed, Stop | None]:
         """Returns one run of upstream's pipeline, and where it stopped."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
+            return self._run()
+
+    def _run(self) -> tuple[Observed, Stop | None]:
         observed = Observed()
         try:
             parts = self.configurations.built()
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-            AssertionError,
-            AttributeError,
-            KeyError,
-            ArithmeticError,
-        ) as error:
+        except _OF_CONSTRUCTORS as error:
             return observed, Stop(error, self._building(error))
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
         try:
             pipe = self.cls(**parts)
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
-            with _watched(pipe, parts, observed, running), torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of upstream's, about numbers that nobody will run with
+            with _watched(pipe, parts, observed, running), torch.no_grad():
                 observed.output = pipe(**arguments, return_dict=False)[0]
         except Exception as error:  # noqa: BLE001 - upstream raises what it likes, and each is a trial's result
             return observed, _stop(error, running)
