@@ -7,7 +7,7 @@ import importlib
 import inspect
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from torchport.config.card import TinyTokenizer
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.load import tiny
+from torchport.load.foreign import brief, refusals
 from torchport.porting.draft.model import Argument, is_rotary, shares, tiny_arguments
 
 Kind = Literal["network", "encoder", "tokenizer", "scheduler", "other"]
@@ -204,8 +205,8 @@ def tokenizer_of(cls: Any) -> TinyTokenizer | None:
     """
     try:
         blank = cls()
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        fact = f"A {cls.__name__} cannot be made without files: {str(error).splitlines()[0]}"
+    except refusals() as error:
+        fact = f"A {cls.__name__} cannot be made without files: {brief(error)}"
         raise BadValueError("tiny.tokenizers", fact, "Write a card for it: docs/cards.md") from error
     if not hasattr(blank, "_tokenizer"):
         return None
@@ -226,22 +227,17 @@ class Configurations:
         self.mended: dict[str, list[str]] = {}
         self.tokenizers = {part.name: tokenizer_of(part.cls) for part in parts if part.kind == "tokenizer"}
 
-    def change(self, component: str, changes: Mapping[str, Any]) -> None:
-        """Sets arguments of a component."""
-        self.values.setdefault(component, {}).update(changes)
-        self.mended.setdefault(component, []).extend(changes)
-
-    def built(self) -> dict[str, Any]:
-        """Returns the components, with drawn weights.
+    def built(self, component: str) -> Any:
+        """Returns a component, with drawn weights.
 
         Raises:
-            ValueError: One of them is not small: a number that makes it large has a name that says nothing.
+            ValueError: It is not small: a number that makes it large has a name that says nothing.
         """
-        for component in self.values:
+        if component in self.values:
             count = sum(weight.numel() for weight in self.on_meta(component, {}).parameters())
             if count > LARGEST:
                 raise ValueError(f"The tiny '{component}' has {count:,} parameters")
-        return {name: self._part(part) for name, part in self.parts.items()}
+        return self._part(self.parts[component])
 
     def _part(self, part: PipelinePart) -> Any:
         tokenizer = self.tokenizers.get(part.name)
@@ -267,9 +263,7 @@ class Configurations:
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))
 
-    def numbers(self, component: str) -> Iterator[tuple[str, int]]:
-        """Yields the arguments of a component that are whole numbers, with their values."""
+    def all_values(self, component: str) -> dict[str, Any]:
+        """Returns the arguments of a component: its own values, and the class's defaults of the others."""
         known = {argument.name: argument.default for argument in arguments(self.parts[component].cls)}
-        for name, value in {**known, **self.values.get(component, {})}.items():
-            if type(value) is int:
-                yield name, value
+        return {**known, **self.values.get(component, {})}

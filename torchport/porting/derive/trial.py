@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchport.errors import BadValueError
+from torchport.load.foreign import brief, refusals
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, Configurations
 
 PATIENCE = 120.0
@@ -29,16 +30,6 @@ ARGUMENTS = {
     "width": ("width",),
 }
 """By field of a job, the names that pipelines have for the argument which takes it."""
-_OF_CONSTRUCTORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a class raises that is given numbers which do not fit."""
 _SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 _TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
@@ -100,6 +91,7 @@ class PipelineTrial:
         configurations: Of its components; they are mended.
         place: What errors name.
         image: The pipeline's argument that takes an image; None for one that takes none.
+        unit: Pixels that height and width are multiples of; None before a trial.
     """
 
     cls: Any
@@ -129,9 +121,8 @@ class PipelineTrial:
         return observed
 
     def _refusal(self, stop: Stop) -> BadValueError:
-        words = f"{type(stop.error).__name__}: {str(stop.error).splitlines()[0][:200] if str(stop.error) else ''}"
         where = f"tiny.components.{stop.component}" if stop.component else "its components"
-        fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {words}"
+        fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {brief(stop.error)}"
         return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
 
     def _mended(
@@ -170,23 +161,23 @@ class PipelineTrial:
         assert stop.component is not None and stop.wanted is not None
         attribute, size = stop.wanted
         current = _size(self.configurations.on_meta(stop.component, {}), stop.module, attribute)
-        for name, value in self.configurations.numbers(stop.component):
+        values = self.configurations.all_values(stop.component)
+        for name, value in values.items():
+            if type(value) is not int:
+                continue
             for proposal in dict.fromkeys((size, value * size // current if current else size)):
                 if proposal in (value, 0):
                     continue
-                with contextlib.suppress(
-                    ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError, LookupError
-                ):
+                resized = None
+                with contextlib.suppress(*refusals()):
                     module = self.configurations.on_meta(stop.component, {name: proposal})
-                    if _size(module, stop.module, attribute) == size:
-                        yield {name: proposal}
+                    resized = _size(module, stop.module, attribute)
+                if resized == size:
+                    yield {name: proposal}
 
     def _variants(self, component: str) -> Iterator[dict[str, Any]]:
         """Yields changes of one argument: a switch turned, a size of a head, a width as another component has it."""
-        from torchport.porting.derive.parts import arguments
-
-        known = {each.name: each.default for each in arguments(self.configurations.parts[component].cls)}
-        current = {**known, **self.configurations.values.get(component, {})}
+        current = self.configurations.all_values(component)
         sizes = {HEADS * HEAD_SIZE, HEAD_SIZE, *self._widths()}
         for name, value in current.items():
             if type(value) is bool:
@@ -216,33 +207,27 @@ class PipelineTrial:
             return self._run()
 
     def _run(self) -> tuple[Observed, Stop | None]:
-        observed = Observed()
-        try:
-            parts = self.configurations.built()
-        except _OF_CONSTRUCTORS as error:
-            return observed, Stop(error, self._building(error))
+        observed, parts = Observed(), {}
+        for component in self.configurations.parts:
+            try:
+                parts[component] = self.configurations.built(component)
+            except refusals() as error:
+                return observed, Stop(error, component)
         running: list[tuple[str, str, torch.nn.Module, tuple[Any, ...]]] = []
+        kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
         try:
             pipe = self.cls(**parts)
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
             with _watched(pipe, parts, observed, running), torch.no_grad():
                 observed.output = pipe(**arguments, return_dict=False)[0]
-        except Exception as error:  # noqa: BLE001 - upstream raises what it likes, and each is a trial's result
+        except kinds as error:
+            return observed, _stop(error, running)
+        except BaseException as error:
+            if type(error) is not Exception:  # tokenizers raises the bare class
+                raise
             return observed, _stop(error, running)
         return observed, None
-
-    def _building(self, error: Exception) -> str | None:
-        """Returns the component whose class raised while it was built."""
-        frame, found = error.__traceback__, None
-        while frame is not None:
-            found = (
-                frame.tb_frame.f_locals.get("component", found)
-                if "of_class" in frame.tb_frame.f_code.co_name
-                else found
-            )
-            frame = frame.tb_next
-        return found
 
     def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
         """Returns what the pipeline is called with: the smallest video that it makes, in two steps."""
@@ -285,9 +270,7 @@ def _patch(configurations: Configurations) -> int:
     sides = [2]
     for name, part in configurations.parts.items():
         if part.kind == "network" and name != "vae":
-            from torchport.porting.derive.parts import arguments
-
-            known = {each.name: each.default for each in arguments(part.cls)} | configurations.values.get(name, {})
+            known = configurations.all_values(name)
             value = known.get("patch_size", known.get("patch_size_hw"))
             value = value[-1] if isinstance(value, list | tuple) else value
             sides += [value] if isinstance(value, int) and value > 0 else []

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, TorchportError
 from torchport.patch.declared import reading
 from torchport.patch.source import proposal
-from torchport.porting.derive.parts import arguments
 from torchport.porting.derive.trial import (
     ARGUMENTS,
     LoopCall,
@@ -25,6 +23,7 @@ from torchport.porting.derive.trial import (
     guidance_argument,
     returned_names,
 )
+from torchport.porting.draft.model import flow
 
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
@@ -56,7 +55,7 @@ def card_of(
     encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
     by_network = [call for call in observed.calls if call.network == network]
     call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
-    call |= _conditions(call["embeddings"], by_network, observed, cls)
+    call |= _conditions(call["embeddings"], by_network, observed)
     call["settings"] = _settings(cls)
     constants = constants_of(inspect.signature(cls.__call__).parameters)
     call |= {"constants": constants} if constants else {}
@@ -91,15 +90,10 @@ def text_of(data: Mapping[str, Any]) -> str:
     for key, value in data.items():
         if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
             lines.append(f"{key}:")
-            lines += [f"  {name}: {_flow(each)}" for name, each in value.items()]
+            lines += [f"  {name}: {flow(each)}" for name, each in value.items()]
         else:
-            lines.append(f"{key}: {_flow(value)}")
+            lines.append(f"{key}: {flow(value)}")
     return "\n".join(lines) + "\n"
-
-
-def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1_000_000, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
 
 
 def job_of(card: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
@@ -178,15 +172,16 @@ def _size(
     configurations = trial.configurations
     mended = configurations.mended.get(network, [])
     same = [key for key in mended if configurations.values[network].get(key) == size]
-    known = {each.name: each.default for each in arguments(configurations.parts[network].cls)}
     likely = re.compile(r"text|caption|cap_|joint|cross|pooled|encoder")
-    current = {**known, **configurations.values[network]}
+    current = configurations.all_values(network)
     same += [key for key, value in current.items() if value == size and likely.search(key)]
     return same[0] if same and dim > 0 and name.endswith(("embeds", "embeds_2", "embeddings")) else size
 
 
 def _conditions(
-    embeddings: Mapping[str, Any], calls: Sequence[LoopCall], observed: Observed, cls: Any
+    embeddings: Mapping[str, Any],
+    calls: Sequence[LoopCall],
+    observed: Observed,
 ) -> dict[str, Any]:
     """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
     first = [call for call in calls if call.step == 0]
@@ -196,7 +191,7 @@ def _conditions(
     pairs: dict[str, list[str]] = {}
     for name in first[0].inputs.keys() & first[1].inputs.keys():
         tensor, other = (call.inputs[name] for call in first)
-        if not isinstance(tensor, torch.Tensor) or _same(tensor, other):
+        if not isinstance(tensor, torch.Tensor) or not isinstance(other, torch.Tensor) or _same(tensor, other):
             continue
         found = [_key_of(values, each) for each in (tensor, other)]
         if None in found or tensor.shape != other.shape:

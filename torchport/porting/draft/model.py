@@ -265,17 +265,17 @@ def card(wish: ModelDraftRequest, components: Sequence[Part], checkout: Path | N
     """Returns the card."""
     network = components[0]
     package = network.target.module.partition(".")[0]
-    lines = [f"model: {wish.name}", f"title: {_flow(f'{network.target.path[-1]}, from {package}')}"]
+    lines = [f"model: {wish.name}", f"title: {flow(f'{network.target.path[-1]}, from {package}')}"]
     lines += [f"family: {wish.name}/stages", f"artefacts: {wish.name}"]
     if checkout is None:
-        lines.append(f"upstream: {_flow(proposal.fits(package))}")
+        lines.append(f"upstream: {flow(proposal.fits(package))}")
     else:
         has = Path(network.target.source.file).resolve().relative_to(checkout).as_posix()
-        lines += ["upstream: {}", f"checkout: {_flow({'package': package, 'has': has, 'url': _url(checkout)})}"]
+        lines += ["upstream: {}", f"checkout: {flow({'package': package, 'has': has, 'url': _url(checkout)})}"]
     lines += [f"checkpoint: {wish.checkpoint}", f"demo: configs/{wish.name}_demo.yaml"]
     lines += ["patches: {encode: [], denoise: [], decode: []}", "components:"]
     for place in components:
-        lines.append(f"  {place.name}: {_flow({'class': place.target.name, 'dtype': 'float32'})}")
+        lines.append(f"  {place.name}: {flow({'class': place.target.name, 'dtype': 'float32'})}")
     frames = "{multiple_of: 1, plus: 0}" if _is_of_images(network.target) else "{multiple_of: 4, plus: 1}"
     lines += [f"frames: {frames}", "size_multiple_of: 16", "strategies:", "  replicated:"]
     lines += ["    mesh: {tp: 1}", f"    weights: {{{network.name}: [{{match: '.*', spec: replicate}}]}}"]
@@ -288,7 +288,7 @@ def _tiny_lines(components: Sequence[Part]) -> list[str]:
     for place in components:
         lines.append(f"    # The arguments of {place.target.name} ({place.target.place}); others keep their defaults.")
         lines.append(f"    {place.name}:" if place.tiny else f"    {place.name}: {{}}")
-        lines += [f"      {key}: {_flow(value)}" for key, value in place.tiny.items()]
+        lines += [f"      {key}: {flow(value)}" for key, value in place.tiny.items()]
         lines += [f"      # {name}: it has no default" for name in place.lacking]
     return lines
 
@@ -308,7 +308,7 @@ def job(components: Sequence[Part]) -> str:
     )
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """Returns a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return text.removesuffix("...\n").strip()
