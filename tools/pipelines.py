@@ -10,6 +10,8 @@ port's latents from it, relative to the largest latent; of frames, in steps of 8
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -61,8 +63,9 @@ def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
     card, _ = pack.card(model)
     found["derived"] = round(time.monotonic() - began, 1)
     found["patches"] = sorted({file for names in card.patches.values() for file in names})
-    latents, frames = _upstream(pack, card)
-    request = Request(model, card.demo, PROMPT, NEGATIVE, seed=SEED)
+    picture = None if card.call.image is None else _picture(pack.job(card.demo)[0])
+    latents, frames = _upstream(pack, card, picture)
+    request = Request(model, card.demo, PROMPT, NEGATIVE if _takes_negative(card) else "", seed=SEED, image=picture)
     for strategy in strategies:
         mesh = dict(pack.job(card.demo)[0].mesh)
         if strategy == "tp":
@@ -88,29 +91,49 @@ def row(name: str, strategies: Sequence[str] = STRATEGIES) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began)}
 
 
-def _upstream(pack: Any, card: Any) -> tuple[Any, Any]:
-    """Returns the latents and the frames of upstream's own pipeline object."""
-    import importlib
-    import inspect
+def _pipeline(card: Any) -> Any:
+    """Returns the class of a card's pipeline."""
+    module, _, name = str(card.pipeline).partition(":")
+    return getattr(importlib.import_module(module), name)
 
+
+def _takes_negative(card: Any) -> bool:
+    """Returns whether a pipeline takes a negative prompt, and the card has embeddings of it."""
+    takes = inspect.signature(_pipeline(card).__call__).parameters
+    return "negative_prompt" in takes and any(key.startswith("negative_") for key in card.call.shapes)
+
+
+def _picture(job: Any) -> Path:
+    """Returns a file with a picture of a job's size, of two colours that run into one another."""
+    import numpy
+    from PIL import Image
+
+    down, across = numpy.mgrid[0 : job.height, 0 : job.width]
+    pixels = numpy.stack([down * 255 // job.height, across * 255 // job.width, 0 * down + 90], axis=-1)
+    file = Path(tempfile.mkdtemp()) / "picture.png"
+    Image.fromarray(pixels.astype("uint8")).save(file)
+    return file
+
+
+def _upstream(pack: Any, card: Any, picture: Path | None) -> tuple[Any, Any]:
+    """Returns the latents and the frames of upstream's own pipeline object."""
     import torch
+    from PIL import Image
 
     from torchport.config.checkout import hushed
     from torchport.load import tiny
     from torchport.stages.module import file_of
 
     job, _ = pack.job(card.demo)
-    module, _, name = str(card.pipeline).partition(":")
-    cls = getattr(importlib.import_module(module), name)
     with hushed(True):
-        pipe = cls.from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
+        pipe = _pipeline(card).from_pretrained(tiny.write(card, file_of(pack, card, "")), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     values = {argument: getattr(job, field) for argument, field in card.call.settings.items()}
     values |= {"prompt": PROMPT, **card.call.constants}
-    if "negative_prompt" in inspect.signature(pipe.__call__).parameters and any(
-        key.startswith("negative_") for key in card.call.embeddings
-    ):
+    if _takes_negative(card):
         values["negative_prompt"] = NEGATIVE
+    if card.call.image is not None:
+        values[card.call.image] = Image.open(picture)
     results = []
     for kind in ("latent", "pt"):
         generator = torch.Generator().manual_seed(SEED)

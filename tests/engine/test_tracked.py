@@ -22,14 +22,14 @@ def x():
     return torch.arange(12.0).reshape(2, 6)
 
 
-def traced(function):
+def traced(function, value=None):
     """Returns what a function of x makes of it in a compiled program."""
 
     def network(x):
         with torch.no_grad():
             return function(x)
 
-    array = jax.numpy.asarray(x().numpy())
+    array = jax.numpy.asarray((x() if value is None else value).numpy())
     with engine.wide():
         program = jax.jit(lambda array: engine.call_torch(network, array)).trace(array)
     return jax.tree.map(shard.to_torch, program.lower().compile()(array))
@@ -139,3 +139,44 @@ def test_an_array_of_64_bits_is_32_in_a_kernel_and_its_tensor_is_not():
 
     assert traced(lambda x: engine.call_kernel(kernel, x.long())).equal((x() + 1).int())
     assert seen == [numpy.int32]
+
+
+def test_rotary_written_into_a_part_of_the_queries_is_what_the_scores_are_made_of():
+    """As CogView4 has it. With `dynamic_update_slice`, XLA for CPU makes the scores of the queries before the write."""
+    torch.manual_seed(0)
+    to_q, to_k = torch.randn(2, 192, 192) / 14
+    cos, sin = torch.randn(2, 8, 24)
+
+    def scores(x):
+        q, k = ((x @ w).unflatten(2, (8, -1)).transpose(1, 2) for w in (to_q, to_k))
+        q = torch.nn.functional.layer_norm(q, (24,))
+        real, imaginary = q[:, :, 32:].reshape(1, 8, 8, 2, 12).unbind(-2)
+        q[:, :, 32:] = q[:, :, 32:] * cos + torch.cat([-imaginary, real], dim=-1) * sin
+        return q @ k.transpose(-1, -2)
+
+    x = torch.randn(1, 40, 192)
+    with torch.no_grad():
+        assert torch.allclose(traced(scores, x), scores(x), atol=1e-4)
+
+
+def test_a_table_that_upstream_keeps_from_one_program_to_the_next_is_a_table_in_both():
+    kept = {}
+
+    def network(x):
+        if "table" not in kept:
+            kept["table"] = torch.arange(4096 * 12).reshape(4096, 12).cos().to(x.device)
+        return kept["table"][: x.shape[1]].sum() + x
+
+    first, second = traced(network), traced(network)
+    assert torch.equal(first, second) and torch.isfinite(first).all()
+
+
+def test_a_tensor_of_the_host_that_is_moved_to_the_devices_is_known():
+    seen = {}
+
+    def network(x):
+        moved = torch.arange(6.0).to(x.device)
+        seen["value"] = moved.tolist()
+        return x + moved
+
+    assert torch.equal(traced(network), x() + torch.arange(6.0)) and seen["value"] == [0, 1, 2, 3, 4, 5]

@@ -104,7 +104,7 @@ def _prune(module: torch.nn.Module, stage: Stage) -> None:
     for name in stage.without:
         if name in modules:
             owner, _, attribute = name.rpartition(".")
-            setattr(modules[owner], attribute, None)
+            setattr(modules[owner], attribute, torch.nn.Module())  # upstream may ask for its modules
 
 
 def is_left_out(stage: Stage, name: str) -> bool:

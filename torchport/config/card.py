@@ -230,8 +230,13 @@ class PipelineCall(Frozen):
     """Arguments of `encode_prompt` that are always the same."""
     embeddings: dict[str, Annotated[list[pydantic.PositiveInt | Word], pydantic.Field(min_length=1)] | None]
     """What `encode_prompt` returns, in its order: the argument of the pipeline that takes it, with its shape. A name in
-    a shape is a number in the network's configuration. `null` is a value that the pipeline computes again. Without
-    guidance there are none whose names begin with `negative_`."""
+    a shape is a number in the network's configuration; `tokens` are as many as the prompt has. `null` is a value that
+    the pipeline computes again. Without guidance there are none whose names begin with `negative_`."""
+    tokens: pydantic.PositiveInt = 512
+    """What `plan` and `trace` take for `tokens` in a shape: there is no prompt then."""
+    negative_apart: bool = False
+    """Whether `encode_prompt` takes one prompt, and is called again for the negative one. What it returns then has the
+    names of `embeddings` with `negative_` before them."""
     conditions: dict[str, Annotated[list[Word], pydantic.Field(min_length=2, max_length=2)]] = {}
     """For a loop that calls the network once for each condition of guidance: the inputs of the network that differ,
     with the embeddings that they are in the first and in the second call. torchport computes both calls as one batch,
@@ -259,13 +264,20 @@ class PipelineCall(Frozen):
         return (self.network,) if isinstance(self.network, str) else tuple(self.network)
 
     @property
+    def shapes(self) -> dict[str, list[int | str] | None]:
+        """The shapes of all embeddings, those of a negative prompt that is encoded apart among them."""
+        apart = self.embeddings if self.negative_apart else {}
+        return {**self.embeddings, **{f"negative_{name}": shape for name, shape in apart.items()}}
+
+    @property
     def compiled(self) -> tuple[str, ...]:
         """The components that are compiled: the networks, and the VAE unless it stays on the host."""
         return (*self.networks, *(name for name in ("vae",) if name not in self.host))
 
     @pydantic.model_validator(mode="after")
     def _conditions_are_embeddings(self) -> PipelineCall:
-        unknown = [name for names in self.conditions.values() for name in names if name not in self.embeddings]
+        known = {name: shape for name, shape in self.shapes.items() if shape is not None}
+        unknown = [name for names in self.conditions.values() for name in names if name not in known]
         if unknown:
             raise ValueError(f"'conditions' has '{unknown[0]}', which is none of 'embeddings'")
         if len(set(self.networks)) < len(self.networks):
@@ -726,7 +738,7 @@ def _argument_mistakes(job: Job, card: Card, document: Document) -> Iterator[Tor
         if name in card.call.settings:
             fact, field = f"'{name}' gets the field '{card.call.settings[name]}'", card.call.settings[name]
             yield BadValueError(place, fact, f"Set '{field}', and remove it from 'call'", key=name)
-        elif name in (*PASSED, *card.call.embeddings, card.call.image):
+        elif name in (*PASSED, *card.call.shapes, card.call.image):
             yield BadValueError(place, f"torchport passes '{name}' itself", "Remove it from 'call'", key=name)
         elif name in card.call.encode:
             fact = f"'{name}' is for the prompts, which are encoded before, and the card sets it"

@@ -99,7 +99,9 @@ def constant(tensor: Any) -> Any:
     """Returns a tensor of the host as one of the engine's, with its values in the program."""
     import torchax
 
-    return torchax.default_env().to_xla(tensor)
+    environment = torchax.default_env()
+    dispatch = environment.__dict__.get("dispatch")  # of a trace; it knows the tensor's values from then on
+    return environment.to_xla(tensor) if dispatch is None else dispatch._known(tensor)
 
 
 def array(tensor: Any) -> Any:
@@ -161,7 +163,7 @@ def begin_trace() -> None:
     import torchax
 
     torchax.default_env().config.force_materialize_views = True  # torchport/engine/tracked.py knows what is a view
-    tracked.install(torchax.default_env())
+    tracked.begin(torchax.default_env())
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
 
     base = args[0]
     dims = len(base.shape)
-    write = jax.lax.dynamic_update_slice_in_dim
+    write = _between
     if name in _SAME:
         return lambda whole, part: part
     if name in _RESHAPE:
@@ -129,6 +129,22 @@ def inverse(name: str, args: Sequence[Any], kwargs: dict[str, Any], item: int, s
     if len(set(chosen.tolist())) != len(chosen):
         return None
     return lambda whole, part: whole.ravel().at[chosen].set(part.ravel()).reshape(whole.shape)
+
+
+def _between(whole: Any, part: Any, start: int, dim: int) -> Any:
+    """Returns an array with another value from `start` on, as a concatenation.
+
+    XLA for CPU (jaxlib 0.10.2) reads a tensor before a `dynamic_update_slice` into it where a product of matrices takes
+    the result, in some layouts: tests/engine/test_aliasing.py.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    stop = start + part.shape[dim]
+    before = jax.lax.slice_in_dim(whole, 0, start, axis=dim)
+    after = jax.lax.slice_in_dim(whole, stop, whole.shape[dim], axis=dim)
+    pieces = [piece for piece in (before, part.astype(whole.dtype), after) if piece.shape[dim]]
+    return jnp.concatenate(pieces, axis=dim) if pieces else whole
 
 
 def _order(name: str, dims: int, argument: Callable[[int, str, Any], Any]) -> list[int]:

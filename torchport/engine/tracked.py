@@ -10,6 +10,7 @@ shadow on the host: PyTorch computes it, bit for bit as in upstream, and it ente
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,10 +39,17 @@ _META = torch.device("meta")
 _UNKNOWN = object()
 
 
-def install(environment: Any) -> None:
-    """Makes the engine ask PyTorch, once for a process."""
+_traces = itertools.count()
+_trace = next(_traces)
+"""The number of the trace that began last."""
+
+
+def begin(environment: Any) -> None:
+    """Begins a trace. It makes the engine ask PyTorch, once for a process."""
+    global _trace
     from torchax.tensor import Tensor
 
+    _trace = next(_traces)
     if isinstance(environment.__dict__.get("dispatch"), Dispatch):
         return
     environment.dispatch = Dispatch(environment, environment.dispatch)
@@ -52,10 +60,14 @@ def install(environment: Any) -> None:
 
 
 def _value(tensor: Any) -> Any:
-    """Returns the array of a tensor; of one with a shadow on the host it is made at the first call."""
-    value = tensor.__dict__.get("_array")
-    if value is None:
+    """Returns the array of a tensor; of one with a shadow on the host it is made at the first call of a trace.
+
+    Upstream may keep tables from one call to the next, in a cache of a function's results.
+    """
+    value, trace = tensor.__dict__.get("_array"), tensor.__dict__.get("_made_in", _trace)
+    if value is None or (trace != _trace and is_known(tensor)):
         value = tensor._array = _array(tensor._shadow)
+        tensor._made_in = _trace
     return value
 
 
@@ -116,7 +128,10 @@ class Dispatch:
         traced = self._traced((args, kwargs))
         makes = function in self.constructors and self.environment._should_use_torchax_tensor(kwargs.get("device"))
         if not traced and not makes:
-            return self.lower(function, types, args, kwargs)
+            output = self.lower(function, types, args, kwargs)
+            is_moved = isinstance(output, self.type)  # a tensor of the host to the devices
+            answer = self._answer(function, args, kwargs, "cpu") if is_moved else None
+            return self.tensor(None, answer) if isinstance(answer, torch.Tensor) and not answer.is_meta else output
         if function in _INDEXING:
             return function(args[0], self._index(args[1]), *args[2:])
         is_aten = isinstance(function, torch._ops.OpOverload)

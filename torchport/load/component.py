@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import torch
@@ -64,7 +65,9 @@ def account_component(
 
 
 def check_init(card: Card, folder: Path) -> None:
-    """Refuses a checkpoint whose pipeline is made with other arguments than the card's. No value is as null or false.
+    """Refuses a checkpoint whose pipeline is made with other arguments than the card's, or than upstream's defaults.
+
+    No value is as null or false.
 
     Args:
         card: One with `call`.
@@ -74,10 +77,11 @@ def check_init(card: Card, folder: Path) -> None:
         CheckpointForeignError: It is.
     """
     assert card.call is not None
-    file, init = folder / "model_index.json", card.call.init
+    file, defaults = folder / "model_index.json", inspect.signature(class_of(str(card.pipeline)).__init__).parameters
+    init = {name: each.default for name, each in defaults.items() if each.default is not each.empty} | card.call.init
     index = checkpoint.read_json(file)
     values = {key for key, value in index.items() if not key.startswith("_") and not isinstance(value, list)}
-    for name in sorted(values | set(init)):
+    for name in sorted(values | set(card.call.init)):
         if (index.get(name) or None) != (init.get(name) or None):
             fact = f"'{name}' is {index.get(name)!r}"
             remedy = (

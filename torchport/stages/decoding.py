@@ -1,11 +1,12 @@
 """A VAE after a pipeline's loop: what it is to decode is noted, and is decoded later, on the devices.
 
 Upstream's code goes on after `vae.decode` with something in place of the video, from which nothing can be computed. It
-may only post-process that and return it. So a pipeline that does anything else with its video is noticed.
+may only pick one frame of it, post-process it, and return it. So a pipeline that does anything else is noticed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,33 +30,65 @@ def processor_of(pipe: Any) -> Any:
 
 
 class Pending(torch.Tensor):
-    """Stands for a tensor that will be computed later; whatever is asked of it is refused.
+    """Stands for a tensor of one video that will be computed later; all but its batch, and a part, is refused.
 
     Attributes:
         refusal: Returns the error, by the name of the function.
+        picked: The dim and the position that upstream picked, `2:0`; "" for the whole tensor.
     """
 
     refusal: Callable[[str], BadValueError]
+    picked: str
 
     @classmethod
-    def of(cls, refusal: Callable[[str], BadValueError]) -> Pending:
+    def of(cls, refusal: Callable[[str], BadValueError], picked: str = "") -> Pending:
         """Returns one with its refusal."""
         pending = torch.empty(0).as_subclass(cls)
-        pending.refusal = refusal
+        pending.refusal, pending.picked = refusal, picked
         return pending
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuses a function that takes one.
+        """Returns the batch, or a part; refuses any other function that takes one.
 
         Raises:
-            BadValueError: Always.
+            BadValueError: Of any other function.
         """
         [pending, *_] = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Pending)]
+        if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
+            return _Shape(pending.refusal)
+        if function is torch.Tensor.__getitem__ and not pending.picked and _picked(args[1]):
+            return Pending.of(pending.refusal, _picked(args[1]))
         name = torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
         raise pending.refusal(name.removesuffix(".__get__"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The shape of a pending tensor, of which the batch is known: 1."""
+
+    refusal: Callable[[str], BadValueError]
+
+    def __getitem__(self, dim: int) -> int:
+        if dim != 0:
+            raise self.refusal("Tensor.shape")
+        return 1
+
+
+def _picked(index: Any) -> str:
+    """Returns the dim and the position of an index that picks one position, as in `[:, :, 0]`; "" of any other."""
+    *before, last = index if isinstance(index, tuple) else (index,)
+    return f"{len(before)}:{last}" if before and type(last) is int and before == [slice(None)] * len(before) else ""
+
+
+def part_of(video: torch.Tensor, picked: str) -> torch.Tensor:
+    """Returns the part of a tensor that upstream picked, by `Pending.picked`; it may be traced."""
+    if not picked:
+        return video
+    dim, _, position = picked.partition(":")
+    return video.select(int(dim), int(position))
 
 
 class Decoding(Encoded):
@@ -89,18 +122,13 @@ class Decoding(Encoded):
         self.video = Pending.of(lambda function: self._refusal(f"calls '{function}' with what its VAE decoded"))
         self.frames = Pending.of(lambda function: self._refusal(f"calls '{function}' with its post-processed video"))
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the VAE; of a buffer without values, in a rehearsal, one of ones.
+    def weight(self, name: str, weight: torch.nn.Parameter) -> Any:
+        """Refuses a weight.
 
         Raises:
-            BadValueError: It is a weight, which is on the devices.
+            BadValueError: It is on the devices.
         """
-        value = super().__getattr__(name)
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            if isinstance(value, torch.nn.Parameter):
-                raise self._refusal(f"reads the VAE's weight '{name}'")
-            return torch.ones(value.shape, dtype=value.dtype)
-        return value
+        raise self._refusal(f"reads the VAE's weight '{name}'")
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Returns something in place of a video, as `decode` would return that.
@@ -136,9 +164,12 @@ class Decoding(Encoded):
             BadValueError: It has none.
         """
 
-        def postprocess(video: Any, output_type: str = "np", **kwargs: Any) -> Pending:
-            if video is not self.video or output_type != "pt" or kwargs:
+        def postprocess(video: Any, output_type: str = "np", do_denormalize: Any = None, **kwargs: Any) -> Pending:
+            is_decoded = isinstance(video, Pending) and video.refusal is self.video.refusal
+            is_usual = output_type == "pt" and not kwargs and all(do_denormalize or [])
+            if not is_decoded or not is_usual:
                 raise self._refusal("post-processes something else than what its VAE decoded")
+            self.inputs = {**(self.inputs or {}), **({"picked": video.picked} if video.picked else {})}
             return self.frames
 
         processor = processor_of(pipe)

@@ -23,7 +23,7 @@ import torch
 from torchport.config.card import Card, PipelineCall, StageName
 from torchport.errors import ArtefactForeignError, BadValueError, nearest
 from torchport.stages import frames, picture
-from torchport.stages.decoding import Decoding
+from torchport.stages.decoding import Decoding, part_of
 from torchport.stages.family import ALWAYS, Call, Settings, Stage, Steps, check_noise
 from torchport.stages.image import LATENTS, MOMENTS, Encoded, Encoding, moments_of
 from torchport.stages.replay import GENERATOR, OTHER_LOOP, Finished, First, FirstStep, OtherNetwork, Replay, latents_of
@@ -35,6 +35,8 @@ IMAGE_USES = ("image", "height", "width", "frames", "vae_tiling", "call")
 DENOISE_USES = ("seed", "height", "width", "frames", "steps", "guidance_scale", "dtypes", "call")
 DECODE_USES = ("height", "width", "frames", "vae_tiling", "dtypes", "call")
 
+TOKENS = "tokens"
+"""The size in an embedding's shape that is the number of the prompt's tokens."""
 ENCODER = ("encoder", "quant_conv")
 DECODER = ("decoder", "post_quant_conv")
 """Modules of a VAE that it does not decode with, as diffusers' classes call them."""
@@ -85,6 +87,9 @@ def _stages(card: Card, place: str) -> tuple[Stage, ...]:
         )
     encoders = tuple(stage.name for stage in encoding)
     denoising: dict[str, Any] = {"parts": ("scheduler",), "like": pipeline.inputs_like}
+    denoising["open_dims"] = {
+        name: [dim for dim, size in enumerate(shape or ()) if size == TOKENS] for name, shape in card.call.shapes.items()
+    }
     first, last = (
         {**denoising, "network": network, "meta": ("vae", *(other for other in networks if other != network))}
         for network in (networks[0], networks[-1])
@@ -140,12 +145,16 @@ class _Stages:
         Raises:
             BadValueError: It returns more or fewer values than the card names, or a mask where that names numbers.
         """
-        values = self.upstream.encoded({name: parts[name] for name in self.card.encoders}, settings)
+        encoders = {name: parts[name] for name in self.card.encoders}
+        values = list(self.upstream.encoded(encoders, settings))
         if len(values) != len(self.card.embeddings):
             fact = f"'{self.name}.encode_prompt' returns {len(values)} values, and 'embeddings' names"
             raise BadValueError(self.place, f"{fact} {len(self.card.embeddings)}", "Name each of them, in their order")
         wanted = self._embeddings(settings)
-        outputs = {name: value for name, value in zip(self.card.embeddings, values, strict=True) if name in wanted}
+        if self.card.negative_apart:
+            negative = dataclasses.replace(settings, prompt=settings.negative_prompt)
+            values += self.upstream.encoded(encoders, negative) if is_guided(settings) else [None] * len(values)
+        outputs = {name: value for name, value in zip(self.card.shapes, values, strict=True) if name in wanted}
         for name, value in outputs.items():
             self._check_dtype(name, value.dtype, settings)
         if self._image_stage == "encode":
@@ -216,7 +225,7 @@ class _Stages:
 
     def _embeddings(self, settings: Settings) -> list[str]:
         guided = is_guided(settings)
-        taken = [name for name, shape in self.card.embeddings.items() if shape is not None]
+        taken = [name for name, shape in self.card.shapes.items() if shape is not None]
         return [name for name in taken if guided or not name.startswith("negative_")]
 
     def inputs_like(self, parts: Mapping[str, Any], settings: Settings) -> dict[str, torch.Tensor]:
@@ -228,19 +237,22 @@ class _Stages:
         """Returns embeddings of the shapes and dtypes that `encode` returns."""
         config = parts[self.network].config
         sizes = {
-            name: [self._size(size, config) for size in self.card.embeddings[name] or ()]
+            name: [self._size(size, config) for size in self.card.shapes[name] or ()]
             for name in self._embeddings(settings)
         }
         return {name: torch.zeros(size, dtype=self._dtype(name, settings)) for name, size in sizes.items()}
 
     def _dtype(self, name: str, settings: Settings) -> torch.dtype:
         """Returns the dtype of one of the embeddings, by the card: the network's where that says nothing."""
-        own: torch.dtype | None = getattr(torch, self.card.dtypes.get(name, ""), None)
+        by_name = self.card.dtypes.get(name, self.card.dtypes.get(name.removeprefix("negative_"), ""))
+        own: torch.dtype | None = getattr(torch, by_name, None)
         return own or settings.dtypes[self.network]
 
     def _size(self, size: int | str, config: Mapping[str, Any]) -> int:
         if isinstance(size, int):
             return size
+        if size == TOKENS:
+            return self.card.tokens
         if not isinstance(config.get(size), int):
             fact = f"'{size}' is no number in the configuration of '{self.network}'"
             raise BadValueError(self.place, fact, nearest(size, config), name=size)
@@ -346,7 +358,8 @@ class _Stages:
         run = functools.partial(self.upstream.called, parts, settings, embeddings, replay, calls, vae)
         latents = run(is_latent=True, latents=noise)
         last = latents_of(replay.state)
-        if last is not None and last.shape != latents.shape:  # the pipeline turned them round after its loop
+        is_other = last is not None and last.shape != latents.shape  # the pipeline turned them round after its loop
+        if last is not None and (is_other or vae.is_blank):
             latents = last
         return {"latents": latents, GENERATOR: replay.state[GENERATOR], **vae.drawn}
 
@@ -442,9 +455,11 @@ class _Stages:
         next(progress, None)
         return {"frames": frames.checked(*pixels)}
 
-    def decoded(self, vae: torch.nn.Module, settings: Settings, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(
+        self, vae: torch.nn.Module, settings: Settings, picked: str = "", **inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what `frames.pixels` makes of the video that upstream's VAE decodes: `call` of the stage."""
-        video = vae.decode(**inputs, return_dict=False)[0]  # type: ignore[operator]
+        video = part_of(vae.decode(**inputs, return_dict=False)[0], picked)  # type: ignore[operator]
         return frames.pixels(self.upstream.post_processed(vae, video, settings))
 
     def _of_hand_written(self, latents_BCTHW: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -189,6 +189,7 @@ class Stage:
             seed and the image's name are blank.
         like: Returns tensors with the shapes and dtypes of its inputs, `like(parts, settings)`; the checks before a
             run, `shard show` and `plan` call the stage with them.
+        open_dims: By input, the dims that may have another size than there: the number of a prompt's tokens.
         load: Returns the parts that upstream loads with functions of its own: `load(folder of the checkpoint,
             settings)`, with the settings of `prepare`.
         loads: Returns the names of the components that `load` reads, `loads(settings)`; their files are checked first.
@@ -212,6 +213,7 @@ class Stage:
     meta: tuple[str, ...] = ()
     prepare: Callable[[Mapping[str, Any], Settings], None] | None = None
     like: Callable[[Mapping[str, Any], Settings], dict[str, torch.Tensor]] | None = None
+    open_dims: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     load: Callable[[Path, Settings], dict[str, Any]] | None = None
     loads: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
     call: Callable[..., Any] | None = None
@@ -271,7 +273,11 @@ def check_inputs(stage: Stage, parts: Mapping[str, Any], settings: Settings, inp
         ArtefactForeignError: A tensor of another shape.
     """
     for name, like in stage.like(parts, settings).items() if stage.like is not None else ():
-        if name in inputs and inputs[name].shape != like.shape:
+        if name not in inputs:
+            continue
+        sizes = zip(inputs[name].shape, like.shape, strict=False)
+        differing = [dim for dim, (size, other) in enumerate(sizes) if size != other]
+        if inputs[name].ndim != like.ndim or set(differing) - set(stage.open_dims.get(name, ())):
             fact = f"'{name}' has shape {list(inputs[name].shape)}, and this run takes {list(like.shape)}"
             remedy = f"Run --stage {stage.needs[0]} with this model, checkpoint and size"
             raise ArtefactForeignError(f"{stage.needs[0]}.safetensors", fact, remedy, name=name)

@@ -25,7 +25,35 @@ LATENTS = "image_latents_"
 """Names of what the pipeline drew from that, with the number of its drawing: [1, C, T, H, W]."""
 
 
-class Encoding(ComponentStandIn):
+class _VaeStandIn(ComponentStandIn):
+    """Stands where the VAE stood. Its buffers may have no values.
+
+    Attributes:
+        is_blank: Whether a buffer without values was asked for.
+    """
+
+    is_blank = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the VAE; of a buffer without values, of it or of its modules, one of ones."""
+        return self._readable(super().__getattr__(name), name)
+
+    def _readable(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.nn.Module) and any(buffer.is_meta for buffer in value.buffers(recurse=False)):
+            return _Buffers(lambda key: self._readable(getattr(value, key), f"{name}.{key}"))
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        if isinstance(value, torch.nn.Parameter):
+            return self.weight(name, value)
+        self.is_blank = True
+        return torch.ones(value.shape, dtype=value.dtype)
+
+    def weight(self, name: str, weight: torch.nn.Parameter) -> Any:
+        """Returns what a weight without values is to the pipeline: itself."""
+        return weight
+
+
+class Encoding(_VaeStandIn):
     """Stands where the VAE stood, encodes with it, and keeps what it returned.
 
     Args:
@@ -85,7 +113,7 @@ def moments_of(vae: Any, place: str, **inputs: Any) -> torch.Tensor:
     return moments
 
 
-class Encoded(ComponentStandIn):
+class Encoded(_VaeStandIn):
     """Stands where the VAE stood, and returns of the image what was kept; all else is the VAE's.
 
     Args:
@@ -133,6 +161,20 @@ class Encoded(ComponentStandIn):
             remedy = f"Run --stage {self.stage} with this model" + (" and --image FILE" if kind == MOMENTS else "")
             raise ArtefactForeignError(f"{self.stage}.safetensors", f"It lacks '{name}'", remedy, name=name)
         return self.tensors[name]
+
+
+class _Buffers:
+    """Stands for a module of a VAE whose buffers have no values.
+
+    Args:
+        attribute: Returns an attribute by its name.
+    """
+
+    def __init__(self, attribute: Callable[[str], Any]) -> None:
+        self._attribute = attribute
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute(name)
 
 
 class _Distribution:

@@ -74,6 +74,11 @@ class Loop:
         """Whether the result of the step that has begun is known."""
         return self.number < self.done
 
+    @property
+    def shape(self) -> torch.Size | None:
+        """The shape of the latents, where results of steps are known."""
+        return None
+
     def begin(self) -> None:
         """Is called before the network is."""
 
@@ -164,6 +169,12 @@ class Replay(Loop):
             raise BadValueError(self.name, fact, OTHER_LOOP)
         self.is_others = True
 
+    @property
+    def shape(self) -> torch.Size | None:
+        """The shape of the latents, where results of steps are known."""
+        latents = latents_of(self.state)
+        return None if latents is None else latents.shape
+
     def finish(self) -> None:
         """Ends the progress bar."""
         next(self.progress, None)
@@ -224,6 +235,11 @@ class Finished(Loop):
     def is_done(self) -> bool:
         """True."""
         return True
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """The shape of the latents."""
+        return self.latents.shape
 
     def returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the latents, and as much more as `step` returns beside them, which it is called once for.

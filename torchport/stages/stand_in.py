@@ -42,6 +42,11 @@ class ComponentStandIn(torch.nn.Module):
         self.conditions = conditions if call is not None and call.batches else None
         self.constants = PlacedInputs(call)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The component's class: upstream asks whether its VAE is one of a kind."""
+        return type(self.__dict__.get("component", self))
+
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the component."""
         try:
@@ -52,14 +57,21 @@ class ComponentStandIn(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor]:
         """Returns the network's output as a tuple; zeros that only have its batch for a step that is done."""
         inputs = inspect.signature(vars(self)["component"].forward).bind_partial(*args).arguments | kwargs
-        inputs = {name: StaticOptions(value) if _has_options(value) else value for name, value in inputs.items()}
+        inputs = {name: static(value) for name, value in inputs.items()}
         if not self.loop.is_done and self.call is not None:
             self.loop.begin()
             return (self._computed(self.call, inputs),)
         if not self.loop.is_done:
             self.loop.begin_other()
         first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))
-        return (torch.zeros(first.shape[0], *[1] * (first.ndim - 1), dtype=first.dtype),)
+        known = self.loop.shape or (first.shape if self._keeps_channels() else None)
+        rest = known[1:] if known is not None and len(known) == first.ndim else [1] * (first.ndim - 1)
+        return (torch.zeros(first.shape[0], *rest, dtype=first.dtype),)
+
+    def _keeps_channels(self) -> bool:
+        """Whether the network's output has as many channels as its input, by its configuration."""
+        config = getattr(vars(self)["component"], "config", {})
+        return config.get("out_channels") in (None, config.get("in_channels"))
 
     def _computed(self, call: Call, inputs: dict[str, Any]) -> torch.Tensor:
         """Returns the network's output, which may have been computed with the call before."""
@@ -75,12 +87,23 @@ class StaticOptions(dict[str, Any]):
     """A dict without tensors that a network is called with. It has a hash: a program depends on what it says."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Returns the hash of its items."""
-        return hash(tuple(sorted(self.items())))
+        """Returns the hash of its text."""
+        return hash(repr(self))
 
 
-def _has_options(value: Any) -> bool:
-    return isinstance(value, dict) and not outputs.has_tensor(value)
+class StaticList(list[Any]):
+    """A list without tensors that a network is called with. It has a hash: a program depends on what it says."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        """Returns the hash of its text."""
+        return hash(repr(self))
+
+
+def static(value: Any) -> Any:
+    """Returns an input of a network; a dict or list without tensors so that it can choose a program."""
+    if not isinstance(value, dict | list) or outputs.has_tensor(value):
+        return value
+    return StaticOptions(value) if isinstance(value, dict) else StaticList(value)
 
 
 class PlacedInputs:

@@ -72,8 +72,8 @@ class UpstreamPipeline:
         arguments = {**dict.fromkeys(required), **arguments, **self.card.encode}  # prompts of further encoders
         self._check_takes("encode_prompt", pipe.encode_prompt, arguments)
         with torch.no_grad(), tokenizing(self.name):
-            values: tuple[Any, ...] = pipe.encode_prompt(**arguments)
-        return values
+            values = pipe.encode_prompt(**arguments)
+        return values if isinstance(values, tuple) else (values,)
 
     def called(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from torchport.porting.derive.trial import PipelineTrial
 from torchport.porting.derive.writing import card_of, job_of, text_of
 from torchport.porting.draft.home import Piece
 from torchport.progress import log
+
+
+_FROM_IMAGES = re.compile(r"Image2|ImageTo|[IV]2[IV]|Img2Img|Inpaint|Edit|Kontext")
+"""Names of pipelines that begin with an image, though their argument for it may be None."""
 
 
 def ensure(model: str) -> None:
@@ -90,4 +95,7 @@ def pieces(model: str, name: str) -> list[Piece]:
 def image_argument(cls: Any) -> str | None:
     """Returns the argument of a pipeline that takes the image which it begins with; None for one that needs none."""
     parameter = inspect.signature(cls.__call__).parameters.get("image")
-    return None if parameter is None else "image"
+    if parameter is None:
+        return None
+    is_needed = parameter.default is parameter.empty or _FROM_IMAGES.search(cls.__name__)  # None is what it has there
+    return "image" if is_needed else None

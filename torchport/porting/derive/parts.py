@@ -27,7 +27,7 @@ _WIDTHS = (96, 80, 112)
 LARGEST = 100_000_000
 """Parameters of a component that a trial still builds."""
 _STAND_FOR = {
-    "AutoTokenizer": "transformers:T5Tokenizer",
+    "PreTrainedModel": "transformers:Qwen3Model",
     "PreTrainedTokenizerBase": "transformers:GemmaTokenizer",
     "Gemma2PreTrainedModel": "transformers:Gemma2Model",
     "KarrasDiffusionSchedulers": "diffusers:EulerDiscreteScheduler",
@@ -43,6 +43,7 @@ class PipelinePart:
     name: str  #: Its name, an argument of the pipeline's constructor.
     cls: Any  #: Its class.
     kind: Kind  #: What it is.
+    others: tuple[Any, ...] = ()  #: Classes that it may have as well, by its annotation.
 
     @property
     def class_path(self) -> str:
@@ -87,12 +88,27 @@ def parts_of(cls: Any, place: str) -> list[PipelinePart]:
         classes = [each for each in _alternatives(hints.get(parameter.name, Any)) if isinstance(each, type)]
         if is_optional or (classes and all(each in (bool, int, float, str, type(None)) for each in classes)):
             continue
-        chosen = next((each for each in map(_built, classes) if each is not type(None)), None)
-        if chosen is None:
+        built = [each for each in map(_built, classes) if each is not type(None)]
+        if not built:
             fact = f"'{cls.__name__}' does not say of which class its component '{parameter.name}' is"
             raise BadValueError(place, fact, "Write a card for it: docs/cards.md")
-        result.append(PipelinePart(parameter.name, chosen, _kind(chosen)))
-    return result
+        result.append(PipelinePart(parameter.name, built[0], _kind(built[0]), tuple(built[1:])))
+    return [_with_tokenizer(part, result) for part in result]
+
+
+def _with_tokenizer(part: PipelinePart, parts: Sequence[PipelinePart]) -> PipelinePart:
+    """Returns a part; where its class stands for any tokenizer, with the one that the text encoder has."""
+    if part.cls.__name__ != "AutoTokenizer":
+        return part
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    name = part.name.replace("tokenizer", "text_encoder")
+    encoders = {each.name: each for each in parts if each.kind == "encoder"}
+    encoder = encoders.get(name) or next(iter(encoders.values()), None)
+    kind = "" if encoder is None else TOKENIZER_MAPPING_NAMES.get(encoder.cls.config_class.model_type)
+    has_backend = kind and kind != "TokenizersBackend"  # that one needs files
+    return PipelinePart(part.name, getattr(transformers, kind if has_backend else "T5Tokenizer"), "tokenizer")
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
@@ -114,6 +130,8 @@ def _kind(cls: Any) -> Kind:
 
     kinds: dict[Kind, type] = {"network": ModelMixin, "scheduler": SchedulerMixin}
     kinds |= {"encoder": PreTrainedModel, "tokenizer": PreTrainedTokenizerBase}
+    if cls.__name__ == "AutoTokenizer":
+        return "tokenizer"
     return next((kind for kind, base in kinds.items() if issubclass(cls, base)), "other")
 
 
@@ -128,7 +146,12 @@ def small_numbers(parts: Sequence[PipelinePart]) -> dict[str, dict[str, Any]]:
         if part.kind == "encoder":
             result[part.name] = _encoder(part.cls, next(widths))
         elif part.kind == "network":
-            result[part.name] = _network(part.cls)
+            result[part.name] = network_numbers(part.cls)
+    pooled = result.get("text_encoder_2", {}).get("projection_dim")
+    for values in result.values():
+        if pooled and "addition_embed_type_num_heads" in values:  # sizes, and a pooled text
+            numbers = {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 6 * 8 + pooled}
+            values |= {"addition_embed_type": "text_time", **numbers}
     return result
 
 
@@ -149,39 +172,69 @@ def _plain(name: str, value: Any) -> Argument:
     return Argument(name, value, False, "", True)
 
 
-def _network(cls: Any) -> dict[str, Any]:
+_NEEDED = {
+    "patch_size": 2,
+    "latent_channels": 16,
+    "block_out_channels": (128, 128, 128, 128),
+    "layers_per_block": 1,
+    "spatial_compression_ratio": 8,
+    "sample_size": 16,
+}
+"""Small numbers of arguments whose class says none."""
+
+
+def network_numbers(cls: Any) -> dict[str, Any]:
+    """Returns small numbers for a network of diffusers."""
     known = {argument.name: argument.default for argument in arguments(cls)}
-    values, _ = tiny_arguments(arguments(cls))
+    values, lacking = tiny_arguments(arguments(cls))
     heads = [name for name in ("num_attention_heads", "num_heads", "n_heads") if type(known.get(name)) is int]
     values |= dict.fromkeys(heads, HEADS)
     if heads:
         values |= {name: HEAD_SIZE for name in known if name in ("attention_head_dim", "head_dim", "dim_head")}
-    values |= {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
+    rotary = {name: shares(value, HEAD_SIZE) for name, value in known.items() if is_rotary(name, value)}
+    values |= rotary
+    if rotary and not heads and not any("head" in name for name in known):  # it has as many heads as fit its width
+        values |= {name: HEADS * HEAD_SIZE for name in known if name in ("dim", "model_dim", "hidden_size")}
+    none = ["sample_size", *(["patch_size"] if heads else [])]
+    absent = {*lacking, *(name for name in none if known.get(name, 0) is None)}
+    values |= {name: number for name, number in _NEEDED.items() if name in absent}
+    sides = 3 if "latent_channels" in known else 16
+    values |= {name: sides for name in ("in_channels", "out_channels") if name in lacking}
+    if known.get("in_channels", 0) is None:  # a trial makes it what the latents have
+        values |= {name: sides for name in ("in_channels", "out_channels") if known.get(name, 0) is None}
+    for name, value in known.items():  # the numbers of layers that have something
+        if name.endswith("_layers") and isinstance(value, list | tuple) and value and value[0] == 0:
+            values[name] = [0]
     values |= _levels(known)
-    if known.get("sample_size", 0) is None:
-        values["sample_size"] = 16
-    if known.get("shift_factor", 0) is None:  # pipelines add it to latents
-        values["shift_factor"] = 0.125
+    for name, number in (("shift_factor", 0.125), ("scaling_factor", 0.5)):  # pipelines compute latents with them
+        values |= {name: number} if known.get(name, 0) is None else {}
     return values
 
 
 def _levels(known: Mapping[str, Any]) -> dict[str, Any]:
     """Returns four levels for a network of one: a class's defaults may have one where every published one has four."""
     lists = {name: value for name, value in known.items() if name.endswith(("_block_types", "_out_channels"))}
-    if not lists or any(len(value) != 1 for value in lists.values() if isinstance(value, tuple | list)):
+    if not lists or any(not isinstance(value, tuple | list) or len(value) != 1 for value in lists.values()):
         return {}
     return {name: [32] * 4 if name.endswith("channels") else list(value) * 4 for name, value in lists.items()}
 
 
 def _encoder(cls: Any, width: int) -> dict[str, Any]:
-    values = _encoder_numbers(arguments(cls), width)
+    values = _encoder_numbers(arguments(cls), width) | _axes(cls.config_class, width)
+    nested_classes = getattr(cls.config_class, "sub_configs", {})
     for name, nested in cls.config_class().to_dict().items():
         if name.endswith("_config") and isinstance(nested, dict):
             kept = {key: nested[key] for key in ("model_type",) if key in nested}
-            values[name] = kept | _encoder_numbers(
-                [_plain(*each) for each in nested.items() if each[0][0] != "_"], width
-            )
+            numbers = _encoder_numbers([_plain(*each) for each in nested.items() if each[0][0] != "_"], width)
+            values[name] = kept | numbers | _axes(nested_classes.get(name), width)
     return values
+
+
+def _axes(config: Any, width: int) -> dict[str, Any]:
+    """Returns how the rotary axes of a vision model share a head's dims, where its class of configurations has them."""
+    if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
+        return {}
+    return {"rope_parameters": {**(config().rope_parameters or {}), "mrope_section": shares([2, 3, 3], width // 8)}}
 
 
 def _encoder_numbers(known: Sequence[Argument], width: int) -> dict[str, Any]:
@@ -215,6 +268,14 @@ def tokenizer_of(cls: Any) -> TinyTokenizer | None:
         pad_token=str(blank.pad_token or "<pad>"),
         model_max_length=77 if "CLIP" in cls.__name__ else None,
     )
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+"""A chat's template of tiny tokenizers, for pipelines that ask for one."""
 
 
 class Configurations:
@@ -262,6 +323,23 @@ class Configurations:
         cls = self.parts[component].cls
         config = getattr(cls, "config_class", None)
         return cls(**values) if config is None else cls(config(**values))
+
+    def give_template(self) -> bool:
+        """Gives the tokenizers a chat's template; returns whether one of them had none."""
+        lacking = [name for name, spec in self.tokenizers.items() if spec and spec.chat_template is None]
+        for name in lacking:
+            spec = self.tokenizers[name]
+            assert spec is not None
+            self.tokenizers[name] = spec.model_copy(update={"chat_template": TEMPLATE})
+        return bool(lacking)
+
+    def choose(self, component: str, cls: Any) -> None:
+        """Takes another class for a component."""
+        part = self.parts[component]
+        others = tuple(other for other in part.others if other is not cls)
+        self.parts[component] = dataclasses.replace(part, cls=cls, others=others)
+        self.values[component] = network_numbers(cls)
+        self.mended.pop(component, None)
 
     def all_values(self, component: str) -> dict[str, Any]:
         """Returns the arguments of a component: its own values, and the class's defaults of the others."""

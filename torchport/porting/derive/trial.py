@@ -21,6 +21,10 @@ from torchport.errors import BadValueError
 from torchport.load.foreign import brief, refusals
 from torchport.porting.derive.parts import HEAD_SIZE, HEADS, Configurations
 
+NEGATIVE = "bad"
+"""The negative prompt of a trial."""
+LAYERS = 40
+"""Of a tiny text encoder whose hidden states a pipeline picks by numbers."""
 PATIENCE = 120.0
 """Seconds after which no further numbers are tried."""
 ARGUMENTS = {
@@ -51,7 +55,9 @@ class Observed:
     frames: int = 1  #: Frames that were asked for.
     encoding: dict[str, Any] = dataclasses.field(default_factory=dict)  #: What `encode_prompt` was called with.
     embeddings: list[Any] = dataclasses.field(default_factory=list)  #: What it returned.
+    longer: list[Any] = dataclasses.field(default_factory=list)  #: What it returned of longer prompts.
     encodings: int = 0  #: How often it was called.
+    negative: list[Any] = dataclasses.field(default_factory=list)  #: What a second call returned, of the negative prompt.
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
     #: By network, the lists of blocks that feed one another, as a card's `stacks` says it.
     stacks: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -121,6 +127,9 @@ class PipelineTrial:
         return observed
 
     def _refusal(self, stop: Stop) -> BadValueError:
+        if isinstance(stop.error, NameError) and stop.error.name:  # imported if it is there
+            fact = f"'{self.cls.__name__}' stops at {stop.line}: it needs '{stop.error.name}', which is not installed"
+            return BadValueError(self.place, fact, f"pip install {stop.error.name}")
         where = f"tiny.components.{stop.component}" if stop.component else "its components"
         fact = f"With tiny weights '{self.cls.__name__}' stops at {stop.line or 'upstream'}: {brief(stop.error)}"
         return BadValueError(self.place, fact, f"Write a card that says {where}: docs/cards.md")
@@ -136,6 +145,15 @@ class PipelineTrial:
         if divisor and int(divisor[1]) % (self.unit or 1 << 30):
             self.unit = math.lcm(int(divisor[1]), self.unit or 1)
             return self._tried()
+        if "chat_template" in str(stop.error) and self.configurations.give_template():
+            return self._tried()
+        for component, other in self._other_classes(stop):
+            kept_part, kept_values = self.configurations.parts[component], self.configurations.values[component]
+            self.configurations.choose(component, other)
+            observed, later = self._tried()
+            if later is None or observed.finished > before.finished:
+                return observed, later
+            self.configurations.parts[component], self.configurations.values[component] = kept_part, kept_values
         for component, changes in self._proposals(stop):
             if time.monotonic() > end:
                 return None
@@ -148,11 +166,20 @@ class PipelineTrial:
             self.configurations.values[component] = kept
         return None
 
+    def _other_classes(self, stop: Stop) -> list[tuple[str, Any]]:
+        """Returns the classes that components may have as well, where one of them may have stopped the trial."""
+        parts = self.configurations.parts.items()
+        return [(name, other) for name, part in parts if stop.component in (None, name) for other in part.others]
+
     def _proposals(self, stop: Stop) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields changes that may help: first what gives the module its size, then what others of its kind have."""
         if stop.component is not None and stop.wanted is not None:
             yield from ((stop.component, changes) for changes in self._resizing(stop))
-        networks = [name for name, part in self.configurations.parts.items() if part.kind == "network"]
+        parts = self.configurations.parts.items()
+        if isinstance(stop.error, IndexError) and stop.component is None:  # it takes hidden states of many layers
+            values = self.configurations.values
+            yield from ((name, _deeper(values[name])) for name, part in parts if part.kind == "encoder")
+        networks = [name for name, part in parts if part.kind == "network"]
         for component in [stop.component] if stop.component else networks:
             yield from ((component, changes) for changes in self._variants(component))
 
@@ -217,10 +244,12 @@ class PipelineTrial:
         kinds: tuple[type[Exception], ...] = (*refusals(), NameError, StopIteration)
         try:
             pipe = self.cls(**parts)
+            observed.finished += 1
             pipe.set_progress_bar_config(disable=True)
             arguments = self._arguments(pipe, observed)
             with _watched(pipe, parts, observed, running), torch.no_grad():
                 observed.output = pipe(**arguments, return_dict=False)[0]
+                _check_size(observed.output, arguments)
         except kinds as error:
             return observed, _stop(error, running)
         except BaseException as error:
@@ -232,11 +261,11 @@ class PipelineTrial:
     def _arguments(self, pipe: Any, observed: Observed) -> dict[str, Any]:
         """Returns what the pipeline is called with: the smallest video that it makes, in two steps."""
         parameters = inspect.signature(pipe.__call__).parameters
-        spatial = next((getattr(pipe, name) for name in _SPATIAL if hasattr(pipe, name)), 8)
-        temporal = next((getattr(pipe, name) for name in _TEMPORAL if hasattr(pipe, name)), 4)
+        spatial = next((getattr(pipe, name) for name in _SPATIAL if getattr(pipe, name, None)), 8)
+        temporal = next((getattr(pipe, name) for name in _TEMPORAL if getattr(pipe, name, None)), 4)
         self.unit = self.unit or int(spatial) * _patch(self.configurations)
         observed.unit, observed.frames = self.unit, 1
-        values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": "bad", "output_type": "pt"}
+        values: dict[str, Any] = {"prompt": "A cat walks", "negative_prompt": NEGATIVE, "output_type": "pt"}
         values |= {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2}
         values |= {"height": self.unit * 2, "width": self.unit * 4}
         frames = next((name for name in ARGUMENTS["frames"] if name in parameters), None)
@@ -250,6 +279,26 @@ class PipelineTrial:
 
             values[self.image] = Image.new("RGB", (values["width"], values["height"]), (90, 120, 60))
         return {name: value for name, value in values.items() if name in parameters}
+
+
+def _check_size(output: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuses frames of another size than was asked for.
+
+    Raises:
+        ValueError: The VAE has another scale than the pipeline takes it for.
+    """
+    size = [arguments.get("height"), arguments.get("width")]
+    if isinstance(output, torch.Tensor) and None not in size and list(output.shape[-3:]) != [3, *size]:
+        raise ValueError(f"It makes {list(output.shape)} where {size} was asked for")
+
+
+def _deeper(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of layers of an encoder, and of its parts, as large as published ones have them."""
+    result: dict[str, Any] = {"num_hidden_layers": LAYERS} if "num_hidden_layers" in values else {}
+    for name, value in values.items():
+        if isinstance(value, dict) and "num_hidden_layers" in value:
+            result[name] = {**value, "num_hidden_layers": LAYERS}
+    return result
 
 
 def constants_of(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -340,9 +389,16 @@ def _watched(
     def encoded(*args: Any, **kwargs: Any) -> Any:
         returned = encode(*args, **kwargs)  # type: ignore[misc]
         observed.encodings += 1
+        bound = inspect.signature(encode).bind(*args, **kwargs)  # type: ignore[arg-type]
         if observed.encodings == 1:
-            observed.encoding = dict(inspect.signature(encode).bind(*args, **kwargs).arguments)  # type: ignore[arg-type]
-            observed.embeddings = list(returned) if isinstance(returned, tuple) else [returned]
+            observed.encoding = dict(bound.arguments)
+            observed.embeddings = _as_list(returned)
+            bound.arguments |= {
+                name: _longer(bound.arguments[name]) for name in bound.arguments if name in ("prompt", "negative_prompt")
+            }
+            observed.longer = _as_list(encode(*bound.args, **bound.kwargs))  # type: ignore[misc]
+        elif observed.encodings == 2 and bound.arguments.get("prompt") != observed.encoding.get("prompt"):
+            observed.negative = _as_list(returned)
         return returned
 
     stepped.__wrapped__ = step  # type: ignore[attr-defined]  # upstream reads its signature
@@ -358,6 +414,17 @@ def _watched(
             if chain.carries:
                 last = {"last": chain.last} if chain.last else {}
                 observed.stacks.setdefault(chain.component, {})[chain.path] = {"carries": chain.carries, **last}
+
+
+def _as_list(returned: Any) -> list[Any]:
+    return list(returned) if isinstance(returned, tuple) else [returned]
+
+
+def _longer(prompt: Any) -> Any:
+    """Returns a prompt, or a list of them, with more words."""
+    if isinstance(prompt, list):
+        return [_longer(each) for each in prompt]
+    return f"{prompt} on the grass in the evening light while birds fly over water" if prompt else prompt
 
 
 @dataclasses.dataclass

@@ -25,6 +25,7 @@ from torchport.porting.derive.trial import (
 )
 from torchport.porting.draft.model import flow
 
+TOKENS = "tokens"
 _WHOLE = {torch.bool: "bool", torch.int32: "int32", torch.int64: "int64"}
 _PASSED = ("prompt", "negative_prompt", "do_classifier_free_guidance", "device", "dtype")
 """Arguments of `encode_prompt` that every run passes."""
@@ -53,6 +54,10 @@ def card_of(
         raise BadValueError(trial.place, fact, "Write a family with a loop of its own for it: docs/families.md")
     [network] = networks
     encoders = [name for name in parts if name not in (network, "vae", "scheduler")]
+    after = [call.network for call in observed.calls if call.step and call.network in encoders]
+    if after:
+        fact = f"'{cls.__name__}' calls '{after[0]}' after its first step, and a card's loop has its network and its VAE"
+        raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
     by_network = [call for call in observed.calls if call.network == network]
     call: dict[str, Any] = {"network": network, "encoders": encoders, **_encoding(trial, observed, network)}
     call |= _conditions(call["embeddings"], by_network, observed)
@@ -144,19 +149,25 @@ def _encoding(
     dtypes: dict[str, str] = {}
     for number, value in enumerate(observed.embeddings):
         name = names[number] if number < len(names) and names[number] else f"unnamed_{number}"
-        if name not in takes:
+        if name not in takes or value is None:
             embeddings[name] = None
             continue
         if not isinstance(value, torch.Tensor):
             fact = f"'{cls.__name__}.encode_prompt' returns a {type(value).__name__} as '{name}', and no tensor"
             raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
-        embeddings[name] = [_size(trial, network, name, dim, size) for dim, size in enumerate(value.shape)]
+        longer = observed.longer[number].shape
+        embeddings[name] = [
+            _size(trial, network, name, dim, size) if size == longer[dim] else TOKENS
+            for dim, size in enumerate(value.shape)
+        ]
         dtypes |= {name: _WHOLE[value.dtype]} if value.dtype in _WHOLE else {}
     if not any(embeddings.values()):
         fact = f"'{cls.__name__}' takes nothing that its 'encode_prompt' returns ({', '.join(names)})"
         raise BadValueError(trial.place, fact, "Write a family for it: docs/families.md")
     result: dict[str, Any] = {"encode": encode} if encode else {}
-    return {**result, "embeddings": embeddings, **({"dtypes": dtypes} if dtypes else {})}
+    result |= {"embeddings": embeddings} | ({"dtypes": dtypes} if dtypes else {})
+    is_apart = bool(observed.negative) and all(f"negative_{name}" in takes for name in embeddings if embeddings[name])
+    return result | ({"negative_apart": True} if is_apart else {})
 
 
 def _size(
@@ -185,9 +196,10 @@ def _conditions(
 ) -> dict[str, Any]:
     """Returns the inputs that differ between a step's two calls, if each of them is one of the embeddings."""
     first = [call for call in calls if call.step == 0]
-    if len(first) != 2:
+    if len(first) != 2 or any(TOKENS in (shape or ()) for shape in embeddings.values()):  # two lengths are no batch
         return {}
     values = dict(zip(embeddings, observed.embeddings, strict=True))
+    values |= {f"negative_{name}": value for name, value in zip(embeddings, observed.negative, strict=False)}
     pairs: dict[str, list[str]] = {}
     for name in first[0].inputs.keys() & first[1].inputs.keys():
         tensor, other = (call.inputs[name] for call in first)
@@ -244,7 +256,10 @@ def _patches(trial: PipelineTrial, network: str) -> dict[str, list[str]]:
     built = {name: trial.configurations.on_meta(name, {}) for name in (network, "vae")}
     for stage, name in (("denoise", network), ("decode", "vae")):
         places = set(_places(built[name]))
-        names = [file for file, targets in _files(stage) if targets and targets <= places]
+        # A file that is for decoding alone must not change what encodes the image.
+        encoder = getattr(built[name], "encoder", None) if stage == "decode" and trial.image else None
+        encodes = set(_places(encoder)) if encoder is not None else set()
+        names = [file for file, targets in _files(stage) if targets and targets <= places and not targets & encodes]
         if stage == "denoise":
             names.append("torch/attention")
         if any(isinstance(module, torch.nn.LayerNorm) for module in built[name].modules()) and stage == "denoise":
