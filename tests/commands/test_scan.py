@@ -65,6 +65,51 @@ def test_json_has_all_that_a_draft_of_a_patch_needs(torchport, code, capsys):
     assert data["count"].startswith("1 on the inference path")
 
 
+GUARDED = """\
+import torch
+import torch.distributed as dist
+class Net(torch.nn.Module):
+    def forward(self, x):
+        if self.world_size > 1:
+            dist.barrier()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return x
+"""
+
+
+def test_what_is_guarded_is_listed_by_its_guard_and_fails_nothing(torchport, capsys, tmp_path):
+    (tmp_path / "up.py").write_text(GUARDED, encoding="utf-8")
+    code, out, _ = torchport("scan", ".", "--entry", "up:Net", capsys=capsys)
+    assert (code, out) == (
+        0,
+        [
+            "only under a process group:",
+            "  up.py:6: PS301 process-group in Net.forward: dist.barrier() [needs a patch (hours)]",
+            "only on CUDA:",
+            "  up.py:8: PS102 cuda-call in Net.forward: torch.cuda.synchronize() [covered by torch.cuda.synchronize]",
+            "2 on the inference path: 0 covered, 0 need a rewrite, 0 unknown, "
+            "1 only under a process group, 1 only on CUDA",
+        ],
+    )
+
+
+def test_json_has_a_finding_in_each_line(torchport, code, capsys):
+    _, out, _ = torchport("scan", ".", "--json", capsys=capsys)
+    rows = [json.loads(line.removesuffix(",")) for line in out[1:-1]]
+    assert [row["rule"] for row in rows] == ["PS102", "PS103", "PS403"] and out[-1] == "]}"
+    assert json.loads("\n".join(out))["findings"] == rows
+
+
+def test_a_log_says_that_the_scan_began_and_how_far_it_is(torchport, capsys, caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchport.porting.scan.scanning._NOTED", 2)
+    for name in "abcde":
+        (tmp_path / f"{name}.py").write_text(CODE, encoding="utf-8")
+    torchport("scan", ".", capsys=capsys)
+    said = ["scan ...", "scan: 2 of 5 files, 6 findings so far", "scan: 4 of 5 files, 12 findings so far"]
+    assert caplog.messages == said
+
+
 def test_sarif_is_what_its_schema_accepts(torchport, code, capsys):
     _, out, _ = torchport("scan", ".", "--sarif", capsys=capsys)
     log = json.loads("\n".join(out))

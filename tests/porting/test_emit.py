@@ -219,3 +219,23 @@ def test_packages_below_src_are_drafted(emit, tmp_path):
     assert not [line for line in out if "There is no module" in line]
     assert out[-1].endswith("check --static up --path pack --upstream-path code/src")
     assert {"up.flash-attn", "up.attend", "up.rank", "up.net-forward-8"} <= set(entries(tmp_path))
+
+
+def test_what_only_runs_under_a_process_group_or_on_cuda_is_not_drafted(emit, tmp_path):
+    guarded = """
+        import torch
+        from up.group import rank
+        class Net(torch.nn.Module):
+            def forward(self, x: torch.Tensor):
+                if self.world_size > 1:
+                    x = x[rank() :]
+                if x.device.type == "cuda":
+                    x = x * x.max().item()
+                x = x[x > 0]
+                return x
+        """
+    code, out, _ = emit(files={**CODE, "up/net.py": guarded})
+    assert code == 0, out
+    assert "2 only under a process group" in out[0] and "1 only on CUDA" in out[0]
+    drafted = [(one["target"], one["rewrite"]["match"]) for one in entries(tmp_path).values()]
+    assert drafted == [("up.net:Net.forward", "x = x[x > 0]")]

@@ -15,7 +15,7 @@ import click
 from torchport.commands import findings, options, terminal
 from torchport.config.pack import find_pack
 from torchport.errors import BadValueError, printable
-from torchport.porting.scan.finding import ScanFinding, ScanReport
+from torchport.porting.scan.finding import GUARDS, ScanFinding, ScanReport
 from torchport.porting.scan.scanning import scan
 
 
@@ -90,7 +90,10 @@ def shown(report: ScanReport, everything: bool = False) -> list[ScanFinding]:
 def text(report: ScanReport, everything: bool = False) -> str:
     """Returns a line for each finding, and a last line that counts those on the path."""
     some = shown(report, everything)
-    lines = [printable(_line(finding)) for finding in some]
+    lines = [printable(_line(finding)) for finding in some if not finding.only]
+    for only, words in GUARDS.items():
+        guarded = [f"  {printable(_line(finding))}" for finding in some if finding.only == only]
+        lines += [f"{words}:", *guarded] if guarded else []
     if len(some) < len(report.findings):
         lines.append(f"{len(report.findings) - len(some)} that the entry does not lead to: add --all")
     lines += [
@@ -116,11 +119,13 @@ def _line(finding: ScanFinding) -> str:
 
 
 def as_json(report: ScanReport, everything: bool = False) -> str:
-    """Returns the findings with all that is known of them, and what they were counted over."""
-    rows = [_row(finding) for finding in shown(report, everything)]
+    """Returns the findings with all that is known of them, one in each line, and what they were counted over."""
+    rows = [json.dumps(_row(finding)) for finding in shown(report, everything)]
     facts = {"files": report.files, "lines": report.lines, "entries": list(report.entries), "count": report.count()}
     absent = [dataclasses.asdict(absent) for absent in report.absent]
-    return json.dumps({**facts, "absent": absent, "findings": rows}, indent=2)
+    head = json.dumps({**facts, "absent": absent}).removesuffix("}")
+    listed = ",\n".join(rows)
+    return f'{head}, "findings": [\n{listed}\n]}}'
 
 
 def _row(finding: ScanFinding) -> dict[str, Any]:
@@ -153,6 +158,7 @@ def _formats_of(everything: bool) -> dict[str, Callable[[ScanReport], str]]:
 
 
 def exit_code(report: ScanReport) -> int:
-    """Returns 1 if something on the path needs a patch that is not there, else 0."""
+    """Returns 1 if something on the path that nothing guards needs a patch that is not there, else 0."""
     wanted = "path" if report.entries else "unknown"
-    return int(any(finding.verdict == "rewrite" and finding.reach == wanted for finding in report.findings))
+    some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
+    return int(any(finding.reach == wanted for finding in some))

@@ -93,7 +93,8 @@ def _start(finding: ScanFinding) -> Path | None:
 
 def _open(report: ScanReport) -> list[ScanFinding]:
     wanted = "path" if report.entries else "unknown"
-    return [finding for finding in report.findings if finding.verdict == "rewrite" and finding.reach == wanted]
+    some = [finding for finding in report.findings if finding.verdict == "rewrite" and not finding.only]
+    return [finding for finding in some if finding.reach == wanted]
 
 
 def _drawn(findings: Sequence[ScanFinding], outcome: Outcome) -> Iterator[Drawn]:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from torchport.porting import scan
-from torchport.porting.scan.codebase import read_sources
+from torchport.porting.scan.codebase import find_sources
 
 GOOD = "import torch\ndef f(x: torch.Tensor):\n    return x.item()\n"
 
@@ -119,5 +119,5 @@ def test_one_file_can_be_scanned(codebase):
 
 def test_hidden_folders_and_caches_are_not_entered(codebase):
     folder = codebase({"good.py": GOOD, ".git/a.py": GOOD, "__pycache__/b.py": GOOD, "node_modules/c.py": GOOD})
-    sources, unread = read_sources(folder)
+    sources, unread = find_sources(folder)
     assert [source.path for source in sources] == ["good.py"] and unread == []

@@ -1,5 +1,6 @@
 """A trace goes on after each stopper, and says what it assumed."""
 
+import dataclasses
 import re
 
 import pytest
@@ -135,6 +136,17 @@ def test_cuda_and_other_processes_are_assumed(plain):
     assert torch.cuda.current_device.__module__ == "torch.cuda" and not hasattr(
         torch.cuda.current_device, "__wrapped__"
     )
+
+
+def test_without_patches_what_the_card_lists_is_named_and_not_drafted_again(plain):
+    request = Request("plain", str(plain.root / "configs/small.yaml"), paths=(str(plain.root),))
+    calls = tracing.called(request)
+    plain.close()
+    write(plain, ["y = y + torch.cuda.current_device()"])
+    plain.change("denoise: []", "denoise: [torch/cuda]")
+    [stopper] = tracing.traced(dataclasses.replace(request, overrides=("stacked=false",)), calls).stoppers
+    assert (stopper.id, stopper.entry) == ("TP904", "")
+    assert stopper.remedy == "Leave it to torch/cuda, which the card lists and which was left out here"
 
 
 def test_an_absent_package_is_assumed_where_nothing_guards_its_import(plain):

@@ -146,8 +146,11 @@ def _cuda(failure: Failure) -> Cure:
     why = "Asks for CUDA, also where there is none."
     if target is not None:
         names = _shipped(owners, target)
-        if names is not None and target not in {entry.target for entry in owners.patches()}:
+        is_listed = target in {entry.target for entry in owners.patches()}
+        if names is not None and not is_listed:
             return fact, f"List {names} under {owners.listed}, for the stage that needs it", None
+        if names is not None and owners.unpatched:
+            return fact, f"Leave it to {names}, which the card lists and which was left out here", None
         entry: Proposal | None = proposal.function(target, failure.home, why, _parameters(target))
     else:
         entry = failure.rewritten(why)

@@ -41,6 +41,7 @@ class Owners:
         family: The name of the family's module; empty without a family.
         others: Packages of upstream beside those that the card and the patches name.
         is_script: Whether somebody's script calls, as it does `port`. Its code is at fault, too.
+        unpatched: Whether the patches are left out on purpose. One that would have helped is then named.
     """
 
     pack: Pack
@@ -50,6 +51,7 @@ class Owners:
     family: str = ""
     others: frozenset[str] = frozenset()
     is_script: bool = False
+    unpatched: bool = False
 
     @classmethod
     def of_task(cls, task: Task) -> Owners:

@@ -6,24 +6,39 @@ Files are read as strangers' files: each that cannot be read is reported, and no
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
+import inspect
 import os
+import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from torchport.errors import UnreadableError
+from torchport.porting.scan.facts import Facts, Term
 from torchport.porting.scan.finding import BY_KIND
 from torchport.porting.scan.syntax import MODULE, Act, Body, bodies, chain_of
 from torchport.source import parsing
 from torchport.source.flow import taken
 from torchport.source.modules import imported_from
-from torchport.source.parameters import STARRED, Function, WrittenParameter, parameters
+from torchport.source.parameters import STARRED, parameters
 
 _ALSO_ON_PYPI = {"torch", "transformers", "diffusers", "datasets", "tokenizers", "accelerate", "numpy", "peft", "tests"}
 _DEPTH = 12
 """How many imports a name is followed through."""
+_PARSED = 1000
+"""Levels that the parser may nest, above the call of it."""
+_IMPORTS = re.compile(r"^(?:from\s+([\w.]+)\s+import\b|import\s+([\w., \t]+))", re.MULTILINE)
+
+
+class _Everything:
+    """All names: where a module imports everything of another one, any may be known."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,53 +46,44 @@ class CodeUnit:
     """One function of a codebase, or what one of its modules does at import."""
 
     module: Module  #: Its module.
-    body: Body  #: What it does.
+    name: str  #: Its qualified name, `<module>` for what runs at import.
+    body: Body | None  #: What it does, until it has been read; then the facts are what is left.
+    is_class: bool  #: Whether it is what the decorators of a class do.
+    class_name: str  #: The class that it is a method of; empty for none.
+    parameters: tuple[str, ...] = ()  #: Its parameters by position, then those by keyword alone.
+    defaults: dict[str, Term] = dataclasses.field(default_factory=dict)  #: What they are where a call leaves them out.
+    decorators: frozenset[str] = frozenset()  #: The last names of its decorators.
+    returns: ast.expr | None = None  #: What it is annotated to return.
+    tensors: frozenset[str] = frozenset()  #: The parameters and buffers that a constructor registers.
     #: What the imports inside it bind, in full.
     imports: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Its qualified name, `<module>` for what runs at import."""
-        return self.body.name
+    facts: Facts = dataclasses.field(default_factory=Facts)  #: What it does, when its syntax tree is dropped.
 
     @property
     def target(self) -> str:
         """`module:Qual.name`, as patches have it."""
-        return f"{self.module.name}:{self.body.name}"
+        return f"{self.module.name}:{self.name}"
 
     @functools.cached_property
     def owner(self) -> Class | None:
         """The class that it is a method of."""
-        return self.module.classes.get(self.body.owner)
+        return self.module.classes.get(self.class_name)
 
-    @functools.cached_property
-    def _written(self) -> list[WrittenParameter]:
-        node = self.body.node
-        return parameters(node) if isinstance(node, Function) else []
-
-    @functools.cached_property
-    def parameters(self) -> list[ast.arg]:
-        """Its parameters by position, then those by keyword alone."""
-        return [parameter.argument for parameter in self._written if parameter.kind not in STARRED]
-
-    @functools.cached_property
-    def defaults(self) -> dict[str, ast.expr]:
-        """What its parameters are where a call leaves them out."""
-        return {parameter.name: parameter.default for parameter in self._written if parameter.default is not None}
+    @property
+    def heads(self) -> Container[str]:
+        """The names that may be known outside of it: it or its module defines or imports them."""
+        heads = self.module.heads
+        return _Everything() if self.module.stars else heads | self.imports.keys() if self.imports else heads
 
     @functools.cached_property
     def first(self) -> str:
         """The name of a method's first argument; empty for a static method or a function."""
-        node = self.body.node
-        if not self.body.owner or not self.parameters or self.has_decorator("staticmethod"):
-            return ""
-        return self.parameters[0].arg if isinstance(node, Function) else ""
+        return self.parameters[0] if self.class_name and self.parameters and not self.is_static else ""
 
-    def has_decorator(self, name: str) -> bool:
-        """Returns whether a decorator of this name stands on it."""
-        node = self.body.node
-        decorators = [] if isinstance(node, ast.Module) else node.decorator_list
-        return any(chain_of(decorator)[-1:] == (name,) for decorator in decorators)
+    @property
+    def is_static(self) -> bool:
+        """Whether it is a static method."""
+        return "staticmethod" in self.decorators
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,11 +92,10 @@ class Class:
 
     module: Module  #: Its module.
     name: str  #: Its qualified name.
-    node: ast.ClassDef  #: Its statement.
-    #: What its bases are, in full.
-    bases: list[str] = dataclasses.field(default_factory=list)
+    above: tuple[tuple[str, ...], ...]  #: Its bases, as they are written.
+    variables: frozenset[str]  #: The names that its body assigns.
 
-    @property
+    @functools.cached_property
     def dotted(self) -> str:
         """Its name in full."""
         return f"{self.module.name}.{self.name}"
@@ -111,21 +116,31 @@ class Module:
     #: The modules that it imports everything of.
     stars: list[str] = dataclasses.field(default_factory=list)
     #: What stands in the lists and dictionaries that its names are bound to.
-    tables: dict[str, list[ast.expr]] = dataclasses.field(default_factory=dict)
+    tables: dict[str, list[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    #: The nodes in these tables, while it is read: what they name is used where a table is.
+    in_tables: set[ast.AST] = dataclasses.field(default_factory=set)
+    #: Chains of names in full, as functions without imports of their own mean them.
+    meant: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
 
-    @functools.cached_property
-    def in_tables(self) -> frozenset[int]:
-        """What stands in tables, by identity: it is used where a table is read."""
-        return frozenset(id(node) for nodes in self.tables.values() for node in nodes)
+    def drop_syntax(self) -> None:
+        """Drops its syntax tree; the facts of its functions are left."""
+        self.in_tables.clear()
+        for unit in self.units.values():
+            unit.body = None
 
     @functools.cached_property
     def methods(self) -> dict[str, list[CodeUnit]]:
         """The methods of each class, by its name."""
         result: dict[str, list[CodeUnit]] = defaultdict(list)
         for unit in self.units.values():
-            if unit.body.owner and not isinstance(unit.body.node, ast.ClassDef):
-                result[unit.body.owner].append(unit)
+            if unit.class_name and not unit.is_class:
+                result[unit.class_name].append(unit)
         return result
+
+    @functools.cached_property
+    def heads(self) -> frozenset[str]:
+        """What it defines or imports itself."""
+        return frozenset((*self.units, *self.classes, *self.bound))
 
     @property
     def is_package(self) -> bool:
@@ -143,7 +158,7 @@ class Module:
 
 
 class Codebase:
-    """The modules of a codebase, by name.
+    """The modules of a codebase, by name. Each is read when it is first asked for, and its syntax tree dropped soon.
 
     Args:
         sources: Its files.
@@ -151,17 +166,70 @@ class Codebase:
     """
 
     def __init__(self, sources: Iterable[Source], root: str = "") -> None:
-        listed = list(sources)
-        names = module_names(listed, root)
+        self.sources = list(sources)
+        self._names = module_names(self.sources, root)
+        self._files: dict[str, Source] = {}
+        for source in self.sources:
+            self._files.setdefault(self._names[source.path], source)
+        self._waiting = set(self._files)
+        self._new: list[Module] = []
+        self.tops = {name.partition(".")[0] for name in self._files}
         self.modules: dict[str, Module] = {}
-        for source in listed:
-            module = Module(names[source.path], source)
-            self.modules.setdefault(module.name, module)
-            _fill(module)
-        self.units = [unit for module in self.modules.values() for unit in module.units.values()]
-        for module in self.modules.values():
-            for kind in module.classes.values():
-                kind.bases = [self.canonical(self.full(module, chain_of(base), {})) for base in kind.node.bases]
+        self.unread: list[Unread] = []
+        self.files = self.lines = 0
+
+    def read(self) -> Iterator[Module]:
+        """Yields each module while its syntax tree is there; those that its names lead to come next.
+
+        Whoever takes one drops its syntax before the next: `Module.drop_syntax`.
+        """
+        for source in self.sources:
+            self.module(self._names[source.path])
+            if source is not self._files[self._names[source.path]]:
+                self._tree(source)  # another file with a name that is taken
+            while self._new:
+                yield self._new.pop()
+        self.modules = {name: self.modules[name] for name in self._files if name in self.modules}
+
+    @functools.cached_property
+    def units(self) -> list[CodeUnit]:
+        """All functions, once everything was read."""
+        return [unit for module in self.modules.values() for unit in module.units.values()]
+
+    def module(self, name: str) -> Module | None:
+        """Returns a module; None if there is none, or if it cannot be read."""
+        if name not in self.modules and name in self._waiting:
+            self._waiting.remove(name)
+            tree = self._tree(self._files[name])
+            if tree is not None:
+                module = self.modules[name] = Module(name, self._files[name])
+                _fill(module, tree)
+                self._new.append(module)
+        return self.modules.get(name)
+
+    def _tree(self, source: Source) -> ast.Module | None:
+        """Returns the syntax tree of a file; notes it as unread if there is none."""
+        try:
+            with _as_shallow():
+                text = parsing.text_of(source.file, source.path)
+                tree = parsing.tree(text, source.path)
+        except UnreadableError as error:
+            self.unread.append(Unread(source.path, error.line, BY_KIND[error.kind], error.fact))
+            return None
+        self.files += 1
+        self.lines += text.count("\n") + 1
+        return tree
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  (a codebase lives as long as its scan)
+    def _bodies(self, name: str) -> dict[str, Body]:
+        source = self._files[name]
+        with _as_shallow():
+            tree = parsing.tree(parsing.text_of(source.file, source.path), source.path)
+        return {body.name: body for body in bodies(tree)[0]}
+
+    def written(self, unit: CodeUnit) -> Body:
+        """Returns what a function does, read again if its syntax tree was dropped."""
+        return unit.body or self._bodies(unit.module.name)[unit.name]
 
     def full(self, module: Module, chain: tuple[str, ...], local: dict[str, str]) -> str:
         """Returns a chain of names in full, as one module means it; empty where nothing that is known binds it."""
@@ -172,12 +240,26 @@ class Codebase:
             head = f"{module.name}.{chain[0]}"
         if head is None:
             for star in module.stars:
-                known = self.modules.get(star)
-                if known and (chain[0] in known.units or chain[0] in known.classes or chain[0] in known.bound):
+                known = self.module(star)
+                if known and chain[0] in known.heads:
                     head = f"{star}.{chain[0]}"
         return "" if head is None else ".".join((head, *chain[1:]))
 
-    @functools.cache  # noqa: B019  (a codebase lives as long as its scan)
+    def meant(self, unit: CodeUnit, chain: tuple[str, ...]) -> str:
+        """Returns a chain of names in a function in full, as its home has it."""
+        if chain[:1] and chain[0] in unit.imports:
+            return self.canonical(self.full(unit.module, chain, unit.imports))
+        known = unit.module.meant.get(chain)
+        if known is None:
+            name = self.full(unit.module, chain, {})
+            known = unit.module.meant[chain] = self.canonical(name) if name else ""
+        return known
+
+    def has(self, dotted: str) -> bool:
+        """Returns whether a name in full is of this codebase."""
+        return dotted.partition(".")[0] in self.tops
+
+    @functools.cache  # noqa: B019
     def canonical(self, dotted: str, depth: int = 0) -> str:
         """Returns a name in full as its home has it, followed through the imports of this codebase."""
         place = self._place(dotted)
@@ -190,14 +272,15 @@ class Codebase:
         return self.canonical(onward, depth + 1) if onward and onward != dotted else dotted
 
     def _place(self, dotted: str) -> tuple[Module, tuple[str, ...]] | None:
-        parts = dotted.split(".")
+        parts = dotted.split(".") if self.has(dotted) else []
         for end in range(len(parts), 0, -1):
-            module = self.modules.get(".".join(parts[:end]))
+            module = self.module(".".join(parts[:end]))
             if module is not None:
                 return module, tuple(parts[end:])
         return None
 
-    def table(self, dotted: str) -> tuple[Module, list[ast.expr]] | None:
+    @functools.cache  # noqa: B019
+    def table(self, dotted: str) -> tuple[Module, list[tuple[str, ...]]] | None:
         """Returns the table that a name in full is bound to, and its module."""
         place = self._place(dotted)
         if place is None or len(place[1]) != 1 or place[1][0] not in place[0].tables:
@@ -219,10 +302,20 @@ class Codebase:
         above = module.classes.get(".".join(rest[:-1]))
         return None if above is None else self.method(above, rest[-1])
 
+    @functools.cache  # noqa: B019
+    def bases(self, kind: Class) -> tuple[str, ...]:
+        """Returns what the bases of a class are, in full."""
+        return tuple(self.canonical(self.full(kind.module, base, {})) for base in kind.above)
+
+    @functools.cache  # noqa: B019
+    def ancestry(self, kind: Class) -> frozenset[Class]:
+        """Returns a class and those above it."""
+        return frozenset(self.lineage(kind))
+
     def lineage(self, kind: Class, seen: frozenset[str] = frozenset()) -> Iterator[Class]:
         """Yields a class and those above it, as far as the codebase has them."""
         yield kind
-        for base in kind.bases:
+        for base in self.bases(kind):
             above = self.definition(base)
             if isinstance(above, Class) and above.dotted not in seen:
                 yield from self.lineage(above, seen | {kind.dotted})
@@ -245,7 +338,7 @@ class Codebase:
 
     def is_network(self, kind: Class) -> bool:
         """Returns whether a class is a network: its `forward` is what a call of it runs."""
-        bases = [base for above in self.lineage(kind) for base in above.bases]
+        bases = [base for above in self.lineage(kind) for base in self.bases(above)]
         return any(base.startswith("torch.nn.") or base.endswith("ModelMixin") for base in bases)
 
     @functools.cached_property
@@ -254,7 +347,7 @@ class Codebase:
         result: dict[str, list[Class]] = defaultdict(list)
         for module in self.modules.values():
             for kind in module.classes.values():
-                for base in kind.bases:
+                for base in self.bases(kind):
                     result[base].append(kind)
         return result
 
@@ -263,9 +356,9 @@ def module_names(sources: list[Source], root: str) -> dict[str, str]:
     """Returns the module that each file is, as imports of the codebase name it: below `src/` there is no `src.`"""
     paths = [PurePosixPath(source.path) for source in sources]
     packages = {path.parent for path in paths if path.name == "__init__.py"}
-    imported = {name for source in sources for name in _imported_tops(source.tree)}
     starts = {PurePosixPath(".")}
     if not root:
+        imported = {name for source in sources for name in _imported_tops(source)}
         for path in paths:
             for folder in path.parents:
                 inner = path.relative_to(folder).parts[0].removesuffix(".py")
@@ -284,35 +377,89 @@ def _module_name(path: PurePosixPath, starts: set[PurePosixPath], root: str) -> 
     return ".".join([*([root] if root else []), *parts]) or path.stem
 
 
-def _imported_tops(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module.partition(".")[0]
+def _imported_tops(source: Source) -> Iterator[str]:
+    """Yields the packages that the first lines of a file's statements import; no syntax tree is made for them."""
+    try:
+        text = parsing.text_of(source.file, source.path)
+    except UnreadableError:
+        return  # reported where it is read
+    for match in _IMPORTS.finditer(text):
+        yield from (part.split()[0].partition(".")[0] for part in (match[1] or match[2]).split(",") if part.strip())
 
 
-def _fill(module: Module) -> None:
+@contextlib.contextmanager
+def _as_shallow() -> Iterator[None]:
+    """Lets the parser nest as deep as at the start of a program, whatever depth is allowed to a walk.
+
+    It nests on the machine's own stack, which is at its end before a deep limit is.
+    """
+    was, depth, frame = sys.getrecursionlimit(), 0, inspect.currentframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+    sys.setrecursionlimit(min(was, depth + _PARSED))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(was)
+
+
+def _fill(module: Module, tree: ast.Module) -> None:
     """Reads a module's functions, classes, and what its names are bound to."""
-    functions, classes = bodies(module.source.tree)
-    module.classes = {name: Class(module, name, node) for name, node in classes.items()}
+    functions, classes = bodies(tree)
+    for name, node in classes.items():
+        variables = frozenset(name for statement in node.body for name in _names_set(statement))
+        module.classes[name] = Class(module, name, tuple(map(chain_of, node.bases)), variables)
     for body in functions:
-        unit = CodeUnit(module, body)
-        module.units[body.name] = unit
+        unit = module.units[body.name] = _unit(module, body)
         bound = module.bound if body.name == MODULE else unit.imports
         for event in body.events:
             if event.act is Act.IMPORT:
                 _bind(module, event.node, bound)
-    for event in module.units[MODULE].body.events:
+    for event in functions[0].events:
         if event.act is Act.ASSIGN and isinstance(event.node, ast.Name) and event.value is not None:
             _bind_value(module, event.node.id, event.value)
+
+
+def _names_set(statement: ast.stmt) -> Iterator[str]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _unit(module: Module, body: Body) -> CodeUnit:
+    node = body.node
+    if isinstance(node, ast.Module):
+        return CodeUnit(module, body.name, body, False, "")
+    marks = frozenset(last for decorator in node.decorator_list for last in chain_of(decorator)[-1:])
+    if isinstance(node, ast.ClassDef):
+        return CodeUnit(module, body.name, body, True, body.owner, decorators=marks)
+    written = parameters(node)
+    names = tuple(parameter.name for parameter in written if parameter.kind not in STARRED)
+    defaults: dict[str, Term] = {
+        parameter.name: ("const", parameter.default.value) if isinstance(parameter.default, ast.Constant) else None
+        for parameter in written
+        if parameter.default is not None
+    }
+    tensors = frozenset(_registered(body)) if node.name == "__init__" else frozenset()
+    return CodeUnit(module, body.name, body, False, body.owner, names, defaults, marks, node.returns, tensors)
+
+
+def _registered(init: Body) -> Iterator[str]:
+    """Yields the parameters and buffers that a constructor registers."""
+    for event in init.events:
+        node, value = event.node, event.value
+        if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
+            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+        elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
+            yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []
 
 
 def _bind_value(module: Module, name: str, value: ast.expr) -> None:
     """Notes `klass = Other`, of names that no import binds, and tables."""
     if isinstance(value, (ast.Dict, ast.List, ast.Tuple, ast.Set)):
         nodes = [node for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))]
-        module.tables.setdefault(name, []).extend(nodes)
+        module.tables.setdefault(name, []).extend(map(chain_of, nodes))
+        module.in_tables |= set(nodes)
     chain = chain_of(value)
     if chain and name not in module.bound and chain[0] != name:
         head = module.bound.get(chain[0]) or (f"{module.name}.{chain[0]}" if chain[0] in module.classes else "")
@@ -338,11 +485,10 @@ _NOT_ENTERED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """A file that was read."""
+    """A file to read."""
 
+    file: Path  #: Where it is.
     path: str  #: Its path below the folder, with forward slashes.
-    tree: ast.Module  #: Its syntax tree.
-    lines: int  #: The number of its lines.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,18 +501,11 @@ class Unread:
     why: str  #: What is wrong with it, without a full stop.
 
 
-def read_sources(root: Path) -> tuple[list[Source], list[Unread]]:
-    """Returns the files of a folder, or one file, and what could not be read."""
-    sources: list[Source] = []
+def find_sources(root: Path) -> tuple[list[Source], list[Unread]]:
+    """Returns the files of a folder, or one file, and what could not be entered."""
     unread: list[Unread] = []
     files = iter([(root, root.name)]) if root.is_file() else _walk(root, unread)
-    for file, name in files:
-        source = _read_file(file, name)
-        if isinstance(source, Source):
-            sources.append(source)
-        else:
-            unread.append(source)
-    return sources, unread
+    return [Source(file, name) for file, name in files], unread
 
 
 def _walk(root: Path, unread: list[Unread]) -> Iterator[tuple[Path, str]]:
@@ -412,11 +551,3 @@ def _is_loop(path: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _read_file(file: Path, name: str) -> Source | Unread:
-    try:
-        text = parsing.text_of(file, name)
-        return Source(name, parsing.tree(text, name), text.count("\n") + 1)
-    except UnreadableError as error:
-        return Unread(name, error.line, BY_KIND[error.kind], error.fact)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 from torchport.porting.scan.codebase import Codebase, CodeUnit
-from torchport.porting.scan.syntax import MODULE, TRIED, Act, Event, Guards, chain_of
+from torchport.porting.scan.facts import Conditions, Terms
+from torchport.porting.scan.syntax import MODULE, TRIED, Act, Body, Event, chain_of, head_of
 from torchport.porting.scan.tensors import ON_DEVICE, Kind, Tensors
 
 _BUILDERS = {
     "__init__", "reset_parameters", "init_weights", "_init_weights", "initialize_weights", "__new__",
     "__post_init__",
 }  # fmt: skip
+_LONGEST = 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,53 +28,59 @@ class Site:
 
     unit: CodeUnit  #: The function.
     kind: str  #: The rule's name.
-    node: ast.AST  #: Where.
-    guards: Guards  #: The conditions that it stands under.
+    line: int  #: Its line.
+    text: str  #: The expression, shortened.
+    conditions: Conditions  #: What it stands under.
     uses: str = ""  #: The name in full of what is called or imported.
     if_none: str = ""  #: A parameter that must be None for it to be one.
     #: Whether it is one for certain: not where a package is tried, or where a tensor is only assumed.
     sure: bool = True
 
-    @property
-    def line(self) -> int:
-        """Its line."""
-        return int(getattr(self.node, "lineno", 1))
+
+def text_of(node: ast.AST) -> str:
+    """Returns an expression on one line, shortened."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 class FunctionContext:
     """One function, for detectors."""
 
-    def __init__(self, codebase: Codebase, unit: CodeUnit, attributes: frozenset[str]) -> None:
+    def __init__(self, codebase: Codebase, unit: CodeUnit, body: Body, attributes: frozenset[str]) -> None:
         self.unit = unit
         self.codebase = codebase
-        self._names: dict[tuple[str, ...], str] = {}
-        self.tensors = Tensors(unit, self.full, attributes, self._returns)
-        self.builds = unit.name.rpartition(".")[2] in _BUILDERS
+        self.terms = Terms(unit.parameters, unit.first, lambda node: codebase.meant(unit, chain_of(node)))
         self.at_import = unit.name == MODULE
-        self.asks_for_autocast = {id(node) for event in unit.body.events for node in _arguments_of_autocast(event)}
+        kinds: dict[str, Kind] = {}
 
-    def full(self, node: ast.AST) -> str:
-        """Returns the name in full of a chain of names; empty where no import or definition of a module binds it."""
-        chain = chain_of(node)
-        if chain not in self._names:
-            hidden = (
-                chain[:1] and chain[0] in self.tensors.kinds and chain[0] not in self.unit.imports if chain else True
-            )
-            name = (
-                "" if hidden and not self.at_import else self.codebase.full(self.unit.module, chain, self.unit.imports)
-            )
-            self._names[chain] = self.codebase.canonical(name) if name else ""
-        return self._names[chain]
+        def full(node: ast.AST) -> str:
+            head = head_of(node)
+            if not head or head not in heads or (head in hidden and head not in unit.imports):
+                return ""
+            return codebase.meant(unit, chain_of(node))
 
-    def _returns(self, name: str) -> ast.expr | None:
-        """Returns what a function of the codebase is annotated to return."""
-        known = self.codebase.definition(name) if name else None
-        node = known.body.node if isinstance(known, CodeUnit) else None
-        return node.returns if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+        hidden = {} if self.at_import else kinds
+        heads = self.heads = unit.heads
+        self.full = full
+        self.tensors = Tensors(unit, body, kinds, full, attributes, functools.partial(_returns, codebase))
+        self.builds = unit.name.rpartition(".")[2] in _BUILDERS
+        self._body = body
+
+    @functools.cached_property
+    def asks_for_autocast(self) -> set[ast.AST]:
+        """What is passed to autocast and its like."""
+        return {node for event in self._body.by_act[Act.CALL] for node in _arguments_of_autocast(event)}
 
     def site(self, kind: str, event: Event, uses: str = "", if_none: str = "", sure: bool = True) -> Site:
         """Returns a finding at an event."""
-        return Site(self.unit, kind, event.node, event.guards, uses, if_none, sure)
+        line, conditions = getattr(event.node, "lineno", 1), self.terms.conditions(event.guards)
+        return Site(self.unit, kind, line, text_of(event.node), conditions, uses, if_none, sure)
+
+
+def _returns(codebase: Codebase, name: str) -> ast.expr | None:
+    """Returns what a function of the codebase is annotated to return."""
+    known = codebase.definition(name) if name else None
+    return known.returns if isinstance(known, CodeUnit) else None
 
 
 def _arguments_of_autocast(event: Event) -> Iterator[ast.AST]:
@@ -113,6 +122,8 @@ _AUTOCAST = {
 }  # fmt: skip
 AUTOCAST = "torch.amp.autocast_mode.autocast"
 """The class that all names of autocast lead to."""
+_BACKENDS = {"torch.nn.attention.sdpa_kernel", "torch.backends.cuda.sdp_kernel"}
+"""What allows only some kernels of attention."""
 _COMPILES = {
     "torch.compile", "torch.jit.script", "torch.jit.trace", "torch.jit.script_method",
     "torch.jit.script_if_tracing", "torch.compiler.disable", "torch.compiler.allow_in_graph",
@@ -137,18 +148,21 @@ _MADE = {"zeros", "ones", "full", "empty", "eye", "tri", "new_zeros", "new_ones"
 Detector = Callable[[FunctionContext, Event], Iterator[Site]]
 
 
-def sites(codebase: Codebase, unit: CodeUnit, attributes: frozenset[str]) -> Iterator[Site]:
+def sites(context: FunctionContext, body: Body) -> Iterator[Site]:
     """Yields the findings of a function, in order; several of one kind on one line are one."""
-    context = FunctionContext(codebase, unit, attributes)
-    tensors = unit.module.uses_torch
+    tensors = context.unit.module.uses_torch
+    detectors = _BY_ACT if tensors else _WITHOUT_TORCH
     seen: set[tuple[str, int]] = set()
-    for event in unit.body.events:
-        for detector in _BY_ACT.get(event.act, ()) if tensors else _WITHOUT_TORCH.get(event.act, ()):
+    heads = context.heads
+    for event in body.events:
+        if event.act is Act.CHAIN and head_of(event.node) not in heads:
+            continue
+        for detector in detectors.get(event.act, ()):
             for site in detector(context, event):
                 if (site.kind, site.line) not in seen:
                     seen.add((site.kind, site.line))
                     yield site
-        if tensors:
+        if tensors and event.act in (Act.ASSIGN, Act.ENTER):
             context.tensors.follow(event)
 
 
@@ -158,9 +172,7 @@ def _imports(context: FunctionContext, event: Event) -> Iterator[Site]:
     if isinstance(node, ast.ImportFrom) and not node.level:
         names = [f"{node.module}.{alias.name}" for alias in node.names]
     for name in names:
-        if is_kernel(name) and name.partition(".")[0] not in {
-            module.partition(".")[0] for module in context.codebase.modules
-        }:
+        if is_kernel(name) and not context.codebase.has(name):
             yield context.site("kernel", event, name, sure=TRIED not in event.guards and not name.startswith(_FLEX))
 
 
@@ -236,17 +248,13 @@ def _factory(context: FunctionContext, event: Event, node: ast.Call, name: str) 
         return  # in a dictionary that is unpacked
     if device is None or _is_host(device):
         yield context.site("host-tensor", event, name)
-    elif isinstance(device, ast.Name) and _is_none(context.unit.defaults.get(device.id)):
+    elif isinstance(device, ast.Name) and context.unit.defaults.get(device.id) == ("const", None):
         yield context.site("host-tensor", event, name, if_none=device.id)
 
 
 def _is_host(device: ast.expr) -> bool:
     inner = device.args[0] if isinstance(device, ast.Call) and device.args else device
     return isinstance(inner, ast.Constant) and inner.value in ("cpu", None)
-
-
-def _is_none(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _method_calls(context: FunctionContext, event: Event, node: ast.Call, func: ast.Attribute) -> Iterator[Site]:
@@ -314,8 +322,11 @@ def _writes(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 def _withs(context: FunctionContext, event: Event) -> Iterator[Site]:
     called = event.node.func if isinstance(event.node, ast.Call) else event.node
-    if context.full(called) in _AUTOCAST:
+    name = context.full(called)
+    if name in _AUTOCAST:
         yield context.site("autocast", event, AUTOCAST)
+    elif name in _BACKENDS:
+        yield context.site("attention-backend", event, name)
 
 
 def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
@@ -323,6 +334,8 @@ def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
     name = context.full(called)
     if name in _AUTOCAST:
         yield context.site("autocast", event, AUTOCAST)
+    elif name in _BACKENDS:
+        yield context.site("attention-backend", event, name)
     elif name in _COMPILES:
         yield context.site("compile", event, name)
     elif is_kernel(name):
@@ -330,7 +343,7 @@ def _decorators(context: FunctionContext, event: Event) -> Iterator[Site]:
 
 
 def _texts(context: FunctionContext, event: Event) -> Iterator[Site]:
-    if id(event.node) in context.asks_for_autocast:
+    if event.node in context.asks_for_autocast:
         return
     text = ast.unparse(event.node).strip("'\"f")
     if text == "cuda" or text.startswith("cuda:"):

@@ -1,5 +1,7 @@
 """What an entry leads to: calls, constructors, imports, properties and functions that are handed on.
 
+What is followed are the facts of functions, which are gathered here from their events.
+
 A method of an object whose class the source does not show is looked up in all classes that are made on the way, and a
 network that is made is also called. Conditions that constants of the source decide close a way.
 """
@@ -8,15 +10,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchport.porting.scan.codebase import Class, Codebase, CodeUnit
-from torchport.porting.scan.syntax import MODULE, NEVER, Act, Event, chain_of
+from torchport.porting.scan.facts import Called, Conditions, Facts, Imported, Read, Term, Terms
+from torchport.porting.scan.syntax import MODULE, NEVER, Act, Body, Event, chain_of, names_in
+from torchport.source.parameters import STARRED, Function, parameters
 
 Arguments = dict[str, Any]
 _DUNDERS = ("__call__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__")
+_DEPTH = 4
+"""How many functions that only return what another one does are looked through."""
 _NETWORK = ("forward", "encode", "decode", "__call__")
 
 
@@ -27,11 +34,6 @@ class _Unknown:
 _UNKNOWN: Any = _Unknown()
 _NOT_NONE: Any = _Unknown()
 """Some value, and not None."""
-_ALONE = {
-    "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
-    "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
-}  # fmt: skip
-"""What is False in an inference of one process that nobody scripts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,25 +53,29 @@ class Closed:
 
 
 class Reached:
-    """What some functions lead to."""
+    """What some functions lead to.
 
-    def __init__(self, codebase: Codebase, closed: Closed | None = None, trains: bool = False) -> None:
+    Args:
+        codebase: The codebase.
+        closed: What patches close.
+        trains: Whether the code is read as training.
+        without: What is not there: `process-group` or `cuda`; without it, conditions that ask for it are decided.
+    """
+
+    def __init__(
+        self, codebase: Codebase, closed: Closed | None = None, trains: bool = False, without: str = ""
+    ) -> None:
         self._codebase = codebase
         self._closed = closed or Closed()
-        self._trains = trains
+        self._fixed = _Fixed(_attribute_constants(codebase, self._closed.units), trains, without, codebase.definition)
         self._arguments: dict[CodeUnit, Arguments] = {}
-        self._attributes = _attribute_constants(codebase, self._closed.units)
+        self._known: dict[CodeUnit, _Values] = {}
         self._live: dict[Class, None] = {}
         self._live_methods: dict[str, dict[CodeUnit, None]] = defaultdict(dict)
-        self._asked: dict[str, dict[int, tuple[CodeUnit, ast.Call | None]]] = defaultdict(dict)
-        self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if unit.has_decorator("property")}
-        self._pending: list[CodeUnit] = []
+        self._asked: dict[str, dict[int, tuple[CodeUnit, Called | None]]] = defaultdict(dict)
+        self._properties = {unit.name.rpartition(".")[2] for unit in codebase.units if "property" in unit.decorators}
+        self._pending: dict[CodeUnit, None] = {}
         self.callers: dict[CodeUnit, set[tuple[CodeUnit, int]]] = defaultdict(set)
-
-    @property
-    def units(self) -> Iterable[CodeUnit]:
-        """The functions that are reached."""
-        return self._arguments.keys()
 
     def start(self, units: Iterable[CodeUnit], classes: Iterable[Class] = ()) -> None:
         """Follows functions and constructors that are called with any arguments."""
@@ -80,35 +86,32 @@ class Reached:
             self._import(kind.module.name)
             self._make(kind, None, None)
         while self._pending:
-            self._process(self._pending.pop())
+            self._process(self._pending.popitem()[0])
 
     def admit(self, units: Iterable[CodeUnit]) -> None:
         """Notes that functions may be called with any arguments, and follows nothing that they call."""
         for unit in units:
             if unit not in self._closed.units:
-                self._arguments[unit] = {parameter.arg: _UNKNOWN for parameter in unit.parameters}
+                self._arguments[unit] = dict.fromkeys(unit.parameters, _UNKNOWN)
 
-    def leads_to(self, unit: CodeUnit, guards: Iterable[tuple[ast.expr, bool]], line: int, if_none: str = "") -> bool:
+    def leads_to(self, unit: CodeUnit, conditions: Conditions, line: int, if_none: str = "") -> bool:
         """Returns whether a place of a function is reached."""
         if unit not in self._arguments or self._closed.has(unit, line):
             return False
         values = self._values(unit)
         if if_none and values.names.get(if_none, _UNKNOWN) is not None:
             return False
-        return _is_open(values, guards)
+        return values.open(conditions)
 
     def _values(self, unit: CodeUnit) -> _Values:
-        assigned = _assigned(unit)
-        names = {name: value for name, value in self._arguments.get(unit, {}).items() if name not in assigned}
-        if unit.name.endswith(".forward"):
-            names |= {
-                name: _NOT_NONE for name in self._closed.given if name in unit.defaults and not _may_be_none(unit, name)
-            }
-        return _Values(names, self._attributes, lambda node: self._full(unit, node), unit.first, self._trains)
-
-    def _full(self, unit: CodeUnit, node: ast.AST) -> str:
-        name = self._codebase.full(unit.module, chain_of(node), unit.imports)
-        return self._codebase.canonical(name) if name else ""
+        known = self._known.get(unit)
+        if known is None:
+            names = {n: value for n, value in self._arguments.get(unit, {}).items() if n not in unit.facts.assigned}
+            if unit.name.endswith(".forward"):
+                some = self._closed.given & unit.defaults.keys()
+                names |= dict.fromkeys(some - unit.facts.nones, _NOT_NONE)
+            known = self._known[unit] = _Values(names, self._fixed)
+        return known
 
     def _import(self, name: str) -> None:
         parts = name.split(".")
@@ -117,29 +120,30 @@ class Reached:
             if module is not None and module.units[MODULE] not in self._arguments:
                 self._reach(module.units[MODULE], None, None)
                 for unit in module.units.values():
-                    if isinstance(unit.body.node, ast.ClassDef):
+                    if unit.is_class:
                         self._reach(unit, None, None)
 
-    def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: ast.Call | None, bound: bool = True) -> None:
+    def _reach(self, unit: CodeUnit, caller: CodeUnit | None, call: Called | None, bound: bool = True) -> None:
         """Notes that a function is called, and with which constants; without a call with anything."""
         if caller is not None:
-            self.callers[unit].add((caller, call.lineno if call is not None else 0))
+            self.callers[unit].add((caller, call.line if call is not None else 0))
         if unit in self._closed.units:
             return
-        given = {parameter.arg: _UNKNOWN for parameter in unit.parameters}
+        known = self._arguments.get(unit)
+        if known is not None and all(value is _UNKNOWN for value in known.values()):
+            return
+        given = dict.fromkeys(unit.parameters, _UNKNOWN)
         if call is not None and caller is not None:
             given = _given(unit, call, self._values(caller), bound)
-        known = self._arguments.get(unit)
-        if known is None:
-            self._arguments[unit] = given
-            self._pending.append(unit)
-            return
-        joined = {name: value if _same(value, given.get(name, _UNKNOWN)) else _UNKNOWN for name, value in known.items()}
-        if any(joined[name] is not known[name] for name in known):
-            self._arguments[unit] = joined
-            self._pending.append(unit)
+        if known is not None:
+            given = {name: value if _same(value, given[name]) else _UNKNOWN for name, value in known.items()}
+            if all(given[name] is known[name] for name in known):
+                return
+        self._arguments[unit] = given
+        self._known.pop(unit, None)
+        self._pending[unit] = None
 
-    def _make(self, kind: Class, caller: CodeUnit | None, call: ast.Call | None) -> None:
+    def _make(self, kind: Class, caller: CodeUnit | None, call: Called | None) -> None:
         """Notes that an object of a class is made."""
         for name in ("__init__", "__post_init__", "__new__"):
             unit = self._codebase.method(kind, name)
@@ -159,63 +163,51 @@ class Reached:
                 for asker, call_of_it in list(self._asked[name].values()) if name in self._asked else ():
                     self._reach(unit, asker, call_of_it)
 
-    def _ask(self, name: str, unit: CodeUnit, call: ast.Call | None) -> None:
+    def _ask(self, name: str, unit: CodeUnit, call: Called | None) -> None:
         """Notes that a method of some object is called."""
         self._asked[name][id(call if call is not None else unit)] = unit, call
         for method in list(self._live_methods.get(name, ())):
             self._reach(method, unit, call)
 
     def _process(self, unit: CodeUnit) -> None:
-        values, skipped = self._values(unit), _only_asked_about(unit)
-        skipped |= unit.module.in_tables if unit.name == MODULE else frozenset()
-        for event in unit.body.events:
-            if event.act not in (Act.CALL, Act.CHAIN, Act.IMPORT) or id(event.node) in skipped:
+        values = self._values(unit)
+        for step in unit.facts.steps:
+            if self._closed.has(unit, step.line) or not values.open(step.conditions):
                 continue
-            line = getattr(event.node, "lineno", 0)
-            if self._closed.has(unit, line) or not _is_open(values, event.guards):
-                continue
-            if event.act is Act.IMPORT:
-                self._imports(unit, event)
-            elif isinstance(event.node, ast.Call):
-                self._call(unit, event.node)
+            if isinstance(step, Imported):
+                for name in step.modules:
+                    self._import(name)
+            elif isinstance(step, Called):
+                self._call(unit, step)
             else:
-                self._value(unit, event.node)
+                self._value(unit, step)
 
-    def _imports(self, unit: CodeUnit, event: Event) -> None:
-        if isinstance(event.node, ast.Import):
-            for alias in event.node.names:
-                self._import(alias.name)
-        elif isinstance(event.node, ast.ImportFrom):
-            for alias in event.node.names:
-                bound = unit.module.bound if unit.name == MODULE else unit.imports
-                self._import(bound.get(alias.asname or alias.name, ""))
-            for star in unit.module.stars:
-                self._import(star)
-
-    def _call(self, unit: CodeUnit, node: ast.Call) -> None:
-        chain = chain_of(node.func)
+    def _call(self, unit: CodeUnit, call: Called) -> None:
+        chain = call.chain
         for name in chain[1:-1]:
             if name in self._properties:
                 self._ask(name, unit, None)
-        if not chain:
-            self._call_of_expression(unit, node)
+        if call.of_super and unit.owner is not None:
+            method = self._codebase.method(unit.owner, call.method, inherited=True)
+            if method is not None:
+                self._reach(method, unit, call)
+        elif not chain:
+            self._ask(call.method, unit, call)
         elif chain[0] == unit.first and unit.owner is not None:
-            self._call_of_self(unit, unit.owner, chain, node)
+            self._call_of_self(unit, unit.owner, chain, call)
         else:
-            name = self._full(unit, node.func)
             self._read_table(unit, f"{unit.module.name}.{chain[0]}")
-            known = bool(name) and self._call_of_name(unit, name, node)
-            if not known and len(chain) > 1 and not name.startswith(("torch.", "numpy.")):
-                self._ask(chain[-1], unit, node)
+            known = bool(call.name) and self._call_of_name(unit, call.name, call)
+            if not known and len(chain) > 1 and not call.name.startswith(("torch.", "numpy.")):
+                self._ask(chain[-1], unit, call)
 
-    def _call_of_name(self, unit: CodeUnit, name: str, node: ast.Call) -> bool:
+    def _call_of_name(self, unit: CodeUnit, name: str, call: Called) -> bool:
         known = self._codebase.definition(name)
         if isinstance(known, Class):
-            self._make(known, unit, node)
+            self._make(known, unit, call)
             return True
         if isinstance(known, CodeUnit):
-            bound = known.owner is None or known.has_decorator("classmethod") or known.has_decorator("staticmethod")
-            self._reach(known, unit, node, bound)
+            self._reach(known, unit, call, known.owner is None or "classmethod" in known.decorators or known.is_static)
             return True
         above, _, last = name.rpartition(".")
         kind = self._codebase.definition(above) if above else None
@@ -228,45 +220,32 @@ class Reached:
             return True
         return False
 
-    def _call_of_self(self, unit: CodeUnit, owner: Class, chain: tuple[str, ...], node: ast.Call) -> None:
+    def _call_of_self(self, unit: CodeUnit, owner: Class, chain: tuple[str, ...], call: Called) -> None:
         if len(chain) == 1:  # `cls(...)`
-            self._make(owner, unit, node)
+            self._make(owner, unit, call)
         elif len(chain) > 2:
-            self._ask(chain[-1], unit, node)
+            self._ask(chain[-1], unit, call)
         else:
-            self._method_of(unit, owner, chain[1], node)
+            self._method_of(unit, owner, chain[1], call)
 
-    def _method_of(self, unit: CodeUnit, owner: Class, name: str, node: ast.Call | None) -> None:
+    def _method_of(self, unit: CodeUnit, owner: Class, name: str, call: Called | None) -> None:
         method = self._codebase.method(owner, name)
         if method is not None:
-            self._reach(method, unit, node)
+            self._reach(method, unit, call)
             for other in list(self._live_methods.get(name, ())):
-                if other is not method and other.owner is not None and owner in self._codebase.lineage(other.owner):
-                    self._reach(other, unit, node)
+                if other is not method and other.owner is not None and owner in self._codebase.ancestry(other.owner):
+                    self._reach(other, unit, call)
 
-    def _call_of_expression(self, unit: CodeUnit, node: ast.Call) -> None:
-        func = node.func
-        if not isinstance(func, ast.Attribute):
-            return
-        above = func.value.func if isinstance(func.value, ast.Call) else None
-        if isinstance(above, ast.Name) and above.id == "super" and unit.owner is not None:
-            method = self._codebase.method(unit.owner, func.attr, inherited=True)
-            if method is not None:
-                self._reach(method, unit, node)
-            return
-        self._ask(func.attr, unit, node)
-
-    def _value(self, unit: CodeUnit, node: ast.AST) -> None:
+    def _value(self, unit: CodeUnit, read: Read) -> None:
         """Follows a function or class that is named and not called: somebody may call it."""
-        chain = chain_of(node)
+        chain = read.chain
         if chain and chain[0] == unit.first and unit.owner is not None:
             if len(chain) > 1:
                 self._method_of(unit, unit.owner, chain[1], None)
         elif chain:
-            known = self._codebase.definition(name) if (name := self._full(unit, node)) else None
-            self._hand_on(unit, known)
-            self._read_table(unit, name or f"{unit.module.name}.{chain[0]}")
-        for name in chain[1:] if chain else ([node.attr] if isinstance(node, ast.Attribute) else []):
+            self._hand_on(unit, self._codebase.definition(read.name) if read.name else None)
+            self._read_table(unit, read.name or f"{unit.module.name}.{chain[0]}")
+        for name in read.attributes:
             if name in self._properties:
                 self._ask(name, unit, None)
 
@@ -278,164 +257,114 @@ class Reached:
 
     def _read_table(self, unit: CodeUnit, name: str) -> None:
         """Follows what stands in a table of functions or classes that is read."""
-        home, nodes = self._codebase.table(name) or (unit.module, [])
-        for node in nodes:
-            inner = self._codebase.full(home, chain_of(node), {})
+        home, chains = self._codebase.table(name) or (unit.module, [])
+        for chain in chains:
+            inner = self._codebase.full(home, chain, {})
             self._hand_on(unit, self._codebase.definition(self._codebase.canonical(inner)) if inner else None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Values:
-    """What is known in one function: what has one value only, that of a constant in the source.
+class _Fixed:
+    """What is known in all functions: an attribute has a value if the whole codebase assigns it no other."""
 
-    A parameter has one if every call that the entry leads to gives it the same. An attribute has one if the whole
-    codebase assigns it no other.
-    """
+    attributes: Mapping[str, Any]  #: Attributes of `self`, by name.
+    trains: bool  #: Whether the code is read as training.
+    without: str  #: What is not there.
+    definition: Callable[[str], CodeUnit | Class | None]  #: What a name in full is.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What is known in one function: a parameter has a value if every call on the way gives it the same."""
 
     names: Mapping[str, Any]  #: Parameters that are never assigned, with their values.
-    attributes: Mapping[str, Any]  #: Attributes of `self`, by name.
-    full: Callable[[ast.AST], str]  #: Who is meant by a chain of names.
-    first: str = ""  #: The name of `self`.
-    trains: bool = False  #: Whether the code is read as training.
+    fixed: _Fixed  #: What is known everywhere.
+    depth: int = 0  #: How many functions were asked for their answers on the way.
 
-    def value(self, node: ast.AST) -> Any:
-        """Returns an expression's value, or _UNKNOWN."""
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.Name):
-            return self._of_name(node)
-        if isinstance(node, ast.Attribute):
-            return self._of_attribute(node)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            value = self.truth(node.operand)
-            return _UNKNOWN if value is None else not value
-        if isinstance(node, ast.BoolOp):
-            value = self._of_bools(node)
-            return _UNKNOWN if value is None else value
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return _compared(node.ops[0], self.value(node.left), self.value(node.comparators[0]))
-        if isinstance(node, ast.Call) and self.full(node.func) in _ALONE:
-            return False
-        return _UNKNOWN
+    def open(self, conditions: Conditions) -> bool:
+        """Returns whether conditions may all hold."""
+        return all(self.truth(condition) in (None, wanted) for condition, wanted in conditions)
 
-    def truth(self, node: ast.AST) -> bool | None:
+    def truth(self, term: Term) -> bool | None:
         """Returns whether a condition holds; None if the source does not show it."""
-        value = self.value(node)
+        value = self.value(term)
         return None if value is _UNKNOWN or value is _NOT_NONE else bool(value)
 
-    def _of_name(self, node: ast.Name) -> Any:
-        if node.id == "TYPE_CHECKING":
-            return False
-        if node.id == "__name__":
-            return "imported"
-        return self.names.get(node.id, _UNKNOWN)
+    def value(self, term: Term) -> Any:
+        """Returns a term's value, or _UNKNOWN."""
+        if term is None:
+            return _UNKNOWN
+        kind, *parts = term
+        if kind == "const":
+            return parts[0]
+        if kind == "name":
+            return "imported" if parts[0] == "__name__" else self.names.get(parts[0], _UNKNOWN)
+        if kind == "self":
+            return self.fixed.attributes.get(parts[0], _UNKNOWN)
+        if kind == "training":
+            return self.fixed.trains
+        if kind == "else":
+            value = self.value(parts[0])
+            return parts[2] if value is _UNKNOWN and parts[1] == self.fixed.without else value
+        if kind == "call":
+            return self._answered(parts[0]) if self.fixed.without and self.depth < _DEPTH else _UNKNOWN
+        return self._of_operator(kind, parts)
 
-    def _of_attribute(self, node: ast.Attribute) -> Any:
-        if node.attr == "training":
-            return self.trains
-        if node.attr == "TYPE_CHECKING":
-            return False
-        on_self = isinstance(node.value, ast.Name) and node.value.id == self.first and bool(self.first)
-        return self.attributes.get(node.attr, _UNKNOWN) if on_self else _UNKNOWN
+    def _of_operator(self, kind: str, parts: list[Term]) -> Any:
+        if kind == "not":
+            value = self.truth(parts[0])
+            return _UNKNOWN if value is None else not value
+        if kind in ("and", "or"):
+            values = [self.truth(part) for part in parts]
+            if (kind == "or") in values:
+                return kind == "or"
+            return _UNKNOWN if None in values else kind == "and"
+        return _compared(kind, self.value(parts[0]), self.value(parts[1]))
 
-    def _of_bools(self, node: ast.BoolOp) -> bool | None:
-        values = [self.truth(value) for value in node.values]
-        decisive = isinstance(node.op, ast.Or)
-        if decisive in values:
-            return decisive
-        return None if None in values else not decisive
+    def _answered(self, name: str) -> Any:
+        """Returns what a function of the codebase returns that only looks something up."""
+        known = self.fixed.definition(name)
+        answer = known.facts.answer if isinstance(known, CodeUnit) else None
+        return _Values({}, self.fixed, self.depth + 1).value(answer)
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any) -> Any:
+def _compared(op: str, left: Any, right: Any) -> Any:
     if left is _UNKNOWN or right is _UNKNOWN:
         return _UNKNOWN
-    if isinstance(op, (ast.Is, ast.IsNot)):
+    if op in ("is", "is not"):
         if right is None and left is _NOT_NONE:
-            return isinstance(op, ast.IsNot)
+            return op == "is not"
         unsure = left is _NOT_NONE or right is _NOT_NONE
-        return _UNKNOWN if unsure else (left is right) == isinstance(op, ast.Is)
+        return _UNKNOWN if unsure else (left is right) == (op == "is")
     if left is _NOT_NONE or right is _NOT_NONE:
         return _UNKNOWN
     try:
-        return _ORDER[type(op)](left, right) if type(op) in _ORDER else _UNKNOWN
+        return _ORDER[op](left, right)
     except TypeError:
         return _UNKNOWN
 
 
-_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: lambda a, b: bool(a == b),
-    ast.NotEq: lambda a, b: bool(a != b),
-    ast.Lt: lambda a, b: bool(a < b),
-    ast.LtE: lambda a, b: bool(a <= b),
-    ast.Gt: lambda a, b: bool(a > b),
-    ast.GtE: lambda a, b: bool(a >= b),
-}
-
-
-def _is_open(values: _Values, guards: Iterable[tuple[ast.expr, bool]]) -> bool:
-    return all(values.truth(condition) in (None, wanted) for condition, wanted in guards)
+_ORDER: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 
 
 def _same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and value is not _UNKNOWN and bool(value == other))
 
 
-def _given(unit: CodeUnit, call: ast.Call, values: _Values, bound: bool) -> Arguments:
+def _given(unit: CodeUnit, call: Called, values: _Values, bound: bool) -> Arguments:
     """Returns the constants that a call gives to a function's parameters."""
-    names = [parameter.arg for parameter in unit.parameters]
-    method = unit.owner is not None and bound and not unit.has_decorator("staticmethod")
-    result = {name: _constant(unit.defaults.get(name)) for name in names}
-    open_ended = any(isinstance(argument, ast.Starred) for argument in call.args) or any(
-        argument.arg is None for argument in call.keywords
-    )
-    if open_ended:
-        result = dict.fromkeys(names, _UNKNOWN)
-    for name, argument in zip(names[int(method) :], call.args, strict=False):
-        if isinstance(argument, ast.Starred):
-            break
-        result[name] = values.value(argument)
-    result |= {
-        keyword.arg: values.value(keyword.value)
-        for keyword in call.keywords
-        if keyword.arg in result and keyword.arg is not None
-    }
-    return result
+    names = unit.parameters
+    method = unit.owner is not None and bound and not unit.is_static
+    result = {name: _UNKNOWN if call.starred else _default(unit, name) for name in names}
+    result |= zip(names[int(method) :], map(values.value, call.arguments), strict=False)
+    return result | {name: values.value(term) for name, term in call.keywords if name in result}
 
 
-def _constant(node: ast.expr | None) -> Any:
-    return node.value if isinstance(node, ast.Constant) else _UNKNOWN
-
-
-def _assigned(unit: CodeUnit) -> frozenset[str]:
-    """Returns the names that a function binds itself, those of its nested functions included."""
-    known: frozenset[str] | None = unit.__dict__.get("_assigned")
-    if known is None:
-        names: set[str] = set()
-        for event in unit.body.events:
-            if event.act is Act.ASSIGN:
-                names |= {node.id for node in ast.walk(event.node) if isinstance(node, ast.Name)}
-            elif event.act is Act.ENTER and isinstance(event.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                names |= {node.arg for node in ast.walk(event.node.args) if isinstance(node, ast.arg)}
-        known = unit.__dict__["_assigned"] = frozenset(names)
-    return known
-
-
-def _may_be_none(unit: CodeUnit, name: str) -> bool:
-    """Returns whether a function sets a name to None itself."""
-    return any(
-        isinstance(event.node, ast.Name) and event.node.id == name and _constant(event.value) is None
-        for event in unit.body.events
-        if event.act is Act.ASSIGN
-    )
-
-
-def _only_asked_about(unit: CodeUnit) -> set[int]:
-    """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
-    result: set[int] = set()
-    for event in unit.body.events:
-        if isinstance(event.node, ast.Call) and chain_of(event.node.func) in (("isinstance",), ("issubclass",)):
-            result |= {id(node) for argument in event.node.args[1:] for node in ast.walk(argument)}
-    return result
+def _default(unit: CodeUnit, name: str) -> Any:
+    term = unit.defaults.get(name)
+    return _UNKNOWN if term is None else term[1]
 
 
 def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dict[str, Any]:
@@ -443,21 +372,12 @@ def _attribute_constants(codebase: Codebase, closed: frozenset[CodeUnit]) -> dic
     values: dict[str, set[Any]] = defaultdict(set)
     for module in codebase.modules.values():
         for kind in module.classes.values():
-            for statement in kind.node.body:
-                for name in _names_set(statement):
-                    values[name].add(_UNKNOWN)
+            for name in kind.variables:
+                values[name].add(_UNKNOWN)
     for unit in codebase.units:
-        for event in unit.body.events if unit not in closed else ():
-            if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and NEVER not in event.guards:
-                constant = isinstance(event.value, ast.Constant) and isinstance(event.value.value, bool)
-                values[event.node.attr].add(event.value.value if constant else _UNKNOWN)  # type: ignore[union-attr]
+        for name, term in unit.facts.attributes if unit not in closed else ():
+            values[name].add(term[1] if term is not None and isinstance(term[1], bool) else _UNKNOWN)
     return {name: next(iter(some)) for name, some in values.items() if len(some) == 1 and _UNKNOWN not in some}
-
-
-def _names_set(statement: ast.stmt) -> Iterator[str]:
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
-    yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]:
@@ -466,24 +386,143 @@ def roots(codebase: Codebase, kind: Class) -> tuple[list[CodeUnit], list[Class]]
     mine = [unit for unit in kind.module.units.values() if unit.owner is kind]
     if not methods:
         methods = [unit for unit in mine if not unit.name.rpartition(".")[2].startswith("_")]
-    methods += [unit for unit in mine if unit.has_decorator("classmethod") and _makes_itself(unit)]
+    methods += [unit for unit in mine if "classmethod" in unit.decorators and _makes_itself(unit)]
     classes, init = [kind], codebase.method(kind, "__init__")
-    for parameter in init.parameters if init is not None else ():
-        for name in _annotated(codebase, init, parameter):  # type: ignore[arg-type]
-            known = codebase.definition(name)
-            if isinstance(known, Class):
-                classes += [known, *codebase.subclasses[known.dotted]]
+    for name in _annotated(codebase, init) if init is not None else ():
+        known = codebase.definition(name)
+        if isinstance(known, Class):
+            classes += [known, *codebase.subclasses[known.dotted]]
     return methods, classes
 
 
 def _makes_itself(unit: CodeUnit) -> bool:
-    calls = [event.node for event in unit.body.events if event.act is Act.CALL and isinstance(event.node, ast.Call)]
-    return any(chain_of(call.func) == (unit.first,) for call in calls)
+    return any(call.chain == (unit.first,) for call in unit.facts.calls)
 
 
-def _annotated(codebase: Codebase, unit: CodeUnit, parameter: ast.arg) -> Iterator[str]:
-    for node in ast.walk(parameter.annotation) if parameter.annotation else ():
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            name = codebase.full(unit.module, chain_of(node), unit.imports)
+def _annotated(codebase: Codebase, unit: CodeUnit) -> Iterator[str]:
+    """Yields what the annotations of a function's parameters name, in full."""
+    node = codebase.written(unit).node
+    for parameter in parameters(node) if isinstance(node, Function) else ():
+        annotation = parameter.argument.annotation if parameter.kind not in STARRED else None
+        for part in ast.walk(annotation) if annotation else ():
+            name = codebase.meant(unit, chain_of(part))
             if name:
-                yield codebase.canonical(name)
+                yield name
+
+
+def gathered(codebase: Codebase, unit: CodeUnit, body: Body, terms: Terms) -> Facts:
+    """Returns the facts of a function.
+
+    Args:
+        codebase: What tells who is meant by a name.
+        unit: The function.
+        body: Its events.
+        terms: Its expressions as terms.
+    """
+    skipped = _only_asked_about(body) | (unit.module.in_tables if unit.name == MODULE else set())
+    heads, others = unit.heads, {unit.first, *unit.module.tables}
+    steps: dict[Any, Called | Read | Imported] = {}
+    attributes: dict[tuple[str, Term], None] = {}
+    bound: set[str] = set()
+    nones: set[str] = set()
+    for event in body.events:
+        node = event.node
+        if event.act is Act.CHAIN:
+            if type(node) is ast.Name and node.id not in heads and node.id not in others:
+                continue
+            read = _read(codebase, unit, event, terms) if node not in skipped else None
+            if read is not None:
+                steps.setdefault((read.line, read.conditions, read.chain, read.attributes), read)
+        elif event.act is Act.CALL:
+            call = _call(codebase, unit, event, terms) if node not in skipped else None
+            if call is not None:
+                steps[event] = call
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            steps[event] = _imported(unit, event, node, terms)
+        elif event.act is Act.ASSIGN:
+            bound |= {node.id} if isinstance(node, ast.Name) else names_in(node)
+            value = terms.term(event.value) if isinstance(event.value, ast.Constant) else None
+            if isinstance(node, ast.Name) and value == ("const", None):
+                nones.add(node.id)
+            elif isinstance(node, ast.Attribute) and NEVER not in event.guards:
+                attributes[node.attr, value] = None
+        elif event.act is Act.ENTER and isinstance(node, Function):
+            bound |= {name.arg for name in ast.walk(node.args) if isinstance(name, ast.arg)}
+    return Facts(
+        tuple(steps.values()), frozenset(bound & set(unit.parameters)), frozenset(nones & set(unit.parameters)),
+        tuple(attributes), _asked(body), _answer(body, terms),
+    )  # fmt: skip
+
+
+def _only_asked_about(body: Body) -> set[ast.AST]:
+    """Returns the nodes that are asked for their class alone: of `isinstance` and `issubclass`."""
+    calls: list[Any] = [event.node for event in body.by_act[Act.CALL]]
+    asking = [call for call in calls if type(call.func) is ast.Name and call.func.id in ("isinstance", "issubclass")]
+    return {node for call in asking for argument in call.args[1:] for node in ast.walk(argument)}
+
+
+def _asked(body: Body) -> frozenset[str]:
+    """Returns the names and attributes that the conditions of a function ask for."""
+    under = {id(event.guards): event.guards for event in body.events if event.guards}
+    tests = {guard.test for guards in under.values() for guard in guards}
+    return frozenset(name for test in tests for name in names_in(test))
+
+
+def _answer(body: Body, terms: Terms) -> Term:
+    """Returns what a function returns that does nothing else."""
+    block = [] if isinstance(body.node, (ast.Module, ast.ClassDef)) else body.node.body
+    does = [
+        statement
+        for statement in block
+        if not isinstance(statement, (ast.Global, ast.Expr))
+        or (isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant))
+    ]
+    return terms.term(does[0].value) if len(does) == 1 and isinstance(does[0], ast.Return) else None
+
+
+def _imported(unit: CodeUnit, event: Event, node: ast.Import | ast.ImportFrom, terms: Terms) -> Imported:
+    conditions = terms.conditions(event.guards)
+    if isinstance(node, ast.Import):
+        names = tuple(alias.name for alias in node.names)
+        packages = tuple(dict.fromkeys(name.partition(".")[0] for name in names))
+        return Imported(node.lineno, conditions, names, packages, (), not event.guards)
+    bound = unit.module.bound if unit.name == MODULE else unit.imports
+    aliases = tuple((alias.name, bound.get(alias.asname or alias.name, ""), alias.lineno) for alias in node.names)
+    packages = (node.module.partition(".")[0],) if not node.level and node.module else ()
+    modules = (*(full for _, full, _ in aliases), *unit.module.stars)
+    return Imported(node.lineno, conditions, modules, packages, aliases, not event.guards)
+
+
+def _call(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Called | None:
+    """Returns a call; None where nothing of the codebase can be meant."""
+    node: Any = event.node
+    chain, method, of_super = chain_of(node.func), "", False
+    name = codebase.meant(unit, chain) if chain else ""
+    if not chain:
+        if not isinstance(node.func, ast.Attribute):
+            return None
+        method, above = node.func.attr, node.func.value
+        of_super = isinstance(above, ast.Call) and isinstance(above.func, ast.Name) and above.func.id == "super"
+    elif chain[0] != unit.first and len(chain) < 3 and chain[0] not in unit.module.tables:
+        outside = name.startswith(("torch.", "numpy.")) and not codebase.has(name)
+        if outside or (len(chain) == 1 and not name):
+            return None
+    places = [number for number, argument in enumerate(node.args) if isinstance(argument, ast.Starred)]
+    arguments = tuple(map(terms.term, node.args[: places[0]] if places else node.args))
+    keywords = tuple((keyword.arg, terms.term(keyword.value)) for keyword in node.keywords if keyword.arg is not None)
+    starred = bool(places) or any(keyword.arg is None for keyword in node.keywords)
+    conditions = terms.conditions(event.guards)
+    return Called(node.lineno, conditions, chain, name, method, of_super, arguments, keywords, starred)
+
+
+def _read(codebase: Codebase, unit: CodeUnit, event: Event, terms: Terms) -> Read | None:
+    """Returns what is read; None where nothing of the codebase can be meant."""
+    node: Any = event.node
+    chain = chain_of(node)
+    name = codebase.meant(unit, chain) if chain else ""
+    attributes = chain[1:] if chain else (node.attr,) if isinstance(node, ast.Attribute) else ()
+    if not attributes and not name and chain[:1] != (unit.first,) and not set(chain) & set(unit.module.tables):
+        return None
+    if not attributes and name and not codebase.has(name):
+        return None
+    return Read(node.lineno, terms.conditions(event.guards), chain, name, attributes)

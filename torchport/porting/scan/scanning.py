@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import gc
 import re
 import sys
@@ -22,11 +21,13 @@ from torchport import patch
 from torchport.errors import BadValueError, UnknownNameError, nearest
 from torchport.files import folder
 from torchport.patch.rewriting import pattern
-from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Source, Unread, read_sources
-from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, Site, is_kernel, sites
-from torchport.porting.scan.finding import BY_KIND, Absent, Reach, ScanFinding, ScanReport
-from torchport.porting.scan.reach import Closed, Reached, roots
-from torchport.porting.scan.syntax import MODULE, Act, Event, chain_of
+from torchport.porting.scan.codebase import Class, Codebase, CodeUnit, Module, Unread, find_sources
+from torchport.porting.scan.detect import AUTOCAST, MAKES_GROUP, FunctionContext, Site, is_kernel, sites, text_of
+from torchport.porting.scan.facts import Called
+from torchport.porting.scan.finding import BY_KIND, GUARDS, Absent, Only, Reach, ScanFinding, ScanReport
+from torchport.porting.scan.reach import Closed, Reached, gathered, roots
+from torchport.porting.scan.syntax import MODULE, Act, Body, chain_of
+from torchport.progress import note, track
 from torchport.source.modules import is_there
 from torchport.source.parsing import tree_of
 
@@ -34,7 +35,8 @@ _TRAINS = {
     "train", "trainer", "training", "finetune", "finetuner", "finetuning", "tuner", "optim", "optimizer",
     "optimizers", "loss", "losses", "backward", "pretrain",
 }  # fmt: skip
-_LONGEST = 90
+_NOTED = 250
+"""Files after which a log says how far the scan is."""
 _DEEPEST = 50_000
 """Calls inside each other: the parser nests 3000 levels, and the deepest walk takes some calls for each."""
 
@@ -49,15 +51,14 @@ def scan(path: Path, entries: Sequence[str] = (), folders: Sequence[Path] = ()) 
     """
     if not folder.has_file(path) and not folder.has_folder(path):
         raise BadValueError(f"torchport scan {path}", "There is no such folder or file", "Name the codebase's folder")
-    with _without_collection():
-        sources, unread = read_sources(path)
-        if not sources and not unread:
-            raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
-        for entry in entries:
-            _check_read(path, entry, unread)
-        with _deep():
-            report = _scan(path, sources, entries, folders)
-    findings = sorted([*report.findings, *(_of_unread(path, file) for file in unread)], key=_place)
+    sources, unread = find_sources(path)
+    if not sources and not unread:
+        raise BadValueError(f"torchport scan {path}", "There is no Python file in it", "Name the codebase's folder")
+    codebase = Codebase(sources, _package_of(path))
+    codebase.unread += unread
+    with _without_collection(), _deep():
+        report = _scan(path, codebase, entries, folders)
+    findings = sorted([*report.findings, *(_of_unread(path, file) for file in codebase.unread)], key=_place)
     return dataclasses.replace(report, findings=tuple(findings))
 
 
@@ -88,28 +89,46 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _scan(path: Path, sources: list[Source], entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
-    codebase = Codebase(sources, _package_of(path))
+def _scan(path: Path, codebase: Codebase, entries: Sequence[str], folders: Sequence[Path]) -> ScanReport:
+    found = _read(codebase)
+    for entry in entries:
+        _check_read(path, entry, codebase.unread)
     chosen = [_entry(codebase, entry) for entry in entries]
     patches = _read_patches(codebase, folders)
     before, after = Reached(codebase), Reached(codebase, patches.closed())
-    for reached in (before, after):
+    without = {only: Reached(codebase, without=only) for only in GUARDS}
+    for reached in (before, after, *without.values()):
         for item in chosen:
             reached.start(*item)
         if not chosen:  # whatever is not training may run
             reached.admit(unit for unit in codebase.units if not _trains(unit))
     training = Reached(codebase, trains=True)
     (training.start if chosen else training.admit)(unit for unit in codebase.units if _trains(unit))
-    known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase)]
+    known = [(site, _reach(site, before, training, bool(chosen))) for site in _all_sites(codebase, found)]
     known = [(site, reach) for site, reach in known if not site.if_none or reach != "off"]
     cover = Coverage(patches, before, after, [site for site, _ in known])
+    asking = _asking((site for site, _ in known), without["process-group"]) if chosen else None
     findings = [
-        _finding(path, site, reach, ids) for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
+        _finding(path, site, reach, ids, _only(site, reach, without, asking))
+        for (site, reach), ids in zip(known, _covered(known, cover), strict=True)
     ]
-    lines = sum(source.lines for source in sources)
-    return ScanReport(
-        tuple(findings), len(sources), lines, tuple(entries), tuple(_absent(path, codebase, patches, before))
-    )
+    absent = tuple(_absent(path, codebase, patches, before))
+    return ScanReport(tuple(findings), codebase.files, codebase.lines, tuple(entries), absent)
+
+
+def _read(codebase: Codebase) -> list[Site]:
+    """Reads all files, each once; returns what is found in each function alone."""
+    found: dict[CodeUnit, list[Site]] = {}
+    for number, module in enumerate(track(codebase.read(), "scan", "file", len(codebase.sources)), 1):
+        for unit in module.units.values():
+            body = codebase.written(unit)
+            context = FunctionContext(codebase, unit, body, _tensor_attributes(codebase, unit))
+            found[unit] = list(sites(context, body))
+            unit.facts = gathered(codebase, unit, body, context.terms)
+        module.drop_syntax()
+        if number % _NOTED == 0:
+            note(f"scan: {number} of {len(codebase.sources)} files, {sum(map(len, found.values()))} findings so far")
+    return [site for unit in codebase.units for site in found[unit]]
 
 
 def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) -> Iterator[Absent]:
@@ -117,36 +136,54 @@ def _absent(path: Path, codebase: Codebase, patches: Patches, reached: Reached) 
     beside = path.parent if folder.has_file(path) else path
     known = {name.partition(".")[0] for name in codebase.modules}
     for unit in codebase.units:
-        for event in unit.body.events:
-            node = event.node
-            if not isinstance(node, ast.Import | ast.ImportFrom) or event.guards:
+        for step in unit.facts.imports:
+            if not step.always or not reached.leads_to(unit, step.conditions, step.line):
                 continue
-            if not reached.leads_to(unit, event.guards, node.lineno):
-                continue
-            for package in dict.fromkeys(_imported(node)):
+            for package in step.packages:
                 here = is_kernel(package) or folder.has_file(beside / f"{package}.py") or is_there(package)
                 stubbed = any(unit.module.name in importers for _, importers in patches.stubs.get(package, ()))
                 if package not in known and not here and not stubbed and not folder.has_folder(beside / package):
                     known.add(package)
-                    yield Absent(package, _named(path, unit.module.source.path), node.lineno)
+                    yield Absent(package, _named(path, unit.module.source.path), step.line)
 
 
-def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Yields the packages that an import statement names."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name.partition(".")[0] for alias in node.names)
-    elif not node.level and node.module:
-        yield node.module.partition(".")[0]
+def _only(site: Site, reach: Reach, without: dict[Only, Reached], asking: set[str] | None) -> Only:
+    """Returns what a finding runs under alone: without it nothing leads there, or a helper that is called asks nobody.
+
+    Args:
+        site: The finding.
+        reach: Whether the entry leads there.
+        without: What the entry leads to without each.
+        asking: The functions that ask torch.distributed without a group, too; None without an entry.
+    """
+    if reach not in ("path", "unknown"):
+        return ""
+    if site.kind == "parallel-state" and asking is not None and site.uses not in asking:
+        return "process-group"
+    places = (site.unit, site.conditions, site.line, site.if_none)
+    return next((only for only, reached in without.items() if not reached.leads_to(*places)), "")
 
 
-def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...]) -> ScanFinding:
+def _asking(sites: Iterable[Site], alone: Reached) -> set[str]:
+    """Returns the functions, in full, that lead to a call of torch.distributed where there is no process group."""
+    direct = (site for site in sites if site.kind == "process-group")
+    pending = [site.unit for site in direct if alone.leads_to(site.unit, site.conditions, site.line)]
+    seen = set(pending)
+    while pending:
+        more = {caller for caller, _ in alone.callers.get(pending.pop(), ())} - seen
+        seen |= more
+        pending += more
+    return {f"{unit.module.name}.{unit.name}" for unit in seen}
+
+
+def _finding(path: Path, site: Site, reach: Reach, ids: tuple[str, ...], only: Only) -> ScanFinding:
     file = _named(path, site.unit.module.source.path)
-    text = _text(site.node)
-    return ScanFinding(BY_KIND[site.kind], file, site.line, site.unit.target, text, site.uses, reach, ids, site.sure)
+    rule, target = BY_KIND[site.kind], site.unit.target
+    return ScanFinding(rule, file, site.line, target, site.text, site.uses, reach, ids, site.sure, only)
 
 
-def _all_sites(codebase: Codebase) -> list[Site]:
-    found = [site for unit in codebase.units for site in sites(codebase, unit, _tensor_attributes(codebase, unit))]
+def _all_sites(codebase: Codebase, found: list[Site]) -> list[Site]:
+    """Returns what is found in each function alone, and what is found from what other functions do."""
     known = _helpers(codebase, found)
     there = {(site.unit, site.kind) for site in found}
     found += [
@@ -180,10 +217,10 @@ def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> se
     candidates = [unit for unit in module.units.values() if _may_help(codebase, unit)]
     known = {unit for unit in candidates if unit in direct}
     makers = {kind for kind in module.classes.values() if _constructs(codebase, kind, direct)}
-    names = {unit: _names_in(unit) for unit in candidates}
+    names = {unit: _names_in(codebase.written(unit)) for unit in candidates}
     while True:
         reached = {unit.name.partition(".")[0] for unit in known} | {maker.name for maker in makers}
-        reached |= {name for unit in known for name in _globals_set(unit)}
+        reached |= {name for unit in known for name in _globals_set(codebase.written(unit))}
         more = {unit for unit in candidates if unit not in known and names[unit] & reached}
         if not more:
             return known
@@ -191,23 +228,22 @@ def _helpers_of(codebase: Codebase, module: Module, direct: set[CodeUnit]) -> se
 
 
 def _may_help(codebase: Codebase, unit: CodeUnit) -> bool:
-    if unit.name == MODULE or isinstance(unit.body.node, ast.ClassDef):
+    if unit.name == MODULE or unit.is_class:
         return False
-    return unit.owner is None or any("autograd" in base for base in unit.owner.bases)
+    return unit.owner is None or any("autograd" in base for base in codebase.bases(unit.owner))
 
 
 def _constructs(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
     """Returns whether making an object of a class leads to torch.distributed."""
     pending = [unit for name in ("__init__", "__post_init__") if (unit := codebase.method(kind, name))]
-    if any("autograd" in base for base in kind.bases):
+    if any("autograd" in base for base in codebase.bases(kind)):
         return False
     seen = set(pending)
     while pending:
         unit = pending.pop()
         if unit in direct:
             return True
-        for event in unit.body.events:
-            chain = chain_of(event.node.func) if event.act is Act.CALL and isinstance(event.node, ast.Call) else ()
+        for chain in (call.chain for call in unit.facts.calls):
             called = codebase.method(kind, chain[1]) if len(chain) == 2 and chain[0] == unit.first else None
             if called is not None and called not in seen:
                 seen.add(called)
@@ -215,19 +251,15 @@ def _constructs(codebase: Codebase, kind: Class, direct: set[CodeUnit]) -> bool:
     return False
 
 
-def _names_in(unit: CodeUnit) -> set[str]:
+def _names_in(body: Body) -> set[str]:
     """Returns the first names of all that a function reads or calls."""
-    names = set()
-    for event in unit.body.events:
-        node = event.node.func if event.act is Act.CALL and isinstance(event.node, ast.Call) else event.node
-        if event.act in (Act.CALL, Act.CHAIN):
-            names |= set(chain_of(node)[:1])
-    return names
+    nodes = [event.node for event in body.events if event.act in (Act.CALL, Act.CHAIN)]
+    return {name for node in nodes for name in chain_of(node.func if isinstance(node, ast.Call) else node)[:1]}
 
 
-def _globals_set(unit: CodeUnit) -> Iterator[str]:
+def _globals_set(body: Body) -> Iterator[str]:
     """Yields the globals that a function declares as its own to set."""
-    for node in ast.walk(unit.body.node):
+    for node in ast.walk(body.node):
         if isinstance(node, ast.Global):
             yield from node.names
 
@@ -235,29 +267,26 @@ def _globals_set(unit: CodeUnit) -> Iterator[str]:
 def _calls_of_helpers(codebase: Codebase, known: set[CodeUnit]) -> Iterator[Site]:
     """Yields where another function calls a helper, once for each function and line."""
     named = {f"{unit.module.name}.{unit.name}" for unit in known}
-    tops = {unit.name.partition(".")[0] for unit in known}
     for unit in codebase.units:
         if unit in known:
             continue
         lines: set[int] = set()
-        for event in unit.body.events:
-            if event.act is not Act.CALL or not isinstance(event.node, ast.Call) or _is_script(event):
-                continue
-            chain = chain_of(event.node.func)
-            if not chain or (
-                chain[-1] not in tops and chain[0] not in unit.module.bound and chain[0] not in unit.imports
-            ):
-                continue
-            name = codebase.canonical(codebase.full(unit.module, chain, unit.imports))
-            if name in named and event.node.lineno not in lines:
-                lines.add(event.node.lineno)
+        for call in unit.facts.calls:
+            if call.name in named and call.line not in lines and not _is_script(call):
+                lines.add(call.line)
                 kind = "cuda-import" if unit.name == MODULE else "parallel-state"
-                yield Site(unit, kind, event.node, event.guards, name)
+                yield Site(unit, kind, call.line, _text_of_call(codebase, unit, call), call.conditions, call.name)
 
 
-def _is_script(event: Event) -> bool:
-    """Returns whether an event stands under `if __name__ == "__main__"`, which no import runs."""
-    return any(isinstance(test, ast.Compare) and chain_of(test.left) == ("__name__",) for test, _ in event.guards)
+def _text_of_call(codebase: Codebase, unit: CodeUnit, call: Called) -> str:
+    nodes = [event.node for event in codebase.written(unit).events if event.act is Act.CALL]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno == call.line]
+    return next(text_of(node) for node in calls if chain_of(node.func) == call.chain)
+
+
+def _is_script(call: Called) -> bool:
+    """Returns whether a call stands under `if __name__ == "__main__"`, which no import runs."""
+    return any(term is not None and ("name", "__name__") in term for term, _ in call.conditions)
 
 
 def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
@@ -269,34 +298,19 @@ def _aliases(codebase: Codebase, wanted: dict[str, CodeUnit]) -> Iterator[Site]:
     """
     for module in codebase.modules.values():
         top = module.units[MODULE]
-        for event in top.body.events:
-            if event.act is not Act.IMPORT or not isinstance(event.node, ast.ImportFrom):
-                continue
-            for alias in event.node.names:
-                bound = module.bound.get(alias.asname or alias.name, "")
+        for step in top.facts.imports:
+            for name, bound, line in step.aliases:
                 unit = wanted.get(codebase.canonical(bound))
                 if unit is not None and unit.module is not module:
-                    yield Site(top, "alias", alias, event.guards, f"{unit.module.name}.{unit.name}")
+                    yield Site(top, "alias", line, name, step.conditions, f"{unit.module.name}.{unit.name}")
 
 
 def _tensor_attributes(codebase: Codebase, unit: CodeUnit) -> frozenset[str]:
     """Returns the parameters and buffers that a network's class registers."""
     if unit.owner is None or not unit.module.uses_torch:
         return frozenset()
-    known: frozenset[str] | None = unit.owner.__dict__.get("_tensors")
-    if known is None:
-        init = codebase.method(unit.owner, "__init__")
-        known = unit.owner.__dict__["_tensors"] = frozenset(_registered(init) if init is not None else ())
-    return known
-
-
-def _registered(init: CodeUnit) -> Iterator[str]:
-    for event in init.body.events:
-        node, value = event.node, event.value
-        if isinstance(node, ast.Call) and chain_of(node.func)[-1:] in (("register_buffer",), ("register_parameter",)):
-            yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
-        elif isinstance(node, ast.Attribute) and isinstance(value, ast.Call) and event.act is Act.ASSIGN:
-            yield from [node.attr] if chain_of(value.func)[-1:] == ("Parameter",) else []
+    init = codebase.method(unit.owner, "__init__")
+    return init.tensors if init is not None else frozenset()
 
 
 def _package_of(path: Path) -> str:
@@ -353,9 +367,9 @@ def _trains(unit: CodeUnit) -> bool:
 
 
 def _reach(site: Site, before: Reached, training: Reached, chosen: bool) -> Reach:
-    if before.leads_to(site.unit, site.guards, site.line, site.if_none):
+    if before.leads_to(site.unit, site.conditions, site.line, site.if_none):
         return "path" if chosen else "unknown"
-    return "training" if training.leads_to(site.unit, site.guards, site.line, site.if_none) else "off"
+    return "training" if training.leads_to(site.unit, site.conditions, site.line, site.if_none) else "off"
 
 
 def _covered(known: Sequence[tuple[Site, Reach]], cover: Coverage) -> Iterator[tuple[str, ...]]:
@@ -368,13 +382,6 @@ def _covered(known: Sequence[tuple[Site, Reach]], cover: Coverage) -> Iterator[t
     for (site, _), ids in zip(known, covered, strict=True):
         some = by_name.get(site.uses, [cover.alone]) if site.kind == "alias" else [ids]
         yield tuple(dict.fromkeys(item for part in some for item in part)) if all(some) else ()
-
-
-def _text(node: ast.AST) -> str:
-    if isinstance(node, ast.alias):
-        return node.name
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _named(root: Path, below: str) -> str:
@@ -440,7 +447,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
     place = f"{entry.module}.{'.'.join(entry.path)}"
     known = codebase.definition(codebase.canonical(place))
     if entry.rewrite is not None and isinstance(known, CodeUnit):
-        for first, last in _lines(known, entry.rewrite.match):
+        for first, last in _lines(codebase.written(known).node, entry.rewrite.match):
             result.by_lines[known].append((first, last, entry.id))
     elif entry.kind == "replace" and known is not None:
         units = (
@@ -454,8 +461,7 @@ def _add(result: Patches, codebase: Codebase, entry: patch.Entry) -> None:
         result.by_name[place].append(entry.id)
 
 
-def _lines(unit: CodeUnit, match: str) -> Iterator[tuple[int, int]]:
-    node = unit.body.node
+def _lines(node: ast.AST, match: str) -> Iterator[tuple[int, int]]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for run in pattern.runs(node, pattern.statements(match)):
             last = run.statements[-1]
@@ -486,7 +492,7 @@ class Coverage:
         ids: dict[str, None] = {}
         for site in sites:
             if site.uses.rpartition(".")[2] not in MAKES_GROUP or not self._before.leads_to(
-                site.unit, site.guards, site.line
+                site.unit, site.conditions, site.line
             ):
                 continue
             closing = self.of_place(site)
@@ -504,9 +510,9 @@ class Coverage:
         direct = self._patches.at(site.unit, site.line)
         if direct:
             return tuple(dict.fromkeys(direct))
-        if not self._before.leads_to(site.unit, site.guards, site.line, site.if_none):
+        if not self._before.leads_to(site.unit, site.conditions, site.line, site.if_none):
             return ()
-        if self._after.leads_to(site.unit, site.guards, site.line, site.if_none):
+        if self._after.leads_to(site.unit, site.conditions, site.line, site.if_none):
             return self._of_calls(site)
         return tuple(dict.fromkeys(self._closing(site.unit)))
 
@@ -537,9 +543,9 @@ class Coverage:
 
     def _by_condition(self, units: set[CodeUnit]) -> Iterator[str]:
         """Yields what decides a condition on the way: a family by an argument, or a patch of what sets a flag."""
-        asked = {name for unit in units for name in _asked(unit)}
+        asked = {name for unit in units for name in unit.facts.asked}
         forwards = [unit for unit in units if unit.name.endswith(".forward")]
-        given = {name for unit in forwards for name in _asked(unit) if name in unit.defaults}
+        given = {name for unit in forwards for name in unit.facts.asked if name in unit.defaults}
         yield from sorted({file for name, file in self._patches.given.items() if name in given})
         for unit, ids in self._patches.by_unit.items():
             yield from ids if asked & set(_flags(unit)) else ()
@@ -560,17 +566,6 @@ class Coverage:
         )
 
 
-@functools.cache
-def _asked(unit: CodeUnit) -> frozenset[str]:
-    """Returns the names and attributes that the conditions of a function ask for."""
-    tests = {id(test): test for event in unit.body.events for test, _ in event.guards}
-    nodes = [node for test in tests.values() for node in ast.walk(test)]
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return frozenset(names | {node.id for node in nodes if isinstance(node, ast.Name)})
-
-
 def _flags(unit: CodeUnit) -> Iterator[str]:
     """Yields the attributes that a function sets to a constant."""
-    for event in unit.body.events:
-        if event.act is Act.ASSIGN and isinstance(event.node, ast.Attribute) and isinstance(event.value, ast.Constant):
-            yield event.node.attr
+    return (name for name, term in unit.facts.attributes if term is not None)

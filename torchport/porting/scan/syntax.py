@@ -8,19 +8,32 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torchport.source.parameters import Function
 
 MODULE = "<module>"
-Guards = tuple[tuple[ast.expr, bool], ...]
-"""Conditions, each with the value that it must have."""
-NEVER: tuple[ast.expr, bool] = (ast.Constant(False), True)
-TRIED: tuple[ast.expr, bool] = (ast.Constant(True), True)
+
+
+class Guard(NamedTuple):
+    """A condition that something stands under."""
+
+    test: ast.expr  #: What is asked.
+    wanted: bool  #: The truth that it must have.
+    refused: bool = False  #: Whether the other side raises.
+
+
+Guards = tuple[Guard, ...]
+NEVER = Guard(ast.Constant(False), True)
+TRIED = Guard(ast.Constant(True), True)
 """Stands among the conditions of what may fail: it is in a `try` that goes on without it."""
 _JUMPS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
-class Act(enum.Enum):
+class Act(enum.IntEnum):
     """What an event is."""
 
     CALL = enum.auto()
@@ -68,6 +81,14 @@ class Body:
     #: What it does, in order.
     events: list[Event] = dataclasses.field(default_factory=list)
 
+    @functools.cached_property
+    def by_act(self) -> dict[Act, list[Event]]:
+        """What it does, in order, by what it is."""
+        result: dict[Act, list[Event]] = defaultdict(list)
+        for event in self.events:
+            result[event.act].append(event)
+        return result
+
 
 def bodies(tree: ast.Module) -> tuple[list[Body], dict[str, ast.ClassDef]]:
     """Returns the functions of a module, `<module>` first, and its classes by qualified name."""
@@ -91,7 +112,7 @@ class _Reader:
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 unit = Body(prefix + statement.name, statement, owner)
                 self.bodies.append(unit)
-                _Walk(unit.events).function(statement)
+                self._read_function(statement, unit, body, guards)
             elif isinstance(statement, ast.ClassDef):
                 self._read_class(statement, body, prefix, guards)
             elif isinstance(statement, (ast.If, ast.Try, ast.With)):
@@ -104,6 +125,17 @@ class _Reader:
                 walk.guards = guards
                 walk.statement(statement)
             guards += _left_by(statement)
+
+    def _read_function(self, node: Function, unit: Body, body: Body, guards: Guards) -> None:
+        """Reads a function. The calls in its defaults and decorators run where it is defined."""
+        walk = _Walk(unit.events)
+        walk.head_of_function(node)
+        called = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
+        at_import = [event for event in unit.events if event.act is Act.CALL and event.node not in node.decorator_list]
+        unit.events[:] = [event for event in unit.events if event not in at_import]
+        body.events += [Event(Act.CALL, event.node, guards, False) for event in at_import]
+        body.events += [Event(Act.CHAIN, decorator, guards, False) for decorator in called]
+        walk.block(node.body)
 
     def _read_class(self, node: ast.ClassDef, body: Body, prefix: str, guards: Guards) -> None:
         name = prefix + node.name
@@ -121,9 +153,9 @@ def _left_by(statement: ast.stmt) -> Guards:
         return (NEVER,)
     if isinstance(statement, ast.If):
         if _jumps(statement.body):
-            return ((statement.test, False),)
+            return (Guard(statement.test, False, isinstance(statement.body[-1], ast.Raise)),)
         if statement.orelse and _jumps(statement.orelse):
-            return ((statement.test, True),)
+            return (Guard(statement.test, True, isinstance(statement.orelse[-1], ast.Raise)),)
     return ()
 
 
@@ -153,10 +185,14 @@ class _Walk:
 
     def function(self, node: Function) -> None:
         """Notes all of a function."""
+        self.head_of_function(node)
+        self.block(node.body)
+
+    def head_of_function(self, node: Function) -> None:
+        """Notes the decorators and defaults of a function."""
         self.decorators(node)
         for default in (*node.args.defaults, *node.args.kw_defaults):
             self.expression(default)
-        self.block(node.body)
 
     def block(self, block: list[ast.stmt]) -> None:
         """Notes statements, each under what the ones before it leave."""
@@ -171,7 +207,7 @@ class _Walk:
         outer = self.guards
         if isinstance(node, ast.If):
             self.test(node.test)
-            return [(node.body, (*outer, (node.test, True))), (node.orelse, (*outer, (node.test, False)))]
+            return [(node.body, (*outer, Guard(node.test, True))), (node.orelse, (*outer, Guard(node.test, False)))]
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 self._note(Act.WITH, item.context_expr)
@@ -253,23 +289,25 @@ class _Walk:
         self._note(Act.TEST, node)
         self.expression(node)
 
-    def expression(self, node: ast.AST | None) -> None:
+    def expression(self, node: Any) -> None:
         """Notes what is in an expression, what is computed first before the rest."""
-        if node is None:
-            return
         kind = type(node)
         if kind is ast.Name:
-            if isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+            if type(node.ctx) is ast.Load:
                 self._note(Act.CHAIN, node)
-        elif kind is ast.Attribute:
-            self._attribute(node)  # type: ignore[arg-type]
         elif kind is ast.Constant:
-            if isinstance(node.value, str) and node.value.startswith("cuda"):  # type: ignore[attr-defined]
+            if isinstance(node.value, str) and node.value.startswith("cuda"):
                 self._note(Act.TEXT, node)
-        elif kind is ast.JoinedStr:
-            self._text(node)  # type: ignore[arg-type]
-        else:
-            self._composite(node)
+        elif node is not None:
+            _WALKS.get(kind, _Walk._parts)(self, node)
+
+    def _parts(self, node: Any) -> None:
+        """Notes what is in any other expression, part by part."""
+        for field in node._fields:
+            part = getattr(node, field)
+            for inner in part if type(part) is list else (part,):
+                if isinstance(inner, ast.AST):
+                    self.expression(inner)
 
     def _attribute(self, node: ast.Attribute) -> None:
         self._note(Act.CHAIN, node)
@@ -287,35 +325,30 @@ class _Walk:
             if isinstance(part, ast.FormattedValue):
                 self.expression(part.value)
 
-    def _composite(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Call):
-            self._call(node)
-        elif isinstance(node, ast.Subscript):
-            self.expression(node.value)
-            self.expression(node.slice)
-            if isinstance(node.ctx, ast.Load):
-                self._note(Act.INDEX, node)
-        elif isinstance(node, ast.IfExp):
-            self.test(node.test)
-            self._under(node.body, (node.test, True))
-            self._under(node.orelse, (node.test, False))
-        elif isinstance(node, ast.BoolOp):
-            outer = self.guards
-            for value in node.values:
-                self.expression(value)
-                self.guards += ((value, isinstance(node.op, ast.And)),)
-            self.guards = outer
-        elif isinstance(node, ast.Compare) and _names_cuda(node):
-            return
-        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            self._comprehension(node)
-        else:
-            if isinstance(node, (ast.BinOp, ast.Compare)):
-                self._note(Act.OPERATOR, node)
-            for child in ast.iter_child_nodes(node):
-                self.expression(child)
+    def _subscript(self, node: ast.Subscript) -> None:
+        self.expression(node.value)
+        self.expression(node.slice)
+        if isinstance(node.ctx, ast.Load):
+            self._note(Act.INDEX, node)
 
-    def _under(self, node: ast.expr, guard: tuple[ast.expr, bool]) -> None:
+    def _choice(self, node: ast.IfExp) -> None:
+        self.test(node.test)
+        self._under(node.body, Guard(node.test, True))
+        self._under(node.orelse, Guard(node.test, False))
+
+    def _bools(self, node: ast.BoolOp) -> None:
+        outer = self.guards
+        for value in node.values:
+            self.expression(value)
+            self.guards += (Guard(value, isinstance(node.op, ast.And)),)
+        self.guards = outer
+
+    def _operator(self, node: ast.BinOp | ast.Compare) -> None:
+        if isinstance(node, ast.BinOp) or not _names_cuda(node):
+            self._note(Act.OPERATOR, node)
+            self._parts(node)
+
+    def _under(self, node: ast.expr, guard: Guard) -> None:
         outer = self.guards
         self.guards += (guard,)
         self.expression(node)
@@ -343,6 +376,15 @@ class _Walk:
             self.expression(value)
 
 
+_WALKS: dict[type, Callable[[_Walk, Any], None]] = {
+    ast.Attribute: _Walk._attribute, ast.Call: _Walk._call, ast.Subscript: _Walk._subscript, ast.IfExp: _Walk._choice,
+    ast.BoolOp: _Walk._bools, ast.BinOp: _Walk._operator, ast.Compare: _Walk._operator, ast.JoinedStr: _Walk._text,
+    ast.ListComp: _Walk._comprehension, ast.SetComp: _Walk._comprehension, ast.GeneratorExp: _Walk._comprehension,
+    ast.DictComp: _Walk._comprehension,
+}  # fmt: skip
+"""How each kind of expression is walked; all others part by part."""
+
+
 def _names_cuda(node: ast.Compare) -> bool:
     """Returns whether a comparison asks for the name of CUDA, which is no use of it."""
     sides = (node.left, *node.comparators)
@@ -350,6 +392,29 @@ def _names_cuda(node: ast.Compare) -> bool:
         isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value.startswith("cuda")
         for side in sides
     )
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Returns the names and attributes in an expression."""
+    names: set[str] = set()
+    pending = [node]
+    while pending:
+        part = pending.pop()
+        kind = type(part)
+        if kind is ast.Name:
+            names.add(part.id)  # type: ignore[attr-defined]
+        elif kind is not ast.Constant:
+            if kind is ast.Attribute:
+                names.add(part.attr)  # type: ignore[attr-defined]
+            pending += ast.iter_child_nodes(part)
+    return names
+
+
+def head_of(node: ast.AST) -> str:
+    """Returns the first name of a chain of names; empty where there is none."""
+    while type(node) is ast.Attribute:
+        node = node.value
+    return node.id if type(node) is ast.Name else ""
 
 
 def chain_of(node: ast.AST) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from torchport.errors import UnreadableError
 from torchport.porting.scan.codebase import CodeUnit
-from torchport.porting.scan.syntax import Act, Event, chain_of
+from torchport.porting.scan.syntax import Act, Body, Event, chain_of
 from torchport.source import parsing
+from torchport.source.parameters import STARRED, Function, parameters
 
 
 class Kind(enum.Enum):
@@ -86,47 +87,54 @@ class Tensors:
 
     Args:
         unit: The function.
+        body: Its events.
+        kinds: What its names are, as far as it was followed; it is filled here.
         full: Who is meant by a chain of names in it.
         attributes: Those of `self` that are parameters or buffers.
         returns: What a function of the codebase is annotated to return.
     """
 
     def __init__(
-        self, unit: CodeUnit, full: Full, attributes: frozenset[str], returns: Callable[[str], ast.expr | None]
+        self,
+        unit: CodeUnit,
+        body: Body,
+        kinds: dict[str, Kind],
+        full: Full,
+        attributes: frozenset[str],
+        returns: Callable[[str], ast.expr | None],
     ) -> None:
         self._full = full
         self._returns = returns
         self._self = unit.first
         self._attributes = attributes
-        self.kinds: dict[str, Kind] = {}
+        self.kinds = kinds
         self.made_from: dict[str, ast.expr] = {}
         self._containers: set[str] = set()
-        self._evidence = {name for event in unit.body.events for name in _used_as_tensor(event)}
-        self._dictionaries = {name for event in unit.body.events for name in _used_as_dictionary(event)}
+        self._evidence = {name for event in body.by_act[Act.CALL] for name in _used_as_tensor(event)}
+        read = (*body.by_act[Act.INDEX], *body.by_act[Act.WRITE])
+        self._dictionaries = {name for event in read for name in _used_as_dictionary(event)}
         in_forward = unit.name.endswith(".forward") and unit.owner is not None
-        self._enter(unit.parameters, unit.defaults, in_forward)
+        if isinstance(body.node, Function):
+            self._enter(body.node, in_forward)
 
-    def _enter(self, parameters: Iterable[ast.arg], defaults: dict[str, ast.expr], in_forward: bool) -> None:
-        for parameter in parameters:
-            if parameter.arg == self._self:
+    def _enter(self, function: Function, in_forward: bool) -> None:
+        for parameter in parameters(function):
+            if parameter.kind in STARRED or parameter.name == self._self:
                 continue
-            default = defaults.get(parameter.arg)
-            if parameter.annotation is not None:
-                kind = Kind.TENSOR if _names_tensor(parameter.annotation) else Kind.UNKNOWN
-                if _is_collection(parameter.annotation):
-                    self._containers.add(parameter.arg)
+            if parameter.argument.annotation is not None:
+                kind = Kind.TENSOR if _names_tensor(parameter.argument.annotation) else Kind.UNKNOWN
+                if _is_collection(parameter.argument.annotation):
+                    self._containers.add(parameter.name)
             else:
-                constant = isinstance(default, ast.Constant) and default.value is not None
-                number = parameter.arg in self._dictionaries or _NUMBERS.search(parameter.arg) is not None
-                assumed = in_forward and default is None and not constant and not number
+                number = parameter.name in self._dictionaries or _NUMBERS.search(parameter.name) is not None
+                assumed = in_forward and parameter.default is None and not number
                 kind = Kind.TENSOR if assumed else Kind.UNKNOWN
-            self.kinds[parameter.arg] = kind
+            self.kinds[parameter.name] = kind
 
     def follow(self, event: Event) -> None:
         """Takes in what an event binds."""
-        if event.act is Act.ENTER and isinstance(event.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            arguments = event.node.args
-            self._enter([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs], {}, False)
+        if event.act is Act.ENTER and isinstance(event.node, Function):
+            self._enter(event.node, False)
         elif event.act is Act.ASSIGN and event.value is not None:
             self._bind(event.node, event.value, event.loops_over)
 
@@ -323,7 +331,7 @@ def _used_as_dictionary(event: Event) -> Iterable[str]:
 
 def _used_as_tensor(event: Event) -> Iterable[str]:
     """Yields the name on which an event calls what only tensors have."""
-    if event.act is Act.CALL and isinstance(event.node, ast.Call):
+    if isinstance(event.node, ast.Call):
         func = event.node.func
         if isinstance(func, ast.Attribute) and func.attr in _ONLY_TENSORS and isinstance(func.value, ast.Name):
             yield func.value.id

@@ -100,7 +100,7 @@ def traced(request: Request, calls: Calls | None) -> TraceReport:
     """
     task = accept(request, dry=True)
     devices.prepare(task.machine)
-    notes = Notes(Owners.of_task(task))
+    notes = Notes(dataclasses.replace(Owners.of_task(task), unpatched=calls is not None))
     report = TraceReport([], [], [], [], {})
     for stage in task.stages:
         if stage.network is None or stage.like is None:

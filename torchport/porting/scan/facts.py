@@ -1,0 +1,214 @@
+"""What is kept of a function when its syntax tree is dropped: calls, reads and imports, each with its conditions.
+
+A condition becomes a term: a tuple of what it does, and of the terms that it does it with. None is what the source does
+not show. Some terms are only assumed: what asks for a process group or for CUDA has a value where there is none.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torchport.porting.scan.syntax import Guards, chain_of
+
+Term = tuple[Any, ...] | None
+"""An expression; None where the source does not show its value."""
+Conditions = tuple[tuple[Term, bool], ...]
+"""Terms, each with the truth that it must have."""
+_ALONE = {
+    "torch.distributed.is_initialized", "torch.distributed.is_available", "torch.is_grad_enabled",
+    "torch.compiler.is_compiling", "torch.jit.is_scripting", "torch.jit.is_tracing",
+}  # fmt: skip
+"""What is False in an inference of one process that nobody scripts."""
+_WITHOUT = {
+    "torch.distributed.get_world_size": ("process-group", 1),
+    "torch.distributed.get_rank": ("process-group", 0),
+    "torch.cuda.is_available": ("cuda", False),
+    "torch.cuda.device_count": ("cuda", 0),
+    "torch.version.cuda": ("cuda", None),
+}
+_MANY = r"(cp|sp|usp|tp|pp|ulysses|ring|fsdp|dist|distributed|world|(sequence|context|tensor|model|data)_parallel)"
+_WORDS = (
+    (re.compile(rf"(^|_)({_MANY}|parallel)_(\w+_)?(size|degree)$|^(nproc|num_ranks)$"), ("process-group", 1)),
+    (re.compile(rf"(^|_)({_MANY}|local|global)_rank$"), ("process-group", 0)),
+    (
+        re.compile(rf"(^|_)({_MANY}|parallel|process)_(\w+_)?(group|mesh|config)$|^device_mesh$"),
+        ("process-group", None),
+    ),
+    (re.compile(rf"^(is|use|using|enable|has)_(\w+_)?({_MANY}|parallel)$"), ("process-group", False)),
+    (re.compile(rf"(^|_){_MANY}_(active|enabled?|initialized)$"), ("process-group", False)),
+    (re.compile(r"^is_cuda$"), ("cuda", False)),
+)
+"""By the words of their names: what is as it is where there is no process group, or no CUDA."""
+_DEVICES = {"type", "device", "device_type"}
+_OPS = {
+    ast.Is: "is", ast.IsNot: "is not", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
+    ast.GtE: ">=",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Called:
+    """A call."""
+
+    line: int  #: Its line.
+    conditions: Conditions  #: What it stands under.
+    chain: tuple[str, ...]  #: The names of what is called; empty where that is no chain of names.
+    name: str  #: These in full; empty where nothing that is known binds them.
+    method: str  #: Of an expression without a chain the method.
+    of_super: bool  #: Whether it is `super().method`.
+    arguments: tuple[Term, ...]  #: Those by position, up to a starred one.
+    keywords: tuple[tuple[str, Term], ...]  #: Those by name.
+    starred: bool  #: Whether arguments are unpacked.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Read:
+    """A name or attribute that is read and not called."""
+
+    line: int  #: Its line.
+    conditions: Conditions  #: What it stands under.
+    chain: tuple[str, ...]  #: Its names; of an attribute of an expression empty.
+    name: str  #: These in full.
+    attributes: tuple[str, ...]  #: The attributes that are read.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Imported:
+    """An import statement."""
+
+    line: int  #: Its line.
+    conditions: Conditions  #: What it stands under.
+    modules: tuple[str, ...]  #: What may be a module of it, in full.
+    packages: tuple[str, ...]  #: The packages outside that it names.
+    #: Of `from m import name`: the name, what it is in full, the line.
+    aliases: tuple[tuple[str, str, int], ...]
+    always: bool  #: Whether it stands under no condition at all.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Facts:
+    """What a function does."""
+
+    steps: tuple[Called | Read | Imported, ...] = ()  #: In order.
+    assigned: frozenset[str] = frozenset()  #: The parameters that it binds anew.
+    nones: frozenset[str] = frozenset()  #: The parameters that it sets to None.
+    attributes: tuple[tuple[str, Term], ...] = ()  #: The attributes that it sets, and the constant.
+    asked: frozenset[str] = frozenset()  #: The names that its conditions ask for.
+    answer: Term = None  #: What it returns, where it does nothing else.
+
+    @property
+    def calls(self) -> Iterator[Called]:
+        """Its calls."""
+        return (step for step in self.steps if isinstance(step, Called))
+
+    @property
+    def imports(self) -> Iterator[Imported]:
+        """Its imports."""
+        return (step for step in self.steps if isinstance(step, Imported))
+
+
+class Terms:
+    """The expressions of a function as terms.
+
+    Args:
+        parameters: Its parameters.
+        first: The name of `self`.
+        full: Who is meant by a chain of names in it.
+    """
+
+    def __init__(self, parameters: Iterable[str], first: str, full: Callable[[ast.AST], str]) -> None:
+        self._parameters = frozenset(parameters)
+        self._first = first
+        self._full = full
+        self._conditions: dict[Guards, Conditions] = {(): ()}
+        self._last: tuple[Guards, Conditions] = (), ()
+
+    def conditions(self, guards: Guards) -> Conditions:
+        """Returns the conditions of an event, without those that are always open."""
+        if guards is self._last[0]:
+            return self._last[1]
+        known = self._conditions.get(guards)
+        if known is None:
+            guard = guards[-1]
+            term = self.term(guard.test)
+            known = self.conditions(guards[:-1])
+            if term is not None and term != ("const", guard.wanted):
+                known = (*known, (_certain(term) if guard.refused else term, guard.wanted))
+            self._conditions[guards] = known
+        self._last = guards, known
+        return known
+
+    def term(self, node: ast.AST | None) -> Term:
+        """Returns an expression as a term."""
+        if isinstance(node, ast.Constant):
+            return "const", node.value
+        if isinstance(node, ast.Name):
+            if node.id == "TYPE_CHECKING":
+                return "const", False
+            known = node.id in self._parameters or node.id == "__name__"
+            return _or_else(("name", node.id) if known else None, node.id)
+        if isinstance(node, ast.Attribute):
+            return self._of_attribute(node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self.term(node.operand)
+            return inner and ("not", inner)
+        if isinstance(node, ast.BoolOp):
+            parts = tuple(map(self.term, node.values))
+            return ("or" if isinstance(node.op, ast.Or) else "and", *parts) if any(parts) else None
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return self._of_comparison(node, node.comparators[0], _OPS.get(type(node.ops[0]), ""))
+        return self._of_call(node) if isinstance(node, ast.Call) else None
+
+    def _of_attribute(self, node: ast.Attribute) -> Term:
+        if node.attr == "training":
+            return ("training",)
+        if node.attr == "TYPE_CHECKING":
+            return "const", False
+        on_self = isinstance(node.value, ast.Name) and node.value.id == self._first and bool(self._first)
+        return _or_else(("self", node.attr) if on_self else None, node.attr, self._full(node))
+
+    def _of_comparison(self, node: ast.Compare, right: ast.expr, op: str) -> Term:
+        left, other = self.term(node.left), self.term(right)
+        compared = (op, left, other) if op and left is not None and other is not None else None
+        cuda = _is_cuda(right) or _is_cuda(node.left)
+        asked = chain_of(node.left if _is_cuda(right) else right)[-1:] if cuda else ()
+        if set(asked) & _DEVICES and op in ("==", "!="):
+            return "else", compared, "cuda", op == "!="
+        return compared
+
+    def _of_call(self, node: ast.Call) -> Term:
+        name = self._full(node.func)
+        if name in _ALONE:
+            return "const", False
+        last = chain_of(node.func)[-1:]
+        known = ("call", name) if name and not name.startswith("torch.") else None
+        return _or_else(known, last[0].removeprefix("get_") if last else "", name)
+
+
+def _is_cuda(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
+
+
+def _or_else(term: Term, last: str, name: str = "") -> Term:
+    """Returns a term with what it is where there is no process group or no CUDA, if its name says that it asks."""
+    assumed = _WITHOUT.get(name) or _by_words(last)
+    return term if assumed is None else ("else", term, *assumed)
+
+
+@functools.cache
+def _by_words(last: str) -> tuple[str, Any] | None:
+    return next((value for words, value in _WORDS if words.search(last.lower())), None)
+
+
+def _certain(term: Term) -> Term:
+    """Returns a term without assumptions: what raises without a process group is not left because there is none."""
+    if term is None or term[0] in ("const", "name", "self", "training"):
+        return term
+    if term[0] == "call":  # what a function answers is asked for under an assumption alone
+        return None
+    return _certain(term[1]) if term[0] == "else" else (term[0], *map(_certain, term[1:]))
