@@ -7,7 +7,6 @@ rest is a model, printed as one: see `step_time`. All but attention is divided b
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -84,8 +83,7 @@ def of_task(task: Task, keep: Path | None, bounded: bool, stages: Sequence[str] 
     """Returns the plan of a job that has been read and checked; arguments and refusals are those of `plan`."""
     stages = _named(task, stages)
     _check(task, stages)
-    with tempfile.TemporaryDirectory(prefix="torchport-plan-") as scratch:
-        folder = Path(scratch) if keep is None else keep
+    with nullcontext(keep) if keep is not None else atomic.scratch() as folder:
         planned = {name: _stage_plan(task, name, folder / name, bounded) for name in _announced(stages)}
     job = JobPlan(
         model=task.card.model,
