@@ -73,7 +73,7 @@ def command(**given: Any) -> None:
         from torchport.porting.emit import emit
 
         lines, code = emit(report, flags.codebase, flags.emit, flags.paths)
-        terminal.say("\n".join(lines))
+        terminal.say(lines)
         sys.exit(code)
     terminal.say(writers[form](report))
     sys.exit(exit_code(report))

@@ -346,6 +346,13 @@ def test_a_match_that_is_no_pattern_is_refused(world, match, text):
             {"gives": "[b, a]"},
             "'gives' of 'up.one' has 'a', which the run does not bind. Give some of b, or a new name",
         ),
+        (
+            "a.append(1)\n    return a",
+            "a.append(1)",
+            "def new(a): return 0",
+            {"gives": "[a]"},
+            "It assigns no name: write 'gives: []', also where it changes an object in place",
+        ),
         ("b = a\n    return b", "b = a", "def new(b): return 0", {}, "takes 'b', which up.m:f binds only in or after"),
         ("b = a\n    return b", "b = a", "def new(zz): return 0", {}, "takes 'zz', which up.m:f cannot see"),
         ("b = a\n    return b", "b = a", "def new(*args): return 0", {}, "takes '*args' for 'up.one'"),

@@ -216,7 +216,9 @@ def _gives(entry: Entry, rewrite: Rewrite, function: Function, run: Run) -> list
     for name in gives:
         if name not in inside and name in arguments(function) | _names(function):
             fact = f"'gives' of '{entry.id}' has '{name}', which the run does not bind"
-            raise _refusal(entry, fact, f"Give some of {', '.join(sorted(inside)) or 'nothing'}, or a new name")
+            nothing = "It assigns no name: write 'gives: []', also where it changes an object in place"
+            remedy = f"Give some of {', '.join(sorted(inside))}, or a new name" if inside else nothing
+            raise _refusal(entry, fact, remedy)
     return gives
 
 
