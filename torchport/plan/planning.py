@@ -15,6 +15,7 @@ import torch
 
 from torchport import progress, shard
 from torchport.compile import network
+from torchport.compile.in_force import in_force
 from torchport.config.card import DENOISING
 from torchport.config.machine import Chip, Machine
 from torchport.config.step_cache import described
@@ -324,7 +325,8 @@ def verification_cost(task: Task, planned: Mapping[str, StagePlan]) -> Verificat
     host, device, values, flops = [], [], 0, 0.0
     for stage in stages:
         name, stage_plan = str(stage.network), planned[stage.name]
-        count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
+        with in_force(task, [stage]):  # upstream's module may need a stub to be imported
+            count = sum(parameter.numel() for parameter in network.published(task, name).parameters())
         dtype = task.settings.dtypes[name]
         wide = 8 if dtype.itemsize >= torch.float32.itemsize else torch.float32.itemsize  # as `verify` chooses it
         host.append(count * (dtype.itemsize + wide))
