@@ -137,11 +137,7 @@ def sarif(report: ScanReport, everything: bool = False) -> str:
 
 def _as_finding(finding: ScanFinding) -> findings.Finding:
     covered = f" Covered by {', '.join(finding.covered_by)}." if finding.covered_by else ""
-    text = (
-        f"{finding.text}. {finding.meaning.do}{covered}"
-        if finding.meaning.in_code
-        else f"{finding.text}. {finding.meaning.do}"
-    )
+    text = f"{finding.text}. {finding.meaning.do}{covered if finding.meaning.in_code else ''}"
     place = f"{finding.file}:{finding.line}" if finding.line else finding.file
     return findings.Finding(finding.rule, place, text, finding.target, finding.verdict)
 

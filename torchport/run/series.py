@@ -211,8 +211,8 @@ def accepted(request: Request, lines: Sequence[Line]) -> list[Video]:
     for line in lines:
         try:
             asked = _request(request, line)
-            like = by_overrides.get(asked.overrides)
-            task = accept(asked, reads_picture=False) if like is None else accept_like(like, asked)
+            first = by_overrides.get(asked.overrides)
+            task = accept(asked, reads_picture=False) if first is None else accept_like(first, asked)
             by_overrides.setdefault(asked.overrides, task)
             videos.append(_video(line, task))
         except TorchportError as error:

@@ -106,7 +106,7 @@ def edit(
         ConflictError: The run contains what another patch put there.
     """
     rewrite, lines = _rewrite(entry), text.encode().splitlines(keepends=True)
-    begin, end, part = _part(lines, spans(text if home is None else home), line)
+    start, end, part = _part(lines, spans(text if home is None else home), line)
     tree = ast.parse(part)
     function = find(tree)
     matches = _matches(entry, rewrite, function)
@@ -119,7 +119,7 @@ def edit(
     local = arguments(function) | names_bound(function.body)
     outer = frozenset(name for name in parameters if name not in local)
     first = matches[0].statements[0].lineno
-    part = "\n" * (begin - 1) + b"".join(lines[begin - 1 : end]).decode()
+    part = "\n" * (start - 1) + b"".join(lines[start - 1 : end]).decode()
     _check_meaning(entry, tree, edits, part)
     return Edit(b"".join(lines).decode(), part, reserved_name(entry), outer, first)
 
